@@ -1,0 +1,44 @@
+# One command for each thing a contributor does. `make help` lists them.
+#
+# Everything runs in .venv, made by the plain venv module and filled by plain pip under
+# constraints.txt. The stamp inside it is older than pyproject.toml or constraints.txt exactly when
+# the environment has to be filled again.
+
+PYTHON ?= python3
+PLANS  ?= 1000
+
+BIN   := .venv/bin
+STAMP := .venv/.filled
+TORCH := $(shell grep '^torch==' constraints.txt)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint bench fuzz
+
+help: ## list these targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s %s\n", $$1, $$2 }' Makefile
+
+setup: $(STAMP) ## make .venv and install laminar with everything the tests need
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -c constraints.txt '$(TORCH)'
+	$(BIN)/python -m pip install -c constraints.txt -e '.[test]'
+	touch $@
+
+demo: setup ## train a small model in several ways and show that the numbers agree
+	$(BIN)/python examples/demo.py
+
+lint: setup ## ruff (lint and format), mypy --strict, who-may-import-whom
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: lint ## lint, then every test that needs neither a GPU nor minutes
+	$(BIN)/python -m pytest -n 2 -m 'not gpu and not slow'
+
+fuzz: setup ## random plans against one device; PLANS=1000 says how many
+	LAMINAR_FUZZ_PLANS=$(PLANS) $(BIN)/python -m pytest -m slow tests/fuzz
+
+bench: setup ## run every benchmark, one JSON line per result
+	@set -e; for file in $(sort $(wildcard bench/*.py)); do echo "# $$file" >&2; $(BIN)/python $$file; done

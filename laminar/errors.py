@@ -1,0 +1,59 @@
+"""Every error a user can meet, as one tree.
+
+    LaminarError
+    ├── CaptureError        the model can't be written down as one graph (names the user's line)
+    ├── GraphError          a graph that breaks the grammar of `ir.graph`
+    ├── PlacementError      a placement that can't hold for a tensor
+    │   └── NoRuleError     an op has no signature for the placements asked for
+    ├── PlanError           a plan that does not fit its graph, its mesh or this version
+    ├── MeshError           a mesh that makes no sense, or is larger than the world
+    ├── BatchError          a batch that differs from the captured one
+    └── RecipeError         a recipe that can't be found or has the wrong shape
+
+An error says what is wrong, where, what is allowed, and the next step; nothing here formats a
+traceback, the command line decides about that.
+"""
+
+from __future__ import annotations
+
+
+class LaminarError(Exception):
+    """The root: catch this to catch everything Laminar raises on purpose."""
+
+    def __init__(self, what: str, **lines: str) -> None:
+        """`what` in one line, then labelled lines such as at=..., allowed=..., next=..."""
+        width = max((len(label) for label in lines), default=0)
+        body = "".join(f"\n  {label:<{width}}  {text}" for label, text in lines.items() if text)
+        super().__init__(what + body)
+
+
+class CaptureError(LaminarError):
+    """The model can't be written down as one graph."""
+
+
+class GraphError(LaminarError):
+    """A graph that breaks the grammar."""
+
+
+class PlacementError(LaminarError):
+    """A placement that can't hold for a tensor."""
+
+
+class NoRuleError(PlacementError):
+    """An op has no signature for the placements asked for."""
+
+
+class PlanError(LaminarError):
+    """A plan that does not fit its graph, its mesh or this version."""
+
+
+class MeshError(LaminarError):
+    """A mesh that makes no sense, or is larger than the world."""
+
+
+class BatchError(LaminarError):
+    """A batch that differs from the captured one."""
+
+
+class RecipeError(LaminarError):
+    """A recipe that can't be found or has the wrong shape."""

@@ -1,0 +1,1 @@
+"""Which placements an op allows, and how to get from one placement to another."""

@@ -1,0 +1,282 @@
+"""Rules of the ops that layers are made of: products with a bias, softmax, losses, norms, attention, convolution."""
+
+from __future__ import annotations
+
+from laminar.rules.families import aligned, letters, normal_dims, text
+from laminar.rules.notation import Call, Rule, RuleFn, parse_rule
+
+
+def added(product: str) -> RuleFn:
+    """addmm and its kin: a product plus a broadcast first input."""
+
+    def rule(call: Call) -> Rule:
+        out = [f[0] for f in parse_rule(product)[1][0]]
+        bias = " ".join(aligned(call.ins[0], call.out.shape, out))
+        scaled = any(call.arg(i, 1) != 1 for i in (3, 4))
+        return Rule(f"{bias}, {product}", linear="" if scaled else "01|02", additive="0")
+
+    return rule
+
+
+def vector_norm(call: Call) -> Rule:
+    """The largest magnitude combines by max, the count of ones by sum; other orders stay whole."""
+    order = float(call.arg(1, 2))
+    rank = len(call.ins[0].shape)
+    dims = normal_dims(call.arg(2), rank)
+    keep = bool(call.arg(3, False))
+    kind = {float("inf"): "max", float("-inf"): "min", 1.0: "sum", 0.0: "sum"}.get(order)
+    names = letters(rank)
+    source = names if kind else ["." if i in dims else n for i, n in enumerate(names)]
+    out = ["." if i in dims else n for i, n in enumerate(names) if keep or i not in dims]
+    return Rule(text(call, [source], [out]), reduce={names[i]: kind for i in dims} if kind else {})
+
+
+def softmax(call: Call) -> Rule:
+    """Along its dim by expansion: maximum and sum are reduced, the rest is local."""
+    rank = len(call.out.shape)
+    names = letters(rank)
+    if not rank:
+        return Rule(text(call, [[]], [[]]))
+    d = names[call.arg(1) % rank]
+    if call.op == "aten._safe_softmax":
+        names = ["." if n == d else n for n in names]
+        return Rule(text(call, [names], [names]))
+    return Rule(text(call, [names], [names]), expand={d: "S"})
+
+
+def softmax_backward(call: Call) -> Rule:
+    """(grad, output, dim, dtype)."""
+    rank = len(call.out.shape)
+    names = letters(rank)
+    if not rank:
+        return Rule(text(call, [[], []], [[]]))
+    return Rule(text(call, [names, names], [names]), linear="0", expand={names[call.arg(2) % rank]: "S"})
+
+
+MEAN, SUM = 1, 2
+
+
+def nll(call: Call) -> Rule:
+    """(log-probabilities, target, weight, reduction, ignore_index) -> loss, total weight.
+
+    A sum over samples is partial; a mean is not, so it is expanded into sum and division. Over
+    split classes each rank counts only targets of its own.
+    """
+    x = call.ins[0].shape
+    reduction = call.arg(3)
+    spatial = letters(len(x) - 2) if len(x) > 2 else []
+    batch = ["n"] if len(x) > 1 else []
+    ins = [[*batch, "c", *spatial], [*batch, *spatial] if call.ins[1].shape else []]
+    if call.at(2) is not None:
+        ins.append(["c"])
+    loss = [*batch, *spatial] if reduction == 0 and call.outs[0] and call.outs[0].shape else []
+    over = {"c": "BB"} | {n: "BB" for n in (*batch, *spatial)}
+    if reduction == MEAN:
+        return Rule(text(call, ins, [loss, []]), expand=over)
+    if reduction == 0:
+        return Rule(text(call, ins, [loss, []]), whole={n: "1" for n in (*batch, *spatial)},
+                    local={"c": "laminar.nll_at"})  # fmt: skip
+    return Rule(text(call, ins, [loss, []]), local={"c": "laminar.nll_at"})
+
+
+def nll_backward(call: Call) -> Rule:
+    """(grad, x, target, weight, reduction, ignore_index, total weight) -> grad of x."""
+    x = call.ins[1].shape
+    spatial = letters(len(x) - 2) if len(x) > 2 else []
+    batch = ["n"] if len(x) > 1 else []
+    full = [*batch, "c", *spatial]
+    grad = [*batch, *spatial] if call.ins[0].shape else []
+    ins = [grad, full, [*batch, *spatial] if call.ins[2].shape else []]
+    if call.at(3) is not None:
+        ins.append(["c"])
+    ins.append([])
+    return Rule(text(call, ins, [full]), linear="0", local={"c": "laminar.nll_backward_at"})
+
+
+def _normed(call: Call, x: int, shape_arg: int) -> tuple[list[str], list[str]]:
+    rank = len(call.ins[x].shape)
+    inner = len(call.arg(shape_arg))
+    return letters(rank - inner, "r"), letters(inner, "h")
+
+
+def layer_norm(call: Call) -> Rule:
+    """(x, shape, weight, bias, eps) -> y, mean, rstd."""
+    rows, hidden = _normed(call, 0, 1)
+    ins = [[*rows, *hidden]] + [hidden for k in (2, 3) if call.at(k) is not None]
+    stats = [*rows, *["."] * len(hidden)]
+    return Rule(text(call, ins, [[*rows, *hidden], stats, stats]), expand={h: "SBB" for h in hidden})
+
+
+def layer_norm_backward(call: Call) -> Rule:
+    """(grad, x, shape, mean, rstd, weight, bias, mask) -> dx, dweight, dbias."""
+    rows, hidden = _normed(call, 1, 2)
+    full, stats = [*rows, *hidden], [*rows, *["."] * len(hidden)]
+    ins = [full, full, stats, stats] + [hidden for k in (5, 6) if call.at(k) is not None]
+    return Rule(
+        text(call, ins, [full, hidden if call.outs[1] else [], hidden if call.outs[2] else []]),
+        linear="0",
+        expand={h: "SSS" for h in hidden},
+    )
+
+
+def group_norm(call: Call) -> Rule:
+    """(x, weight, bias, N, C, HxW, groups, eps) -> y, mean, rstd: batch and whole groups."""
+    groups = call.arg(6)
+    inner = call.ins[0].shape[1] // groups if call.ins[0].shape[1] % groups == 0 else 0
+    c = f"(g {inner})" if inner > 1 else "g"
+    full = ["n", c, *["."] * (len(call.ins[0].shape) - 2)]
+    if not inner or call.outs[1] is None or call.outs[1].shape[1] != call.ins[0].shape[1] // inner:
+        c, full = ".", ["n", *["."] * (len(call.ins[0].shape) - 1)]
+        return Rule(text(call, [full] + [["."] for k in (1, 2) if call.at(k) is not None], [full, ["n", "."], ["n", "."]]))
+    ins = [full] + [[c] for k in (1, 2) if call.at(k) is not None]
+    return Rule(text(call, ins, [full, ["n", "g"], ["n", "g"]]), sizes={"g": call.ins[0].shape[1] // inner})
+
+
+def group_norm_backward(call: Call) -> Rule:
+    """(grad, x, mean, rstd, weight, N, C, HxW, groups, mask) -> dx, dweight, dbias."""
+    groups = call.ins[2].shape[1]
+    inner = call.ins[1].shape[1] // groups
+    c = f"(g {inner})" if inner > 1 else "g"
+    full = ["n", c, *["."] * (len(call.ins[1].shape) - 2)]
+    ins = [full, full, ["n", "g"], ["n", "g"]] + ([[c]] if call.at(4) is not None else [])
+    outs = [full, *[[c] if o else [] for o in call.outs[1:]]]
+    return Rule(text(call, ins, outs), sizes={"g": groups}, linear="0")
+
+
+def batch_norm(call: Call) -> Rule:
+    """(x, weight, bias, eps) -> y, mean, rstd, with the statistics of the whole batch."""
+    over = ["n", *letters(len(call.ins[0].shape) - 2)]
+    full = ["n", "c", *over[1:]]
+    ins = [full] + [["c"] for k in (1, 2) if call.at(k) is not None]
+    return Rule(text(call, ins, [full, ["c"], ["c"]]), expand={n: "SBB" for n in over})
+
+
+def batch_norm_backward(call: Call) -> Rule:
+    """(grad, x, weight, mean, rstd) -> dx, dweight, dbias."""
+    over = ["n", *letters(len(call.ins[0].shape) - 2)]
+    full = ["n", "c", *over[1:]]
+    ins = [full, full] + ([["c"]] if call.at(2) is not None else []) + [["c"], ["c"]]
+    return Rule(text(call, ins, [full, ["c"], ["c"]]), linear="0", expand={n: "SBB" for n in over})
+
+
+def _heads(q: tuple[int, ...], k: tuple[int, ...]) -> tuple[str, str, dict[str, int]]:
+    """Factors of the head dims; grouped queries: each key head serves a block of query heads."""
+    if q[1] == k[1]:
+        return "h", "h", {"h": q[1]}
+    return "(h r)", "h", {"h": k[1], "r": q[1] // k[1]}
+
+
+def _mask(call: Call, position: int, heads: str, causal: bool) -> list[list[str]]:
+    spec = call.at(position)
+    if spec is None:
+        return []
+    q = call.ins[0].shape
+    full = (q[0], q[1], *spec.shape[-2:])
+    names = ["b", heads, "." if causal else "t", "."]
+    offset = 4 - len(spec.shape)
+    out = []
+    for i, n in enumerate(spec.shape):
+        whole = full[offset + i] if offset + i < 2 else (q[2] if offset + i == 2 else n)
+        out.append(names[offset + i] if n == whole and n != 1 else ".")
+    return [out]
+
+
+def attention(call: Call) -> Rule:
+    """(q, k, v, mask, causal, scale) -> out, logsumexp. Queries may be split by row unless causal."""
+    causal = bool(call.arg(4))
+    hq, hk, sizes = _heads(call.ins[0].shape, call.ins[1].shape)
+    t = "." if causal else "t"
+    mask = _mask(call, 3, hq, causal)
+    ins = [["b", hq, t, "."], ["b", hk, ".", "."], ["b", hk, ".", "."], *mask]
+    return Rule(text(call, ins, [["b", hq, t, "."], ["b", hq, t]]), sizes=sizes)
+
+
+def attention_backward(call: Call) -> Rule:
+    """(dout, q, k, v, mask, out, lse, causal, scale) -> dq, dk, dv."""
+    causal = bool(call.arg(7))
+    hq, hk, sizes = _heads(call.ins[1].shape, call.ins[2].shape)
+    t = "." if causal else "t"
+    mask = _mask(call, 4, hq, causal)
+    query = ["b", hq, t, "."]
+    key = ["b", hk, ".", "."]
+    ins = [query, query, key, key, *mask, query, query[:3]]
+    # A split of the queries within a group leaves the keys' gradients partial, as does one of rows.
+    return Rule(text(call, ins, [query, key, key]), sizes=sizes, linear="0")
+
+
+def lstm(call: Call) -> Rule:
+    """(x, h0, c0, w_ih, w_hh, bias, reverse) -> y, h, c, gates, cells: only the batch splits."""
+    ins = [[".", "n", "."], ["n", "."], ["n", "."], [".", "."], [".", "."]]
+    if call.at(5) is not None:
+        ins.append(["."])
+    return Rule(text(call, ins, [[".", "n", "."], ["n", "."], ["n", "."], [".", "n", "."], [".", "n", "."]]))
+
+
+def lstm_backward(call: Call) -> Rule:
+    """(dy, dh, dc, x, h0, c0, w_ih, w_hh, y, gates, cells, reverse) -> dx, dh0, dc0, dw_ih, dw_hh, dbias."""
+    seq, state = [".", "n", "."], ["n", "."]
+    ins = [seq, state, state, seq, state, state, [".", "."], [".", "."], seq, seq, seq]
+    return Rule(text(call, ins, [seq, state, state, [".", "."], [".", "."], ["."]]), linear="012")
+
+
+def convolution(call: Call) -> Rule:
+    """(x, weight, bias, stride, padding, dilation, transposed, output_padding, groups)."""
+    transposed, groups = bool(call.arg(6)), call.arg(8)
+    space = ["."] * (len(call.ins[0].shape) - 2)
+    bias = [["o"]] if call.at(2) is not None else []
+    if groups == 1:
+        weight = ["i", "o", *space] if transposed else ["o", "i", *space]
+        return Rule(text(call, [["n", "i", *space], weight, *bias], [["n", "o", *space]]),
+                    linear="02|12" if bias else "0|1", additive="2" if bias else "")  # fmt: skip
+    # With groups, how many depends on the local shapes, which the kernel can't see: only the batch splits.
+    weight = ["."] * len(call.ins[1].shape)
+    return Rule(text(call, [["n", ".", *space], weight, *[["."]] * len(bias)], [["n", ".", *space]]))
+
+
+def convolution_backward(call: Call) -> Rule:
+    """(grad, x, weight, bias_sizes, stride, padding, dilation, transposed, output_padding, groups, mask)."""
+    transposed, groups = bool(call.arg(7)), call.arg(9)
+    space = ["."] * (len(call.ins[0].shape) - 2)
+    if groups == 1:
+        weight = ["i", "o", *space] if transposed else ["o", "i", *space]
+        i, o = "i", "o"
+    else:
+        weight, i, o = ["."] * len(call.ins[2].shape), ".", "."
+    outs = [["n", i, *space] if call.outs[0] else [], weight if call.outs[1] else [], [o] if call.outs[2] else []]
+    return Rule(
+        text(call, [["n", o, *space], ["n", i, *space], weight], outs), linear="0", whole={"i": "2"} if groups == 1 else {}
+    )
+
+
+def weight_norm(call: Call) -> Rule:
+    """_weight_norm_interface(v, g, dim): the normed dims stay whole."""
+    rank = len(call.ins[0].shape)
+    d = call.arg(2, 0) % rank
+    names = ["a" if i == d else "." for i in range(rank)]
+    sides = [names if s is not None and len(s.shape) == rank else ["."] for s in (*call.ins, *call.outs)]
+    return Rule(text(call, sides[:2], sides[2:]))
+
+
+SPATIAL_RANK = {"1d": 1, "2d": 2, "3d": 3}
+
+
+def spatial(linear: str = "", only_batch: bool = False) -> RuleFn:
+    """Pooling, padding and resampling: image dims stay whole, batch and channels split."""
+
+    def rule(call: Call) -> Rule:
+        count = next((n for key, n in SPATIAL_RANK.items() if key in call.op), 1)
+        sides = []
+        for spec in (*call.ins, *call.outs):
+            shape = spec.shape if spec else ()
+            free = len(shape) - count if not only_batch else (1 if len(shape) > 2 else 0)
+            names = ["n", "c"][2 - free :] if not only_batch else ["n"][:free]
+            sides.append([*names, *["."] * (len(shape) - len(names))])
+        n = len(call.ins)
+        return Rule(text(call, sides[:n], sides[n:]), linear=linear)
+
+    return rule
+
+
+def grid_sampler(call: Call) -> Rule:
+    """(x, grid): batch and channels."""
+    return Rule("n c . ., n . . . -> n c . .", linear="0")
