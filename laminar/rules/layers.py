@@ -159,6 +159,12 @@ def batch_norm_backward(call: Call) -> Rule:
     return Rule(text(call, ins, [full, ["c"], ["c"]]), linear="0", expand={n: "SBB" for n in over})
 
 
+def batch_norm_apply(call: Call) -> Rule:
+    """(x, weight, bias, mean, var, eps): statistics given, so every dim splits."""
+    full = ["n", "c", *letters(len(call.ins[0].shape) - 2)]
+    return Rule(text(call, [full] + [["c"]] * (len(call.ins) - 1), [full]))
+
+
 def _heads(q: tuple[int, ...], k: tuple[int, ...]) -> tuple[str, str, dict[str, int]]:
     """Factors of the head dims; grouped queries: each key head serves a block of query heads."""
     if q[1] == k[1]:

@@ -1,0 +1,288 @@
+"""Canonical ops and local forms: what they compute, on whichever device the tensors are.
+
+A canonical op exists where ATen would choose by device (attention, batch norm, LSTM) or where the
+meaning must not depend on the layout (random draws). A local form is the same op on a rank that
+holds one stretch of an indexed dim; its last argument is where that stretch begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+
+# --- attention -------------------------------------------------------------------------------
+
+
+def _grouped(q: Tensor, k: Tensor) -> Tensor:
+    return k if q.shape[1] == k.shape[1] else k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+
+
+def _bias(mask: Tensor | None, q: Tensor) -> Tensor | None:
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    return torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, float("-inf"))
+
+
+def _fused_on_cpu(q: Tensor, v: Tensor) -> bool:
+    return q.device.type == "cpu" and q.shape[-1] == v.shape[-1] and q.numel() > 0 and v.numel() > 0
+
+
+def _scores(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
+    s = (q @ k.transpose(-1, -2)) * scale
+    if mask is not None:
+        s = s + _bias(mask, q)
+    if causal:
+        keep = torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).tril_()
+        s = s.masked_fill(~keep, float("-inf"))
+    return s
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """softmax(q k^T scale + mask) v and the logsumexp of each row, which backward needs."""
+    k, v = _grouped(q, k), _grouped(q, v)
+    if _fused_on_cpu(q, v):
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, causal, attn_mask=_bias(mask, q), scale=scale
+        )
+        return out, lse
+    if q.device.type == "cuda" and q.shape[-1] == v.shape[-1] and q.dtype != torch.float64:
+        out, lse, _, _ = aten._scaled_dot_product_efficient_attention(
+            q, k, v, _cuda_bias(mask, q, k), True, 0.0, causal, scale=scale
+        )
+        return out, lse[..., : q.shape[2]]
+    s = _scores(q, k, mask, causal, scale)
+    lse = s.logsumexp(-1)
+    p = (s - lse.masked_fill(lse == float("-inf"), 0.0).unsqueeze(-1)).exp()
+    return p @ v, lse
+
+
+def _cuda_bias(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+    """The fused kernel wants a full bias whose rows start at multiples of 16 bytes."""
+    bias = _bias(mask, q)
+    if bias is None:
+        return None
+    rows = -(-k.shape[2] // 16) * 16
+    room = q.new_zeros((*bias.shape[:-1], rows))
+    room[..., : k.shape[2]] = bias
+    return room[..., : k.shape[2]].expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+
+
+def attention_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor, lse: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v."""
+    groups = k.shape[1]
+    k2, v2 = _grouped(q, k), _grouped(q, v)
+    if _fused_on_cpu(q, v):
+        dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            dout, q, k2, v2, out, lse, 0.0, causal, attn_mask=_bias(mask, q), scale=scale
+        )
+    elif q.device.type == "cuda" and q.shape[-1] == v.shape[-1] and q.dtype != torch.float64:
+        seed = torch.zeros((), dtype=torch.int64, device=q.device)
+        room = lse.new_zeros((*lse.shape[:-1], -(-lse.shape[-1] // 32) * 32))
+        room[..., : lse.shape[-1]] = lse
+        dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
+            dout, q, k2, v2, _cuda_bias(mask, q, k), out, room, seed, seed, 0.0, [True, True, True, False], causal,
+            scale=scale,
+        )  # fmt: skip
+    else:
+        s = _scores(q, k2, mask, causal, scale)
+        p = (s - lse.masked_fill(lse == float("-inf"), 0.0).unsqueeze(-1)).exp()
+        dv = p.transpose(-1, -2) @ dout
+        dp = dout @ v2.transpose(-1, -2)
+        ds = p * (dp - (dout * out).sum(-1, keepdim=True)) * scale
+        dq, dk = ds @ k2, ds.transpose(-1, -2) @ q
+    if q.shape[1] != groups:
+        dk = dk.unflatten(1, (groups, -1)).sum(2)
+        dv = dv.unflatten(1, (groups, -1)).sum(2)
+    return dq, dk, dv
+
+
+# --- batch norm ------------------------------------------------------------------------------
+
+
+def batch_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Normalised by this batch: y, mean and 1/std per channel."""
+    y, mean, rstd = torch.native_batch_norm(x, weight, bias, None, None, True, 0.0, eps)
+    return y, mean, rstd
+
+
+def batch_norm_backward(
+    dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of x, weight and bias."""
+    weight = torch.ones_like(mean) if weight is None else weight
+    dx, dw, db = aten.native_batch_norm_backward(
+        dy, x, weight, None, None, mean, rstd, True, 1e-5, [True, True, True]
+    )
+    return dx, dw, db
+
+
+def batch_norm_apply(x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, var: Tensor, eps: float) -> Tensor:
+    """(x - mean) / sqrt(var + eps) * weight + bias, per channel, with statistics given."""
+    return torch.batch_norm(x, weight, bias, mean, var, False, 0.0, eps, False)
+
+
+# --- LSTM ------------------------------------------------------------------------------------
+
+
+def lstm(
+    x: Tensor, h0: Tensor, c0: Tensor, w_ih: Tensor, w_hh: Tensor, bias: Tensor | None, reverse: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """One layer, one direction, time first: y, last h, last c, and the gates and cells of every step."""
+    steps, batch, hidden = x.shape[0], x.shape[1], h0.shape[-1]
+    ahead = x.reshape(-1, x.shape[2]) @ w_ih.t() if bias is None else torch.addmm(bias, x.reshape(-1, x.shape[2]), w_ih.t())
+    ahead = ahead.view(steps, batch, 4 * hidden)
+    y, cells = x.new_empty(steps, batch, hidden), x.new_empty(steps, batch, hidden)
+    gates = x.new_empty(steps, batch, 4 * hidden)
+    h, c = h0, c0
+    turned = w_hh.t()
+    for t in reversed(range(steps)) if reverse else range(steps):
+        z = torch.addmm(ahead[t], h, turned)
+        i, f, g, o = z.chunk(4, 1)
+        i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
+        c = f * c + i * g
+        h = o * c.tanh()
+        torch.cat([i, f, g, o], 1, out=gates[t])
+        y[t], cells[t] = h, c
+    return y, h.clone(), c.clone(), gates, cells
+
+
+def lstm_backward(
+    dy: Tensor, dh: Tensor, dc: Tensor, x: Tensor, h0: Tensor, c0: Tensor, w_ih: Tensor, w_hh: Tensor,
+    y: Tensor, gates: Tensor, cells: Tensor, reverse: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of x, h0, c0, w_ih, w_hh and the bias."""
+    steps = x.shape[0]
+    order = list(reversed(range(steps))) if reverse else list(range(steps))
+    dz = torch.empty_like(gates)
+    for n in reversed(range(steps)):
+        t = order[n]
+        before_c = cells[order[n - 1]] if n else c0
+        i, f, g, o = gates[t].chunk(4, 1)
+        tanh_c = cells[t].tanh()
+        dh = dh + dy[t]
+        dc = dc + dh * o * (1 - tanh_c * tanh_c)
+        parts = [dc * g * i * (1 - i), dc * before_c * f * (1 - f), dc * i * (1 - g * g), dh * tanh_c * o * (1 - o)]
+        torch.cat(parts, 1, out=dz[t])
+        dc = dc * f
+        dh = dz[t] @ w_hh
+    first = h0.unsqueeze(0)
+    before_h = torch.cat([y[1:], first]) if reverse else torch.cat([first, y[:-1]])
+    flat = dz.reshape(-1, dz.shape[2])
+    dx = (flat @ w_ih).view(x.shape)
+    return dx, dh, dc, flat.t() @ x.reshape(-1, x.shape[2]), flat.t() @ before_h.reshape(flat.shape[0], -1), flat.sum(0)
+
+
+# --- keyed draws -----------------------------------------------------------------------------
+
+_C1, _C2 = -4658895280553007687, -7723592293110705685
+"""Multipliers of the splitmix64 finaliser, as signed 64-bit numbers."""
+
+
+def _mix(z: Tensor) -> Tensor:
+    z = (z ^ ((z >> 30) & 0x3FFFFFFFF)).mul_(_C1)
+    z = z.bitwise_xor_((z >> 27).bitwise_and_(0x1FFFFFFFFF)).mul_(_C2)
+    return z.bitwise_xor_((z >> 31).bitwise_and_(0x1FFFFFFFF))
+
+
+def _bits(shape: Sequence[int], key: Tensor, site: int, index: Sequence[Tensor] | None, full: Sequence[int] | None) -> Tensor:
+    """64 mixed bits for each element, a function of (seed, step, site, place in the whole tensor)."""
+    seed, step = key[0], key[1]
+    base = _mix(_mix(seed * 0x9E3779B9 + site) + step * 0x632BE59B)
+    if index is None:
+        count = 1
+        for n in shape:
+            count *= n
+        at = torch.arange(count, device=key.device).view(tuple(shape))
+    else:
+        at = torch.zeros((), dtype=torch.int64, device=key.device)
+        stride = 1
+        for d in reversed(range(len(shape))):
+            at = at + (index[d].to(key.device) * stride).view(-1, *[1] * (len(shape) - 1 - d))
+            stride *= full[d]  # type: ignore[index]
+        at = at.expand(tuple(shape))
+    return _mix(at * 0x2545F491 + base)
+
+
+def uniform(
+    shape: Sequence[int], key: Tensor, site: int, dtype: torch.dtype,
+    index: Sequence[Tensor] | None = None, full: Sequence[int] | None = None,
+) -> Tensor:  # fmt: skip
+    """Numbers in [0, 1) with 24 bits, so that every floating dtype from float32 up holds them exactly."""
+    return ((_bits(shape, key, site, index, full) >> 40) & 0xFFFFFF).to(dtype).mul_(2.0**-24)
+
+
+def normal(
+    shape: Sequence[int], key: Tensor, site: int, dtype: torch.dtype,
+    index: Sequence[Tensor] | None = None, full: Sequence[int] | None = None,
+) -> Tensor:  # fmt: skip
+    """Standard normal numbers (Box-Muller on two keyed uniforms)."""
+    bits = _bits(shape, key, site, index, full)
+    u = ((bits >> 40) & 0xFFFFFF).to(torch.float32) * 2.0**-24
+    w = ((bits >> 16) & 0xFFFFFF).to(torch.float32) * 2.0**-24
+    return (torch.sqrt(-2.0 * torch.log1p(-u)) * torch.cos(w * 6.283185307179586)).to(dtype)
+
+
+# --- local forms -----------------------------------------------------------------------------
+
+
+def _mine(index: Tensor, rows: int, offset: int) -> tuple[Tensor, Tensor]:
+    local = index - offset
+    outside = (local < 0) | (local >= rows)
+    return local.masked_fill(outside, 0), outside
+
+
+def embedding_at(weight: Tensor, index: Tensor, padding: int, scale: bool, sparse: bool, offset: int) -> Tensor:
+    """Rows of this rank's stretch of the table, zero for the others'."""
+    local, outside = _mine(index, weight.shape[0], offset)
+    return torch.embedding(weight, local).masked_fill(outside.unsqueeze(-1), 0)
+
+
+def embedding_backward_at(grad: Tensor, index: Tensor, rows: int, padding: int, scale: bool, offset: int) -> Tensor:
+    """Gradient of this rank's stretch of the table."""
+    local, outside = _mine(index, rows, offset)
+    if padding >= 0:
+        outside = outside | (index == padding)
+    out = grad.new_zeros(rows, grad.shape[-1])
+    return out.index_add_(0, local.reshape(-1), grad.masked_fill(outside.unsqueeze(-1), 0).reshape(-1, grad.shape[-1]))
+
+
+def gather_at(x: Tensor, dim: int, index: Tensor, sparse: bool, offset: int) -> Tensor:
+    """What lies in this rank's stretch of the dim, zero elsewhere."""
+    local, outside = _mine(index, x.shape[dim], offset)
+    return x.gather(dim, local).masked_fill(outside, 0)
+
+
+def _classes(target: Tensor, weight: Tensor | None, rows: int, ignore: int, offset: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    local, outside = _mine(target, rows, offset)
+    w = torch.ones(target.shape, dtype=like.dtype, device=like.device) if weight is None else weight[local]
+    return local, w.masked_fill(outside | (target == ignore), 0)
+
+
+def nll_at(
+    x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore: int, offset: int
+) -> tuple[Tensor, Tensor]:
+    """Loss and weight of the targets among this rank's classes."""
+    d = 0 if x.dim() == 1 else 1
+    local, w = _classes(target, weight, x.shape[d], ignore, offset, x)
+    loss = -(x.gather(d, local.unsqueeze(d)).squeeze(d) * w)
+    return (loss, w.sum() * 0) if reduction == 0 else (loss.sum(), w.sum())
+
+
+def nll_backward_at(
+    grad: Tensor, x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore: int, total: Tensor, offset: int
+) -> Tensor:
+    """Gradient of this rank's classes."""
+    d = 0 if x.dim() == 1 else 1
+    local, w = _classes(target, weight, x.shape[d], ignore, offset, x)
+    g = -grad * w
+    if reduction == 1:
+        g = g / total
+    return torch.zeros_like(x).scatter_(d, local.unsqueeze(d), g.unsqueeze(d))

@@ -1,0 +1,130 @@
+"""ATen ops by name, both ways: from a traced call to plain data, and from plain data to a callable.
+
+This is the one file that knows how torch spells ops, schemas and dtypes. Arguments are stored by
+position in schema order with defaults filled in; what only says where a tensor lives (device,
+layout, pinning, memory format) is dropped, because a graph is device-neutral.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from laminar.ir.codec import Dtype, Ref
+from laminar.ir.tensor import TensorSpec
+
+DTYPES: dict[str, torch.dtype] = {
+    "f64": torch.float64, "f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16,
+    "f8e4m3": torch.float8_e4m3fn, "f8e5m2": torch.float8_e5m2, "c64": torch.complex64, "c128": torch.complex128,
+    "i64": torch.int64, "i32": torch.int32, "i16": torch.int16, "i8": torch.int8, "u8": torch.uint8,
+    "u16": torch.uint16, "u32": torch.uint32, "u64": torch.uint64, "bool": torch.bool,
+}  # fmt: skip
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+PLACE_ARGS = ("device", "layout", "pin_memory", "memory_format")
+
+
+def spec_of(tensor: torch.Tensor) -> TensorSpec:
+    """Shape and dtype of a tensor."""
+    return TensorSpec(tuple(int(n) for n in tensor.shape), NAMES[tensor.dtype])
+
+
+def op_name(op: Any) -> str:
+    """`aten.add.Tensor`; the default overload is not written."""
+    name = f"{op.namespace}.{op._schema.name.split('::')[1]}"
+    return name if op._overloadname == "default" else f"{name}.{op._overloadname}"
+
+
+@lru_cache(maxsize=None)
+def find_op(name: str) -> Any:
+    """The overload of a name in a graph."""
+    namespace, base, *overload = name.split(".")
+    return getattr(getattr(getattr(torch.ops, namespace), base), overload[0] if overload else "default")
+
+
+def positional(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """All arguments by position, defaults filled in, those about places as None."""
+    out: list[Any] = []
+    for i, arg in enumerate(op._schema.arguments):
+        value = args[i] if i < len(args) else kwargs.get(arg.name, arg.default_value)
+        out.append(None if arg.name in PLACE_ARGS else value)
+    return tuple(out)
+
+
+def plain(value: Any) -> Any:
+    """A traced argument as plain data; tensors must already be `Ref`s."""
+    if isinstance(value, (Ref, str)) or value is None:
+        return value
+    if isinstance(value, (list, tuple)):
+        return tuple(plain(v) for v in value)
+    if isinstance(value, torch.dtype):
+        return Dtype(NAMES[value])
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, (int, torch.SymInt)):
+        return int(value)
+    if isinstance(value, (float, torch.SymFloat)):
+        return float(value)
+    if isinstance(value, complex):
+        raise TypeError("complex scalars have no place in a graph")
+    raise TypeError(f"argument {value!r} of type {type(value).__name__} has no plain form")
+
+
+def unplain(value: Any) -> Any:
+    """Plain data as torch takes it."""
+    if isinstance(value, Dtype):
+        return DTYPES[value.name]
+    if isinstance(value, tuple):
+        return [unplain(v) for v in value]
+    return value
+
+
+@lru_cache(maxsize=None)
+def _shape_of_call(name: str) -> tuple[tuple[str, bool, Any], ...]:
+    return tuple((a.name, a.kwarg_only, a.default_value) for a in find_op(name)._schema.arguments)
+
+
+def spread(name: str, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments for an op, trailing defaults left out."""
+    shape = _shape_of_call(name)
+    kwargs = {
+        key: value
+        for (key, only, default), value in zip(shape, args, strict=True)
+        if only and key not in PLACE_ARGS and not _same(value, default)
+    }
+    plain_args = [value for (_, only, _), value in zip(shape, args, strict=True) if not only]
+    defaults = [(key, default) for key, only, default in shape if not only]
+    while plain_args and (_same(plain_args[-1], defaults[len(plain_args) - 1][1]) or defaults[len(plain_args) - 1][0] in PLACE_ARGS):
+        if not _optional(name, len(plain_args) - 1):
+            break
+        plain_args.pop()
+    return tuple(plain_args), kwargs
+
+
+def _same(value: Any, default: Any) -> bool:
+    if isinstance(value, (list, tuple)) and isinstance(default, (list, tuple)):
+        return list(value) == list(default)
+    return type(value) is type(default) and bool(value == default)
+
+
+@lru_cache(maxsize=None)
+def _optional(name: str, position: int) -> bool:
+    arg = [a for a in find_op(name)._schema.arguments if not a.kwarg_only][position]
+    return bool(arg.has_default_value()) or arg.name in PLACE_ARGS
+
+
+def caller(name: str) -> Callable[..., Any]:
+    """A function of the positional arguments of an op; canonical ops are plain functions."""
+    if name.startswith("laminar."):
+        from laminar.capture import kernels
+
+        return getattr(kernels, name.removeprefix("laminar."))  # type: ignore[no-any-return]
+    op = find_op(name)
+
+    def call(*args: Any) -> Any:
+        some, kwargs = spread(name, args)
+        return op(*some, **kwargs)
+
+    return call

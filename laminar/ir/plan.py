@@ -1,0 +1,181 @@
+"""The decision: for every tensor of a graph, how it lies on a mesh.
+
+A plan names, for each op, the placements it reads and makes; for each input how it is stored; for
+each output how it is wanted; and for each parameter how its optimizer state lies. Lowering inserts
+boxing where producer and consumer differ. A plan is for one graph (by hash); one written by hand
+is as good as one found by search.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from laminar.errors import LaminarError, PlanError
+from laminar.ir.codec import content_hash
+from laminar.ir.graph import Graph
+from laminar.ir.mesh import Mesh
+from laminar.ir.sbp import NdSbp, check, parse_nd, show
+
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The placements of one op: of each tensor it reads, and of each it makes."""
+
+    ins: tuple[NdSbp, ...]
+    outs: tuple[NdSbp, ...]
+
+    def __str__(self) -> str:
+        return f"{', '.join(map(show, self.ins))} -> {', '.join(map(show, self.outs))}"
+
+
+def _text(nd: NdSbp) -> str:
+    return "|".join(map(str, nd))
+
+
+def _nd(text: str) -> NdSbp:
+    return parse_nd(text.split("|"))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How to spread one graph over one mesh."""
+
+    mesh: Mesh
+    graph_hash: str
+    ops: dict[str, Choice]
+    inputs: dict[str, NdSbp]
+    outputs: dict[str, NdSbp]
+    """By `kind:name`, such as `grad:blocks.0.up.weight`."""
+    state: dict[str, NdSbp] = field(default_factory=dict)
+    """Placement of the optimizer state, by parameter; a parameter not named has it as it lies itself."""
+    name: str = "hand"
+    account: dict[str, Any] = field(default_factory=dict)
+    """What the plan costs, filled in by whoever made it: for `explain`, not part of the identity."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data; `from_json` is the inverse."""
+        return {
+            "laminar_plan": VERSION,
+            "name": self.name,
+            "mesh": self.mesh.to_json(),
+            "graph": self.graph_hash,
+            "inputs": {k: _text(v) for k, v in self.inputs.items()},
+            "outputs": {k: _text(v) for k, v in self.outputs.items()},
+            "state": {k: _text(v) for k, v in self.state.items()},
+            "ops": {k: [[_text(p) for p in c.ins], [_text(p) for p in c.outs]] for k, c in self.ops.items()},
+            "account": self.account,
+        }
+
+    @staticmethod
+    def from_json(data: Any) -> Plan:
+        """A plan from `to_json`'s data."""
+        version = data.get("laminar_plan") if isinstance(data, dict) else None
+        if version is None:
+            raise PlanError("this is not a plan: it has no laminar_plan field")
+        if version != VERSION:
+            raise PlanError(
+                f"plan of version {version}, this laminar reads version {VERSION}",
+                next="upgrade laminar, or make the plan again",
+            )
+        try:
+            return Plan(
+                mesh=Mesh(data["mesh"]),
+                graph_hash=data["graph"],
+                ops={k: Choice(tuple(map(_nd, i)), tuple(map(_nd, o))) for k, (i, o) in data["ops"].items()},
+                inputs={k: _nd(v) for k, v in data["inputs"].items()},
+                outputs={k: _nd(v) for k, v in data["outputs"].items()},
+                state={k: _nd(v) for k, v in data["state"].items()},
+                name=data["name"],
+                account=data["account"],
+            )
+        except LaminarError as error:
+            raise PlanError(f"corrupt plan: {error}") from error
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise PlanError(f"corrupt plan: {type(error).__name__}: {error}") from error
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON."""
+        Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n")
+
+    @staticmethod
+    def load(path: str | Path) -> Plan:
+        """Read a plan; a file that is not one says why."""
+        try:
+            data = json.loads(Path(path).read_text())
+        except FileNotFoundError:
+            raise PlanError(f"no plan file {path}") from None
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise PlanError(f"{path} is not a plan: {error}") from error
+        return Plan.from_json(data)
+
+    @cached_property
+    def hash(self) -> str:
+        """Identity of the decision; its name and its account do not count."""
+        return content_hash({k: v for k, v in self.to_json().items() if k not in ("account", "name")})
+
+    @property
+    def step_s(self) -> float | None:
+        """Predicted seconds of a step, where known."""
+        return self.account.get("step_s")
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """Predicted bytes on the fullest rank, where known."""
+        return self.account.get("peak_bytes")
+
+    @property
+    def bound_s(self) -> float | None:
+        """No plan in the space searched is faster than this, where known."""
+        return self.account.get("bound_s")
+
+    def fits(self, graph: Graph) -> None:
+        """Refuse a graph this plan was not made for, or placements its tensors can't have."""
+        if graph.hash != self.graph_hash:
+            raise PlanError(
+                f"plan {self.hash[:12]} is for graph {self.graph_hash[:12]}, not {graph.hash[:12]}",
+                next="capture the same model with the same batch shape, or plan again",
+            )
+        for item in graph.inputs:
+            if item.name not in self.inputs:
+                raise PlanError(f"plan {self.hash[:12]} does not place input {item.name}")
+            check(item.spec, self.inputs[item.name], self.mesh.sizes, f"input {item.name}")
+        for node in graph.nodes:
+            if node.name not in self.ops:
+                raise PlanError(f"plan {self.hash[:12]} does not place op %{node.name}")
+
+    def explain(self) -> str:
+        """What is spread how, which collectives follow and why, and what was not split."""
+        lines = [f"plan {self.hash[:12]} ({self.name}) for graph {self.graph_hash[:12]} on {self.mesh}, {self.mesh.ranks} ranks"]
+        lines += ["", "inputs, grouped by placement"]
+        groups: dict[str, list[str]] = {}
+        for name, nd in self.inputs.items():
+            groups.setdefault(show(nd), []).append(name)
+        for placement, names in sorted(groups.items(), key=lambda g: -len(g[1])):
+            lines.append(f"  {placement:<28} {len(names):>4}  {', '.join(names[:4])}{', ...' if len(names) > 4 else ''}")
+        account = self.account
+        if "collectives" in account:
+            lines += ["", f"collectives per step: {account['count']}, {account['bytes']:,} bytes received per rank"]
+            for row in account["collectives"]:
+                lines.append(
+                    f"  {row['kind']:<15} over {row['axes']:<8} x{row['count']:<4} {row['bytes']:>14,} B  {row['why']}"
+                )
+        if "parameter_bytes" in account:
+            lines += ["", f"parameters per rank: {account['parameter_bytes']:,} of {account['parameter_bytes_whole']:,} bytes"]
+        if "cost_s" in account:
+            lines.append(f"cost (assumed machine, no overlap): {account['cost_s'] * 1e3:.3f} ms; "
+                         f"all replicated: {account['replicated_s'] * 1e3:.3f} ms")  # fmt: skip
+            lines.append(account.get("solver", ""))
+        if account.get("unsplit"):
+            lines += ["", "computed whole on every rank, because nothing says how to split them"]
+            for row in account["unsplit"]:
+                lines.append(f"  {row['op']:<28} {row['share']:6.2%} of the work  {row['where']}")
+        return "\n".join(line for line in lines if line is not None)
+
+    def __str__(self) -> str:
+        return f"Plan({self.hash[:12]}, {self.name}, {self.mesh}, {len(self.ops)} ops)"

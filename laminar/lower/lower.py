@@ -1,0 +1,190 @@
+"""From a graph and a plan to a program: boxing inserted, local forms chosen, expansions written out.
+
+Values live in several placements at once: the one they were made in and those they were boxed to.
+A consumer that wants another gets the cheapest chain from any of them, and leaves the result for
+the next. Parameters are the exception: forward and backward fetch them separately, so that a
+gathered parameter need not stay in memory between the two.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from laminar.ir.codec import Ref
+from laminar.ir.graph import Graph, Node, map_refs
+from laminar.ir.mesh import Mesh
+from laminar.ir.plan import Plan
+from laminar.ir.program import Instr, Placed, Program, ProgramInput, ProgramOutput
+from laminar.ir.sbp import NdSbp, Partial, check, show
+from laminar.ir.tensor import TensorSpec
+from laminar.lower.merge import bucket
+from laminar.lower.order import drop_unused, overlap
+from laminar.rules.boxing import Step, boxing, chain_s, step_bytes
+from laminar.rules.expand import expand
+from laminar.rules.notation import call_of
+from laminar.rules.signing import Probed, follow, probed_signatures, resolve
+
+LOCAL_DIM = {
+    "laminar.embedding_at": lambda args, ins, outs: ("in", 0, 0),
+    "laminar.embedding_backward_at": lambda args, ins, outs: ("out", 0, 0),
+    "laminar.gather_at": lambda args, ins, outs: ("in", 0, args[1] % len(ins[0].shape)),
+    "laminar.nll_at": lambda args, ins, outs: ("in", 0, min(len(ins[0].shape) - 1, 1)),
+    "laminar.nll_backward_at": lambda args, ins, outs: ("out", 0, min(len(outs[0].shape) - 1, 1)),
+}
+"""For each local form, which tensor's dim its offset is about."""
+
+
+@dataclass
+class _Writer:
+    graph: Graph
+    mesh: Mesh
+    probed: dict[str, Probed]
+    instrs: list[Instr] = field(default_factory=list)
+    have: dict[Any, dict[NdSbp, Ref]] = field(default_factory=dict)
+    specs: dict[Ref, TensorSpec] = field(default_factory=dict)
+    params: set[str] = field(default_factory=set)
+
+    def fetch(self, ref: Ref, want: NdSbp, node: Node, why: str) -> Ref:
+        """A value in the placement wanted, boxed if need be."""
+        at = self.have[ref]
+        if ref.name in self.params:
+            at = self.have.setdefault((ref, node.phase), dict(at))
+        want = self._plain(want)
+        if want in at:
+            return at[want]
+        spec, sizes = self.specs[ref], self.mesh.sizes
+        chains = [(chain_s(c, spec, sizes), len(c), i, src, c)
+                  for i, src in enumerate(at) for c in (boxing(spec, src, want, sizes),)]  # fmt: skip
+        *_, src, chain = min(chains)
+        now = at[src]
+        for step in chain:
+            now = self._box(now, spec, step, node, why)
+            at.setdefault(step.dst, now)
+        return now
+
+    def _plain(self, nd: NdSbp) -> NdSbp:
+        from laminar.ir.sbp import B
+
+        return tuple(B if n == 1 else p for p, n in zip(nd, self.mesh.sizes, strict=True))
+
+    def _box(self, ref: Ref, spec: TensorSpec, step: Step, node: Node, why: str) -> Ref:
+        name = f"box{len(self.instrs)}"
+        self.instrs.append(
+            Instr(
+                name,
+                f"box.{step.kind}",
+                ((ref,), step.axes, step.give, step.take, step.op),
+                (ref,),
+                (Placed(spec, step.src),),
+                (Placed(spec, step.dst),),
+                node.where,
+                node.module,
+                node.phase,
+                f"{show(step.src)} to {show(step.dst)} for {why}",
+                step_bytes(step, spec, self.mesh.sizes),
+            )
+        )
+        return Ref(name)
+
+    def put(self, node: Node, ins: tuple[NdSbp, ...], outs: tuple[NdSbp, ...], probed: Probed = ()) -> None:
+        """One node of the graph, or of an expansion, placed as told."""
+        call = call_of(node, self.specs)
+        for spec, nd in zip(call.outs, outs, strict=True):
+            if spec is not None:
+                check(spec, nd, self.mesh.sizes, f"%{node.name}")
+        signed = resolve(call, ins, outs, self.mesh, node, probed)
+        hows = {s.how for s in signed if s.how}
+        if "expand" in hows:
+            self._expanded(node, ins, outs)
+            return
+        refs = iter([self.fetch(r, nd, node, f"%{node.name}") for r, nd in zip(node.ins, ins, strict=True)])
+        read = []
+
+        def local(_: Ref) -> Ref:
+            read.append(next(refs))
+            return read[-1]
+
+        args = map_refs(node.args, local)
+        op = node.op
+        if hows:
+            (op,) = hows
+            args = (*args, "offset", *LOCAL_DIM[op](node.args, call.ins, call.outs))
+        self.instrs.append(
+            Instr(
+                node.name,
+                op,
+                args,
+                tuple(read),
+                tuple(Placed(s, nd) for s, nd in zip(call.ins, ins, strict=True)),
+                tuple(Placed(s, self._plain(nd)) if s else None for s, nd in zip(call.outs, outs, strict=True)),
+                node.where,
+                node.module,
+                node.phase,
+            )
+        )
+        for i, (spec, nd) in enumerate(zip(node.outs, outs, strict=True)):
+            if spec is not None:
+                self.have[Ref(node.name, i)] = {self._plain(nd): Ref(node.name, i)}
+
+    def _expanded(self, node: Node, ins: tuple[NdSbp, ...], outs: tuple[NdSbp, ...]) -> None:
+        here = {r: self.specs[r] for r in node.ins}
+        nodes, ends = expand(call_of(node, self.specs), node.args, here, node.name)
+        from dataclasses import replace
+
+        nodes = [replace(n, where=node.where, module=node.module, phase=node.phase) for n in nodes]
+        for n in nodes:
+            self.specs.update({Ref(n.name, i): o for i, o in enumerate(n.outs) if o})
+        for placing in follow(nodes, dict(zip(node.ins, ins, strict=True)), self.specs, self.mesh.sizes):
+            self.put(placing.node, placing.ins, placing.outs)
+        for i, (end, nd, spec) in enumerate(zip(ends, outs, node.outs, strict=True)):
+            if spec is not None:
+                self.fetch(end, nd, node, f"%{node.name}")
+                self.have[Ref(node.name, i)] = self.have[end]
+
+
+def lower(graph: Graph, plan: Plan, *, bucket_bytes: int = 25 << 20, schedule: bool = True) -> Program:
+    """The program every rank of the plan's mesh runs."""
+    plan.fits(graph)
+    writer = _Writer(graph, plan.mesh, probed_signatures(graph), specs=dict(graph.specs))
+    writer.params = {i.name for i in graph.inputs if i.kind == "param"}
+    whole = tuple(writer._plain(plan.inputs[i.name]) for i in graph.inputs)
+    for item, nd in zip(graph.inputs, whole, strict=True):
+        if any(isinstance(p, Partial) for p in nd):
+            check_stored(item.name, nd)
+        writer.have[Ref(item.name)] = {nd: Ref(item.name)}
+    from laminar.ir.sbp import B
+
+    everywhere = (B,) * len(plan.mesh.sizes)
+    for const in graph.constants:
+        writer.have[Ref(const.name)] = {everywhere: Ref(const.name)}
+    for node in graph.nodes:
+        choice = plan.ops[node.name]
+        writer.put(node, choice.ins, choice.outs, writer.probed.get(node.name, ()))
+    outputs = []
+    end = Node("end", "laminar.end", (), (), phase="backward")
+    for out in graph.outputs:
+        nd = writer._plain(plan.outputs[f"{out.kind}:{out.name}"])
+        check(graph.specs[out.ref], nd, plan.mesh.sizes, f"{out.kind} {out.name}")
+        made = graph.by_name.get(out.ref.name, end)
+        ref = writer.fetch(out.ref, nd, made, f"{out.kind} {out.name}")
+        outputs.append(ProgramOutput(out.name, out.kind, ref, Placed(graph.specs[out.ref], nd)))
+    program = Program(
+        plan.mesh,
+        tuple(ProgramInput(i.name, i.kind, Placed(i.spec, nd)) for i, nd in zip(graph.inputs, whole, strict=True)),
+        graph.constants,
+        tuple(writer.instrs),
+        tuple(outputs),
+        graph.hash,
+        plan.hash,
+    )
+    program = drop_unused(program)
+    program = bucket(program, bucket_bytes)
+    return overlap(program) if schedule else program
+
+
+def check_stored(name: str, nd: NdSbp) -> None:
+    """Inputs are stored whole or in pieces, never as terms of a sum."""
+    from laminar.errors import PlacementError
+
+    raise PlacementError(f"input {name} can't be stored as {show(nd)}", allowed="S(d)  B")

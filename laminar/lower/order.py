@@ -1,0 +1,53 @@
+"""Order: what runs when. Nothing unused runs; collectives start early and are awaited late.
+
+The order of collectives is the same on every rank, because it is computed once, from the program
+alone. A collective is issued where it stands; the runtime waits at the first reader. So the only
+thing to do here is to let other work stand between the two: where the next instruction waits for
+a collective still under way, later ones that don't are drawn forward, within a window that bounds
+how long their results must be kept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from laminar.ir.program import Instr, Program
+
+WINDOW = 24
+"""How many instructions ahead work may be drawn from. Chosen, not measured: about one block."""
+
+
+def drop_unused(program: Program) -> Program:
+    """Without the instructions whose results nobody reads."""
+    live = {o.ref.name for o in program.outputs}
+    kept: list[Instr] = []
+    for instr in reversed(program.instrs):
+        if instr.name in live:
+            kept.append(instr)
+            live.update(r.name for r in instr.refs)
+    return replace(program, instrs=tuple(reversed(kept)))
+
+
+def overlap(program: Program) -> Program:
+    """The same instructions, with independent work between a collective and its first reader."""
+    pending = list(program.instrs)
+    flying: set[str] = set()
+    out: list[Instr] = []
+    done: set[str] = {i.name for i in program.inputs} | {c.name for c in program.constants}
+    while pending:
+        head = pending[0]
+        pick = 0
+        if any(r.name in flying for r in head.refs):
+            for k in range(1, min(WINDOW, len(pending))):
+                item = pending[k]
+                if all(r.name in done and r.name not in flying for r in item.refs):
+                    pick = k
+                    break
+            else:
+                flying -= {r.name for r in head.refs}
+        instr = pending.pop(pick)
+        out.append(instr)
+        done.add(instr.name)
+        if instr.moves:
+            flying.add(instr.name)
+    return replace(program, instrs=tuple(out))

@@ -1,0 +1,47 @@
+"""One device: a graph run node by node on whole tensors. The oracle that programs are held against."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laminar.capture.torch_ops import caller, unplain
+from laminar.ir.codec import Ref
+from laminar.ir.graph import Graph, Node, map_refs
+from laminar.runtime.lockstep import constant_tensor
+
+
+def constants_of(graph: Graph, wide: bool = False) -> dict[str, Tensor]:
+    """The graph's constants; in a widened graph floating ones are float64."""
+    out = {c.name: constant_tensor(c) for c in graph.constants}
+    return {k: v.double() if wide and v.is_floating_point() else v for k, v in out.items()}
+
+
+def run_graph(
+    graph: Graph,
+    inputs: Mapping[str, Tensor],
+    constants: Mapping[str, Tensor] | None = None,
+    watch: Callable[[Node, tuple[Any, ...]], None] | None = None,
+) -> dict[str, Tensor]:
+    """Outputs by `kind:name`."""
+    memory: dict[Ref, Any] = {Ref(i.name): inputs[i.name].detach() for i in graph.inputs}
+    memory |= {Ref(k): v for k, v in (constants or constants_of(graph)).items()}
+    with torch.no_grad():
+        for node in graph.nodes:
+            out = caller(node.op)(*[_torch(map_refs(a, memory.__getitem__)) for a in node.args])
+            results = tuple(out) if isinstance(out, (tuple, list)) else (out,)
+            memory.update({Ref(node.name, i): v for i, v in enumerate(results)})
+            if watch is not None:
+                watch(node, results)
+    return {f"{o.kind}:{o.name}": memory[o.ref] for o in graph.outputs}
+
+
+def _torch(arg: Any) -> Any:
+    if isinstance(arg, tuple):
+        return [_torch(a) for a in arg]
+    return arg if isinstance(arg, Tensor) else unplain(arg)
+
+
