@@ -121,6 +121,8 @@ def caller(name: str) -> Callable[..., Any]:
         from laminar.capture import kernels
 
         return getattr(kernels, name.removeprefix("laminar."))  # type: ignore[no-any-return]
+    if name in ("aten.view", "aten._unsafe_view"):  # strides may differ from those traced
+        return torch.reshape
     op = find_op(name)
 
     def call(*args: Any) -> Any:

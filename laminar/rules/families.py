@@ -35,11 +35,9 @@ def pointwise(linear: str = "", through: bool = False) -> RuleFn:
 
 
 def text(call: Call, ins: Sequence[Sequence[str]], outs: Sequence[Sequence[str]]) -> str:
-    """A rule's text from the factors of each dim; a tensor without dims is an empty group."""
-    left = ", ".join(" ".join(t) for t in ins)
-    if len(ins) == 1 and not ins[0]:
-        left = ","  # one scalar: told apart from no tensor at all
-    return f"{left} -> {', '.join(' '.join(t) for t in outs)}"
+    """A rule's text from the factors of each dim; a tensor without dims is `[]`."""
+    left, right = (", ".join(" ".join(t) or "[]" for t in side) for side in (ins, outs))
+    return f"{left} -> {right}"
 
 
 def normal_dims(dims: Any, rank: int) -> tuple[int, ...]:

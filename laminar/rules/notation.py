@@ -6,6 +6,7 @@ A rule names the factors of each tensor, dims separated by spaces and tensors by
     view    "b t c -> (b t) c"        a merged dim lists its factors, major first
     chunk   "t (3 a) -> t a, t a, t a" a number is a factor that is never split
     softmax "r . -> r ."              a dot is a dim that is never split
+    sum     "a b -> []"               brackets are a tensor without dims
 
 Splitting factor f over an axis splits every dim that holds it: `S(d)` where f is alone or leads,
 `S(d, blocks=k)` where k is the product of the factors before it. A tensor without f is `B`. An
@@ -135,7 +136,7 @@ def parse_rule(text: str) -> tuple[tuple[Dims, ...], tuple[Dims, ...]]:
 
     def dims(part: str) -> Dims:
         out: list[tuple[str, ...]] = []
-        rest = part.strip()
+        rest = part.strip().removeprefix("[]")
         while rest:
             if rest[0] == "(":
                 inner, _, rest = rest[1:].partition(")")
@@ -147,8 +148,6 @@ def parse_rule(text: str) -> tuple[tuple[Dims, ...], tuple[Dims, ...]]:
         return tuple(out)
 
     left, _, right = text.partition("->")
-    if left.strip() == ",":  # one scalar, told apart from no tensor at all
-        return ((),), tuple(dims(p) for p in right.split(","))
     ins = tuple(dims(p) for p in left.split(",")) if left.strip() else ()
     return ins, tuple(dims(p) for p in right.split(","))
 
@@ -231,6 +230,8 @@ def _partials(rule: Rule, call: Call) -> list[Signature]:
             members = {int(c) for c in group.split("+")} if "+" in group else {int(c) for c in group}
             if any(call.ins[i].dtype == "bool" for i in members) or any(o and o.dtype == "bool" for o in call.outs):
                 continue
+            if any(s and s.dtype.startswith("c") for s in (*call.ins, *call.outs)):
+                ops = tuple(op for op in ops if op == "sum")  # complex numbers have no order
             for op in ops:
                 placed = tuple(Partial(op) if i in members else B for i in range(len(call.ins)))
                 found.append(Signature(placed, (Partial(op),) * len(call.outs)))

@@ -1,0 +1,343 @@
+"""The mode under which a model runs when its meaning must not depend on device or layout.
+
+It catches functions before ATen chooses a kernel (attention, batch norm, LSTM, bags of embeddings)
+and turns every random draw into one keyed by (seed, step, site, element), where the site counts the
+draws of a step in order. Capture traces under it; plain eager PyTorch under it draws the same
+numbers, which makes it the oracle for models with dropout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from laminar.capture import library as library  # registers the canonical ops
+from laminar.errors import CaptureError
+
+laminar_ops = torch.ops.laminar
+
+
+class Canonical(TorchFunctionMode):
+    """Canonical ops and keyed draws for everything run inside."""
+
+    def __init__(self, key: Tensor) -> None:
+        super().__init__()
+        self.key = key
+        """Two int64 numbers: seed and step."""
+        self.site = 0
+        self.drew = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        handler = HANDLERS.get(func)
+        if handler is None:
+            return func(*args, **kwargs)
+        return handler(self, *args, **kwargs)
+
+    def uniform(self, shape: Any, dtype: torch.dtype) -> Tensor:
+        """A keyed draw in [0, 1); 24 bits, so drawn in float32 and widened."""
+        self.site += 1
+        self.drew = True
+        wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+        return laminar_ops.uniform(tuple(shape), self.key, self.site, wide)
+
+    def normal(self, shape: Any, dtype: torch.dtype) -> Tensor:
+        """A keyed standard normal draw."""
+        self.site += 1
+        self.drew = True
+        wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+        return laminar_ops.normal(tuple(shape), self.key, self.site, wide)
+
+
+HANDLERS: dict[Any, Callable[..., Any]] = {}
+
+
+def catches(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a handler for torch functions."""
+
+    def put(handler: Callable[..., Any]) -> Callable[..., Any]:
+        HANDLERS.update({f: handler for f in functions if f is not None})
+        return handler
+
+    return put
+
+
+# --- attention -------------------------------------------------------------------------------
+
+
+@catches(F.scaled_dot_product_attention)
+def _attention(
+    mode: Canonical, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    if torch.is_autocast_enabled("cpu"):
+        dtype = torch.get_autocast_dtype("cpu")
+        query, key, value = (t.to(dtype) if t.is_floating_point() else t for t in (query, key, value))
+        if attn_mask is not None and attn_mask.is_floating_point():
+            attn_mask = attn_mask.to(dtype)
+    scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
+    lead = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3]) if query.dim() > 3 else ()
+    plain = dropout_p > 0 or (attn_mask is not None and attn_mask.requires_grad) or query.dim() not in (3, 4)
+    if plain:
+        if enable_gqa and key.shape[-3] != query.shape[-3]:
+            rep = query.shape[-3] // key.shape[-3]
+            key, value = key.repeat_interleave(rep, -3), value.repeat_interleave(rep, -3)
+        scores = query @ key.transpose(-1, -2) * scale
+        if is_causal:
+            keep = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+            scores = scores.masked_fill(~keep, float("-inf"))
+        if attn_mask is not None:
+            scores = scores.masked_fill(~attn_mask, float("-inf")) if attn_mask.dtype == torch.bool else scores + attn_mask
+        p = torch.softmax(scores, -1)
+        return _dropout(mode, p, dropout_p, True) @ value
+    shape = (*query.shape[:-1], value.shape[-1])
+    if query.dim() == 3:
+        query, key, value = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
+        if attn_mask is not None and attn_mask.dim() == 3:
+            attn_mask = attn_mask.unsqueeze(1)
+    else:
+        query, key, value = (t if t.shape[0] == lead[0] else t.expand(lead[0], *t.shape[1:]) for t in (query, key, value))
+        if key.shape[1] == 1 and query.shape[1] != 1 and not enable_gqa:
+            key, value = (t.expand(-1, query.shape[1], -1, -1) for t in (key, value))
+    if attn_mask is not None:
+        attn_mask = attn_mask.detach()
+        while attn_mask.dim() < 4:
+            attn_mask = attn_mask.unsqueeze(0)
+    return laminar_ops.attention(query, key, value, attn_mask, is_causal, scale)[0].reshape(shape)
+
+
+# --- batch norm ------------------------------------------------------------------------------
+
+
+@catches(F.batch_norm)
+def _batch_norm(
+    mode: Canonical, input: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None = None,
+    bias: Tensor | None = None, training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
+) -> Tensor:  # fmt: skip
+    channels = [1, -1] + [1] * (input.dim() - 2)
+    if training:
+        y, mean, rstd = laminar_ops.batch_norm(input, weight, bias, eps)
+        if running_mean is not None and running_var is not None:
+            n = input.numel() // input.shape[1]
+            with torch.no_grad():
+                var = (1.0 / (rstd.detach() * rstd.detach()) - eps) * (n / max(n - 1, 1))
+                running_mean.copy_(running_mean * (1 - momentum) + mean.detach() * momentum)
+                running_var.copy_(running_var * (1 - momentum) + var * momentum)
+        return y  # type: ignore[no-any-return]
+    assert running_mean is not None and running_var is not None
+    scale = torch.rsqrt(running_var + eps)
+    shift = -running_mean * scale
+    if weight is not None:
+        scale, shift = scale * weight, shift * weight
+    if bias is not None:
+        shift = shift + bias
+    return (input * scale.view(channels) + shift.view(channels)).to(input.dtype)
+
+
+# --- recurrent and embedding layers ----------------------------------------------------------
+
+
+@catches(torch._VF.lstm)  # type: ignore[attr-defined]
+def _lstm(
+    mode: Canonical, x: Tensor, hx: Any, weights: Any, bias: Any, layers: Any, dropout: Any = 0.0, training: Any = False,
+    both: Any = False, batch_first: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    if isinstance(hx, Tensor):
+        raise CaptureError("packed sequences have lengths that depend on data", next="pad, and mask the loss")
+    h0, c0 = hx
+    if h0.shape[-1] * 4 != weights[1].shape[0] or weights[1].shape[1] != h0.shape[-1]:
+        raise CaptureError("an LSTM with proj_size is not supported", next="write the projection as a Linear")
+    per = 4 if bias else 2
+    y = x.transpose(0, 1) if batch_first else x
+    directions = 2 if both else 1
+    hs, cs = [], []
+    for layer in range(layers):
+        outs = []
+        for d in range(directions):
+            k = layer * directions + d
+            w = weights[k * per : (k + 1) * per]
+            joined = w[2] + w[3] if bias else None
+            out, h, c, _, _ = laminar_ops.lstm(y, h0[k], c0[k], w[0], w[1], joined, d == 1)
+            outs.append(out)
+            hs.append(h)
+            cs.append(c)
+        y = torch.cat(outs, -1) if directions == 2 else outs[0]
+        if dropout and training and layer < layers - 1:
+            y = _dropout(mode, y, dropout, True)
+    return (y.transpose(0, 1) if batch_first else y), torch.stack(hs), torch.stack(cs)
+
+
+@catches(F.embedding)
+def _embedding(
+    mode: Canonical, input: Tensor, weight: Tensor, padding_idx: int | None = None, max_norm: float | None = None,
+    norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = False,
+) -> Tensor:  # fmt: skip
+    if max_norm is not None:
+        raise CaptureError("embedding with max_norm rewrites its table in forward", next="clip the table after the step")
+    padding = -1 if padding_idx is None else padding_idx % weight.shape[0]
+    return torch.embedding(weight, input, padding, scale_grad_by_freq, False)
+
+
+@catches(F.embedding_bag)
+def _embedding_bag(
+    canonical: Canonical, /, input: Tensor, weight: Tensor, offsets: Tensor | None = None, max_norm: float | None = None,
+    norm_type: float = 2, scale_grad_by_freq: bool = False, mode: str = "mean", sparse: bool = False,
+    per_sample_weights: Tensor | None = None, include_last_offset: bool = False, padding_idx: int | None = None,
+) -> Tensor:  # fmt: skip
+    if mode == "max":
+        raise CaptureError("embedding_bag with mode='max' is not supported", next="use sum or mean")
+    rows = _embedding(canonical, input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+    keep = torch.ones(input.shape, dtype=rows.dtype)
+    if padding_idx is not None:
+        keep = (input != padding_idx % weight.shape[0]).to(rows.dtype)
+        rows = rows * keep.unsqueeze(-1)
+    if per_sample_weights is not None:
+        rows = rows * per_sample_weights.unsqueeze(-1)
+    if input.dim() == 2:
+        total, count = rows.sum(1), keep.sum(1)
+    else:
+        assert offsets is not None
+        starts = offsets[:-1] if include_last_offset else offsets
+        bag = torch.searchsorted(starts, torch.arange(input.shape[0]), right=True) - 1
+        total = rows.new_zeros(starts.shape[0], weight.shape[1]).index_add(0, bag, rows)
+        count = rows.new_zeros(starts.shape[0]).index_add(0, bag, keep)
+    return total if mode == "sum" else total / count.clamp(min=1).unsqueeze(-1)
+
+
+# --- random draws ----------------------------------------------------------------------------
+
+
+@catches(F.dropout, torch.dropout, torch.dropout_)
+def _dropout(mode: Canonical, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    if not training or p == 0:
+        return input
+    if p == 1:
+        return input * 0
+    keep = mode.uniform(input.shape, torch.float32) >= p
+    return input * (keep.to(input.dtype) * (1.0 / (1.0 - p)))
+
+
+@catches(F.dropout1d, F.dropout2d, F.dropout3d, torch.feature_dropout)
+def _feature_dropout(mode: Canonical, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    if not training or p == 0:
+        return input
+    shape = (*input.shape[:2], *[1] * (input.dim() - 2))
+    return input * ((mode.uniform(shape, torch.float32) >= p).to(input.dtype) * (1.0 / (1.0 - p)))
+
+
+@catches(F.alpha_dropout, torch.alpha_dropout, F.feature_alpha_dropout, torch.feature_alpha_dropout)
+def _alpha_dropout(mode: Canonical, input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False) -> Tensor:
+    if not training or p == 0:
+        return input
+    low = -1.7580993408473766
+    a = (1 / math.sqrt((1 - p) * (1 + p * low * low))) if p < 1 else 0.0
+    keep = (mode.uniform(input.shape, torch.float32) >= p).to(input.dtype)
+    return (input * keep + low * (1 - keep)) * a + (-a * low * p)
+
+
+@catches(F.rrelu, torch.rrelu)
+def _rrelu(mode: Canonical, input: Tensor, lower: float = 0.125, upper: float = 1 / 3, training: bool = False,
+           inplace: bool = False) -> Tensor:  # fmt: skip
+    slope: Any = (lower + upper) / 2
+    if training:
+        slope = mode.uniform(input.shape, torch.float32).to(input.dtype) * (upper - lower) + lower
+    return torch.where(input >= 0, input, input * slope)
+
+
+def _shape(size: Any) -> tuple[int, ...]:
+    return tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else tuple(size)
+
+
+def _made(t: Tensor, dtype: torch.dtype | None, requires_grad: bool = False) -> Tensor:
+    t = t.to(dtype or torch.get_default_dtype())
+    return t.requires_grad_() if requires_grad else t
+
+
+def _kind(dtype: torch.dtype | None, like: Tensor | None = None) -> torch.dtype:
+    return dtype or (like.dtype if like is not None else torch.get_default_dtype())
+
+
+@catches(torch.rand)
+def _rand(mode: Canonical, *size: Any, dtype: Any = None, requires_grad: bool = False, **_: Any) -> Tensor:
+    return _made(mode.uniform(_shape(_.get("size", size)) if size or "size" in _ else (), _kind(dtype)), dtype, requires_grad)
+
+
+@catches(torch.randn)
+def _randn(mode: Canonical, *size: Any, dtype: Any = None, requires_grad: bool = False, **_: Any) -> Tensor:
+    return _made(mode.normal(_shape(_.get("size", size)) if size or "size" in _ else (), _kind(dtype)), dtype, requires_grad)
+
+
+@catches(torch.rand_like)
+def _rand_like(mode: Canonical, input: Tensor, *, dtype: Any = None, **_: Any) -> Tensor:
+    return mode.uniform(input.shape, _kind(dtype, input)).to(_kind(dtype, input))
+
+
+@catches(torch.randn_like)
+def _randn_like(mode: Canonical, input: Tensor, *, dtype: Any = None, **_: Any) -> Tensor:
+    return mode.normal(input.shape, _kind(dtype, input)).to(_kind(dtype, input))
+
+
+@catches(torch.randint)
+def _randint(mode: Canonical, low: int, high: Any = None, size: Any = None, *, dtype: Any = None, **_: Any) -> Tensor:
+    if size is None:
+        low, high, size = 0, low, high
+    return (mode.uniform(tuple(size), torch.float64) * (high - low)).floor().to(dtype or torch.int64) + low
+
+
+@catches(torch.randint_like)
+def _randint_like(mode: Canonical, input: Tensor, low: int, high: int | None = None, *, dtype: Any = None, **_: Any) -> Tensor:
+    low, high = (0, low) if high is None else (low, high)
+    return ((mode.uniform(input.shape, torch.float64) * (high - low)).floor() + low).to(dtype or input.dtype)
+
+
+@catches(torch.randperm)
+def _randperm(mode: Canonical, n: int, **_: Any) -> Tensor:
+    return mode.uniform((n,), torch.float64).argsort()
+
+
+@catches(torch.bernoulli, Tensor.bernoulli)
+def _bernoulli(mode: Canonical, input: Tensor, p: Any = None, *, generator: Any = None, out: Any = None) -> Tensor:
+    chance = input if p is None else p
+    return (mode.uniform(input.shape, torch.float32) < chance).to(input.dtype)
+
+
+@catches(torch.normal)
+def _normal(mode: Canonical, mean: Any, std: Any = 1.0, size: Any = None, **_: Any) -> Tensor:
+    shape = size if size is not None else (mean.shape if isinstance(mean, Tensor) else std.shape)
+    dtype = mean.dtype if isinstance(mean, Tensor) else std.dtype if isinstance(std, Tensor) else torch.get_default_dtype()
+    return mode.normal(shape, dtype).to(dtype) * std + mean
+
+
+@catches(Tensor.bernoulli_)
+def _bernoulli_(mode: Canonical, input: Tensor, p: Any = 0.5, *, generator: Any = None) -> Tensor:
+    return input.copy_((mode.uniform(input.shape, torch.float32) < p).to(input.dtype))
+
+
+@catches(Tensor.uniform_)
+def _uniform_(mode: Canonical, input: Tensor, a: float = 0.0, b: float = 1.0, *, generator: Any = None, **kw: Any) -> Tensor:
+    a, b = kw.get("from", a), kw.get("to", b)
+    return input.copy_(mode.uniform(input.shape, input.dtype) * (b - a) + a)
+
+
+@catches(Tensor.normal_)
+def _normal_(mode: Canonical, input: Tensor, mean: float = 0.0, std: float = 1.0, *, generator: Any = None) -> Tensor:
+    return input.copy_(mode.normal(input.shape, input.dtype) * std + mean)
+
+
+@catches(Tensor.exponential_)
+def _exponential_(mode: Canonical, input: Tensor, lambd: float = 1.0, *, generator: Any = None) -> Tensor:
+    return input.copy_(-torch.log1p(-mode.uniform(input.shape, input.dtype)) / lambd)
+
+
+@catches(torch.multinomial, Tensor.multinomial)
+def _multinomial(mode: Canonical, input: Tensor, num_samples: int, replacement: bool = False, **_: Any) -> Tensor:
+    if replacement and num_samples > 1:
+        raise CaptureError("multinomial with replacement has no keyed form", next="draw one sample, or without replacement")
+    noise = -torch.log(-torch.log1p(-mode.uniform(input.shape, torch.float32)).clamp(min=1e-30)).clamp(min=-1e30)
+    return (torch.log(input) + noise).topk(num_samples, -1).indices

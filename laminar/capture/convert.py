@@ -1,0 +1,333 @@
+"""From torch's traced graph to ours: mutation removed, views followed, places forgotten.
+
+Each traced tensor is an alias: a base and the chain of views that leads to it. An in-place op on an
+alias computes the new value, then writes it back through the chain (a slice by slice_scatter and so
+on) into the base; aliases made earlier are viewed again from the new base when next read. That is
+functionalisation, done on the graph, so that one tracing pass is enough.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from laminar.capture.torch_ops import find_op, op_name, plain, positional, spec_of
+from laminar.capture.trace import Origin, Traced
+from laminar.errors import CaptureError
+from laminar.ir.codec import Dtype, Ref
+from laminar.ir.graph import Constant, Graph, Input, Node, Output
+from laminar.ir.tensor import TensorSpec
+
+
+@dataclass
+class _Base:
+    ref: Ref
+    spec: TensorSpec
+    version: int = 0
+    constant: bool = False
+
+
+@dataclass
+class _View:
+    """One step of a chain: the op, its other arguments, and which of its outputs."""
+
+    op: str
+    args: tuple[Any, ...]
+    index: int
+    specs: tuple[TensorSpec, ...]
+
+
+@dataclass
+class _Alias:
+    base: _Base
+    chain: tuple[_View, ...]
+    spec: TensorSpec
+    ref: Ref
+    version: int
+
+
+LIKE = {"zeros_like": 0, "ones_like": 1, "new_zeros": 0, "new_ones": 1, "empty_like": 0, "new_empty": 0, "empty": 0,
+        "zeros": 0, "ones": 1, "empty_strided": 0, "new_empty_strided": 0, "empty_permuted": 0}  # fmt: skip
+FULL = ("full", "full_like", "new_full")
+SAME = ("alias", "detach", "lift_fresh", "lift", "lift_fresh_copy", "_conj", "resolve_conj", "resolve_neg")
+
+
+@dataclass
+class Converter:
+    """Writes our nodes while reading torch's."""
+
+    nodes: list[Node] = field(default_factory=list)
+    constants: dict[str, Constant] = field(default_factory=dict)
+    names: dict[str, int] = field(default_factory=dict)
+
+    def emit(self, op: str, args: tuple[Any, ...], outs: tuple[TensorSpec | None, ...], origin: Origin) -> Ref:
+        """One more node; a reference to its first output."""
+        stem = op.split(".")[1].strip("_")
+        count = self.names.get(stem, 0)
+        self.names[stem] = count + 1
+        name = f"{stem}_{count}"
+        self.nodes.append(Node(name, op, args, outs, origin.where, origin.module, origin.phase))
+        return Ref(name)
+
+    def fresh(self, ref: Ref, spec: TensorSpec) -> _Alias:
+        """A new tensor that shares memory with nothing."""
+        return _Alias(_Base(ref, spec), (), spec, ref, 0)
+
+    def read(self, alias: _Alias, origin: Origin) -> Ref:
+        """The current value of an alias, viewed again if its base has changed."""
+        if alias.version != alias.base.version:
+            ref, spec = alias.base.ref, alias.base.spec
+            for view in alias.chain:
+                ref, spec = self._step(ref, view, origin)
+            alias.ref, alias.version = ref, alias.base.version
+        return alias.ref
+
+    def _step(self, ref: Ref, view: _View, origin: Origin) -> tuple[Ref, TensorSpec]:
+        made = self.emit(view.op, (ref, *view.args), view.specs, origin)
+        return Ref(made.name, view.index), view.specs[view.index]
+
+    def write(self, alias: _Alias, value: Ref, origin: Origin) -> None:
+        """Make `value` the alias's new value, in its base too."""
+        base = alias.base
+        if base.constant:
+            raise CaptureError(
+                "a tensor from outside the model is changed in place",
+                at=origin.where,
+                next="register it as a buffer of the model",
+            )
+        refs: list[tuple[Ref, TensorSpec]] = [(base.ref, base.spec)]
+        for view in alias.chain[:-1]:
+            refs.append(self._step(refs[-1][0], view, origin))
+        for (outer, spec), view in zip(reversed(refs), reversed(alias.chain), strict=False):
+            value = self._unview(outer, spec, view, value, origin)
+        base.ref = value
+        base.version += 1
+        if not alias.chain:
+            alias.ref, alias.version = value, base.version
+
+    def _unview(self, outer: Ref, spec: TensorSpec, view: _View, value: Ref, origin: Origin) -> Ref:
+        """`outer` with the part that `view` shows replaced by `value`."""
+        rank = len(spec.shape)
+        op, a = view.op, view.args
+        if op in ("aten.view", "aten._unsafe_view", "aten.reshape", "aten.unsqueeze", "aten.squeeze", "aten.squeeze.dim",
+                  "aten.squeeze.dims"):  # fmt: skip
+            return self.emit("aten.view", (value, spec.shape), (spec,), origin)
+        if op == "aten.permute":
+            back = sorted(range(rank), key=lambda i: a[0][i] % rank)
+            return self.emit("aten.permute", (value, tuple(back)), (spec,), origin)
+        if op in ("aten.t", "aten.transpose.int"):
+            return self.emit(op, (value, *a), (spec,), origin)
+        if op == "aten.slice.Tensor":
+            return self.emit("aten.slice_scatter", (outer, value, *a), (spec,), origin)
+        if op == "aten.select.int":
+            return self.emit("aten.select_scatter", (outer, value, *a), (spec,), origin)
+        if op in ("aten.split.Tensor", "aten.split_with_sizes"):
+            d = a[1] % rank
+            start = sum(s.shape[d] for s in view.specs[: view.index])
+            stop = start + view.specs[view.index].shape[d]
+            return self.emit("aten.slice_scatter", (outer, value, d, start, stop, 1), (spec,), origin)
+        if op == "aten.unbind.int":
+            return self.emit("aten.select_scatter", (outer, value, a[0], view.index), (spec,), origin)
+        if op == "aten.diagonal":
+            return self.emit("aten.diagonal_scatter", (outer, value, *a), (spec,), origin)
+        raise CaptureError(f"an in-place change through {op} can't be captured", at=origin.where, next="use the functional form")
+
+
+def _outs(value: Any) -> tuple[TensorSpec | None, ...]:
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    return tuple(spec_of(v) if isinstance(v, torch.Tensor) else None for v in values)
+
+
+def convert(traced: Traced, leaves: dict[str, torch.Tensor], batch_tree: str) -> Graph:
+    """Our graph of a traced step."""
+    c = Converter()
+    env: dict[Any, Any] = {}
+    holders = [n for n in traced.graph.graph.nodes if n.op == "placeholder"]
+    inputs: list[Input] = []
+    for node, slot in zip(holders, traced.slots, strict=False):
+        spec = spec_of(slot.tensor)
+        trainable = slot.kind == "param" and slot.tensor.requires_grad
+        inputs.append(Input(slot.name, slot.kind, spec, trainable, tuple(slot.aliases)))
+        env[node] = c.fresh(Ref(slot.name), spec)
+    for node, (name, leaf) in zip(holders[len(traced.slots) : -1], leaves.items(), strict=True):
+        inputs.append(Input(name, "batch", spec_of(leaf)))
+        env[node] = c.fresh(Ref(name), spec_of(leaf))
+    key = TensorSpec((2,), "i64")
+    env[holders[-1]] = c.fresh(Ref("rng"), key)
+    if traced.draws:
+        inputs.append(Input("rng", "rng", key))
+    outputs: list[Output] = []
+    for node in traced.graph.graph.nodes:
+        origin = traced.origins.get(node.name, Origin(phase="backward"))
+        if node.op == "get_attr":
+            env[node] = _constant(c, node, traced)
+        elif node.op == "call_function":
+            env[node] = _call(c, node, env, origin)
+        elif node.op == "output":
+            results = node.args[0]
+            for (kind, name), result in zip(traced.outputs, results, strict=True):
+                ref = c.read(env[result], origin)
+                if kind == "buffer" and ref == Ref(name):
+                    continue  # nothing was written to it
+                outputs.append(Output(name, kind, ref))
+    return Graph(tuple(inputs), tuple(c.constants.values()), tuple(c.nodes), tuple(outputs), batch_tree)
+
+
+def _constant(c: Converter, node: Any, traced: Traced) -> _Alias:
+    tensor = traced.graph
+    for part in node.target.split("."):
+        tensor = getattr(tensor, part)
+    name = f"const_{len(c.constants)}"
+    c.constants[name] = constant_of(name, tensor)
+    alias = c.fresh(Ref(name), c.constants[name].spec)
+    alias.base.constant = True
+    return alias
+
+
+def constant_of(name: str, tensor: torch.Tensor) -> Constant:
+    """A real tensor as a constant."""
+    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+    return Constant(name, spec_of(tensor), data)
+
+
+def _call(c: Converter, node: Any, env: dict[Any, Any], origin: Origin) -> Any:
+    target = node.target
+    if getattr(target, "__name__", "") == "getitem" and not hasattr(target, "_schema"):
+        return env[node.args[0]][node.args[1]]
+    if not hasattr(target, "_schema"):
+        raise CaptureError(f"{target} is not an op a graph can hold", at=origin.where)
+    raw = positional(target, node.args, node.kwargs)
+
+    def lookup(value: Any) -> Any:
+        if isinstance(value, torch.fx.Node):
+            got = env[value]
+            return c.read(got, origin)
+        if isinstance(value, (list, tuple)):
+            return tuple(lookup(v) for v in value)
+        return value
+
+    name = op_name(target)
+    base_name = name.split(".")[1]
+    schema = target._schema
+    value = node.meta.get("val")
+    outs = _outs(value)
+    if "nondeterministic_seeded" in {t.name for t in target.tags} and base_name not in ("uniform", "normal"):
+        raise CaptureError(f"{name} draws random numbers in a way that can't be keyed", at=origin.where,
+                           next="draw with torch.rand, randn, bernoulli or dropout")  # fmt: skip
+    if name.startswith("aten.") and base_name in SAME:
+        source = env[node.args[0]]
+        return source if base_name != "lift_fresh_copy" else c.fresh(c.read(source, origin), source.spec)
+    if schema.is_mutable:
+        return _mutate(c, node, target, raw, env, lookup, origin)
+    args = tuple(plain(lookup(a)) for a in raw)
+    if name.startswith("aten.") and (base_name in LIKE or base_name in FULL):
+        if base_name in LIKE:
+            fill: Any = LIKE[base_name]
+        else:
+            names = [a.name for a in schema.arguments]
+            fill = args[names.index("fill_value")]
+        spec = outs[0]
+        assert spec is not None
+        if isinstance(fill, Ref):
+            return c.fresh(c.emit("aten.expand", (fill, spec.shape, False), outs, origin), spec)
+        if base_name in LIKE and spec.is_float:
+            fill = float(fill)
+        return c.fresh(c.emit("aten.full", (spec.shape, fill, Dtype(spec.dtype), None, None, None), outs, origin), spec)
+    alias_of = _viewed(target)
+    if alias_of is not None and isinstance(raw[alias_of], torch.fx.Node):
+        source = env[raw[alias_of]]
+        ref = c.emit(name, args, outs, origin)
+        views = tuple(o for o in outs if o is not None)
+        aliases = [
+            _Alias(
+                source.base,
+                (*source.chain, _View(name, args[1:], i, views)),
+                spec,
+                Ref(ref.name, i),
+                source.base.version,
+            )
+            for i, spec in enumerate(views)
+        ]
+        return aliases if isinstance(value, (tuple, list)) else aliases[0]
+    if not any(o is not None for o in outs):
+        raise CaptureError(f"{name} makes no tensor", at=origin.where)
+    ref = c.emit(name, args, outs, origin)
+    if isinstance(value, (tuple, list)):
+        return [c.fresh(Ref(ref.name, i), o) if o is not None else None for i, o in enumerate(outs)]
+    assert outs[0] is not None
+    return c.fresh(ref, outs[0])
+
+
+def _viewed(op: Any) -> int | None:
+    """Which argument the result of a view op shares memory with."""
+    for ret in op._schema.returns:
+        if ret.alias_info is not None and not ret.alias_info.is_write:
+            for i, arg in enumerate(op._schema.arguments):
+                if arg.alias_info is not None:
+                    return i
+    return 0 if op._schema.name == "aten::_unsafe_view" else None
+
+
+def _mutate(c: Converter, node: Any, target: Any, raw: Any, env: dict[Any, Any], lookup: Any, origin: Origin) -> Any:
+    """An in-place op: its functional form, then the new value written through the alias."""
+    written = [i for i, a in enumerate(target._schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
+    name = op_name(target)
+    base_name, _, overload = name.removeprefix("aten.").partition(".")
+    if not name.startswith("aten.") or not base_name.endswith("_") or written != [0]:
+        raise CaptureError(f"{name} changes tensors in a way that can't be captured", at=origin.where,
+                           next="use a form that returns a new tensor")  # fmt: skip
+    alias = env[node.args[0]]
+    spec = alias.spec
+    args = tuple(plain(lookup(a)) for a in raw)
+    stem = base_name[:-1]
+    if stem == "copy":
+        value = _as(c, args[1], _spec_in(c, env, raw[1]), spec, origin)
+    elif stem in ("fill", "zero") and not (stem == "fill" and isinstance(args[1], Ref)):
+        fill = 0 if stem == "zero" else args[1]
+        if spec.is_float:
+            fill = float(fill)
+        value = c.emit("aten.full", (spec.shape, fill, Dtype(spec.dtype), None, None, None), (spec,), origin)
+    elif stem == "fill":
+        value = _as(c, args[1], _spec_in(c, env, raw[1]), spec, origin)
+    else:
+        functional = f"aten.{stem}.{overload}" if overload else f"aten.{stem}"
+        try:
+            op = find_op(functional)
+        except AttributeError:
+            raise CaptureError(f"{name} has no form without mutation", at=origin.where) from None
+        aligned = positional(op, args, {})
+        made = _promoted(functional, args, spec, c, env, raw)
+        value = c.emit(functional, tuple(plain(a) for a in aligned), (made,), origin)
+        if made != spec:
+            value = _as(c, value, made, spec, origin)
+    c.write(alias, value, origin)
+    return alias
+
+
+def _spec_in(c: Converter, env: dict[Any, Any], node: Any) -> TensorSpec:
+    return env[node].spec  # type: ignore[no-any-return]
+
+
+def _promoted(op: str, args: Any, spec: TensorSpec, c: Converter, env: dict[Any, Any], raw: Any) -> TensorSpec:
+    """The spec a functional form really makes: an in-place op keeps its dtype, the other promotes."""
+    others = [env[r].spec for r in raw if isinstance(r, torch.fx.Node)]
+    if op.split(".")[1] in ("add", "sub", "mul", "div") and len(others) > 1:
+        from laminar.capture.torch_ops import DTYPES, NAMES
+
+        kinds = [torch.empty(() if not s.shape else (1,), dtype=DTYPES[s.dtype]) for s in others[:2]]
+        return TensorSpec(spec.shape, NAMES[torch.result_type(*kinds)])
+    return spec
+
+
+def _as(c: Converter, ref: Any, have: TensorSpec, want: TensorSpec, origin: Origin) -> Ref:
+    """A value cast and expanded to a spec."""
+    if have.dtype != want.dtype:
+        have = TensorSpec(have.shape, want.dtype)
+        ref = c.emit("aten._to_copy", (ref, Dtype(want.dtype), None, None, None, False, None), (have,), origin)
+    if have.shape != want.shape:
+        ref = c.emit("aten.expand", (ref, want.shape, False), (want,), origin)
+    return ref  # type: ignore[no-any-return]
+
+

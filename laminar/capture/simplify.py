@@ -1,0 +1,162 @@
+"""Tidying a captured graph: dead code dropped, repeats shared, what depends on no input computed now.
+
+Recomputed ops are shared with nothing outside recomputation: merging them with forward would undo
+the checkpoint the user asked for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from laminar.capture.convert import constant_of
+from laminar.capture.torch_ops import caller, unplain
+from laminar.ir.codec import Dtype, Ref
+from laminar.ir.graph import Constant, Graph, Node, map_refs
+
+FOLD_BYTES = 16 << 20
+"""Larger results stay computed at run time: a graph should not carry hundreds of megabytes."""
+
+
+def simplify(graph: Graph) -> Graph:
+    """All of it, in the order that helps most."""
+    return drop_dead(causal(share(fold(drop_dead(graph)))))
+
+
+def drop_dead(graph: Graph) -> Graph:
+    """Without nodes and constants nobody reads."""
+    live = {o.ref.name for o in graph.outputs}
+    kept: list[Node] = []
+    for node in reversed(graph.nodes):
+        if node.name in live:
+            kept.append(node)
+            live.update(r.name for r in node.ins)
+    return replace(
+        graph,
+        nodes=tuple(reversed(kept)),
+        constants=tuple(c for c in graph.constants if c.name in live),
+        inputs=tuple(i for i in graph.inputs if i.kind != "rng" or i.name in live),
+    )
+
+
+def share(graph: Graph) -> Graph:
+    """Equal ops on equal values once."""
+    seen: dict[Any, str] = {}
+    same: dict[str, str] = {}
+    kept = []
+
+    def now(ref: Ref) -> Ref:
+        return Ref(same.get(ref.name, ref.name), ref.index)
+
+    for node in graph.nodes:
+        args = map_refs(node.args, now)
+        key = (node.op, _key(args), node.phase == "recompute")
+        if key in seen:
+            same[node.name] = seen[key]
+        else:
+            seen[key] = node.name
+            kept.append(replace(node, args=args))
+    outputs = tuple(replace(o, ref=now(o.ref)) for o in graph.outputs)
+    return replace(graph, nodes=tuple(kept), outputs=outputs)
+
+
+def _key(args: Any) -> Any:
+    """Arguments with 1, 1.0 and True told apart."""
+    return tuple(map(_key, args)) if isinstance(args, tuple) else (type(args).__name__, args)
+
+
+CHEAP = ("aten.full", "aten.arange", "aten.expand", "aten.scalar_tensor")
+
+
+def fold(graph: Graph) -> Graph:
+    """Subgraphs that depend on no input become constants, or a `full` if all their elements are equal."""
+    values: dict[Ref, torch.Tensor] = {Ref(c.name): _tensor(c) for c in graph.constants}
+    known: set[str] = {c.name for c in graph.constants}
+    nodes: list[Node] = []
+    constants = {c.name: c for c in graph.constants}
+    for node in graph.nodes:
+        small = all(o is None or o.nbytes <= FOLD_BYTES for o in node.outs)
+        if not node.op.startswith("aten.") or not small or any(r.name not in known for r in node.ins):
+            nodes.append(node)
+            continue
+        out = caller(node.op)(*[_torch(map_refs(a, values.__getitem__)) for a in node.args])
+        known.add(node.name)
+        results = tuple(out) if isinstance(out, (tuple, list)) else (out,)
+        values.update({Ref(node.name, i): t for i, t in enumerate(results)})
+        nodes.append(node)
+    needed = {r for n in nodes if n.name not in known for r in n.ins} | {o.ref for o in graph.outputs}
+    fixed: dict[Ref, Ref] = {}
+    made: list[Node] = []
+    for node in nodes:
+        if node.name not in known:
+            made.append(replace(node, args=map_refs(node.args, lambda r: fixed.get(r, r))))
+            continue
+        for i, spec in enumerate(node.outs):
+            ref = Ref(node.name, i)
+            if spec is None or ref not in needed:
+                continue
+            value = values[ref].contiguous()
+            first = value.reshape(-1)[:1]
+            if value.numel() and bool((value == first).all()):
+                name = f"{node.name}_full{i}"
+                fill = first.item()
+                made.append(Node(name, "aten.full", (spec.shape, fill, Dtype(spec.dtype), None, None, None), (spec,),
+                                 node.where, node.module, node.phase))  # fmt: skip
+            else:
+                name = f"{node.name}_const{i}"
+                constants[name] = constant_of(name, value)
+            fixed[ref] = Ref(name)
+    outputs = tuple(replace(o, ref=fixed.get(o.ref, o.ref)) for o in graph.outputs)
+    return replace(graph, nodes=tuple(made), constants=tuple(constants.values()), outputs=outputs)
+
+
+def _tensor(c: Constant) -> torch.Tensor:
+    from laminar.capture.torch_ops import DTYPES
+
+    if not c.data:
+        return torch.empty(c.spec.shape, dtype=DTYPES[c.spec.dtype])
+    return torch.frombuffer(bytearray(c.data), dtype=DTYPES[c.spec.dtype]).reshape(c.spec.shape)
+
+
+def _torch(arg: Any) -> Any:
+    if isinstance(arg, tuple):
+        return [_torch(a) for a in arg]
+    return arg if isinstance(arg, torch.Tensor) else unplain(arg)
+
+
+def causal(graph: Graph) -> Graph:
+    """A constant lower-triangular mask given to attention is what `causal` means."""
+    constants = {c.name: c for c in graph.constants}
+    views = {n.name: n for n in graph.nodes if n.op in ("aten.expand", "aten.view", "aten.unsqueeze", "aten.slice.Tensor")}
+
+    def constant_behind(ref: Any) -> Constant | None:
+        while isinstance(ref, Ref) and ref.name in views:
+            ref = views[ref.name].args[0]
+        return constants.get(ref.name) if isinstance(ref, Ref) else None
+
+    nodes = []
+    for node in graph.nodes:
+        if node.op in ("laminar.attention", "laminar.attention_backward"):
+            at = 3 if node.op == "laminar.attention" else 4
+            mask = constant_behind(node.args[at])
+            if mask is not None and not node.args[at + 1 if at == 3 else 7] and _lower_triangular(mask):
+                args = list(node.args)
+                args[at] = None
+                args[4 if at == 3 else 7] = True
+                node = replace(node, args=tuple(args))
+        nodes.append(node)
+    return replace(graph, nodes=tuple(nodes))
+
+
+def _lower_triangular(mask: Constant) -> bool:
+    shape = mask.spec.shape
+    if len(shape) < 2 or shape[-1] != shape[-2] or any(n != 1 for n in shape[:-2]):
+        return False
+    t = _tensor(mask).reshape(shape[-2:])
+    keep = torch.ones(shape[-2:], dtype=torch.bool).tril()
+    if t.dtype == torch.bool:
+        return bool((t == keep).all())
+    lowest = torch.finfo(t.dtype).min if t.is_floating_point() else 0
+    return t.is_floating_point() and bool((t[keep] == 0).all()) and bool((t[~keep] <= lowest).all())

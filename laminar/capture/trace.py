@@ -1,0 +1,422 @@
+"""One tracing pass over forward, loss and backward, on tensors that hold nothing.
+
+The model's parameters, buffers and plain tensor attributes are swapped for fake CPU tensors while
+loss *and* gradient run (recomputation in backward must see them too), then put back. A dispatch
+mode notes for every op the user's line, the module, and the phase; a backward op gets those of the
+forward op behind it, matched by autograd's sequence numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import linecache
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from laminar.capture.canonical import Canonical
+from laminar.errors import CaptureError, LaminarError
+
+_TORCH = os.path.dirname(torch.__file__)
+_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a traced op comes from."""
+
+    where: str = ""
+    module: str = ""
+    phase: str = "forward"
+
+
+@dataclass
+class Slot:
+    """One tensor of the model: what holds it, under which names, and its stand-in while tracing."""
+
+    name: str
+    kind: str
+    tensor: Tensor
+    places: list[tuple[dict[str, Any], str]]
+    aliases: list[str] = field(default_factory=list)
+    fake: Any = None
+
+
+def slots_of(model: nn.Module) -> list[Slot]:
+    """Every tensor of a model, tied ones once, in order of first appearance."""
+    found: dict[int, Slot] = {}
+
+    def meet(name: str, kind: str, tensor: Tensor, holder: dict[str, Any], key: str) -> None:
+        slot = found.get(id(tensor))
+        if slot is None:
+            found[id(tensor)] = Slot(name, kind, tensor, [(holder, key)])
+        else:
+            slot.places.append((holder, key))
+            slot.aliases.append(name)
+
+    for path, module in model.named_modules():
+        prefix = f"{path}." if path else ""
+        for key, p in module._parameters.items():
+            if p is not None:
+                meet(prefix + key, "param", p, module._parameters, key)
+        for key, b in module._buffers.items():
+            if b is not None:
+                meet(prefix + key, "buffer", b, module._buffers, key)
+        for key, value in module.__dict__.items():
+            if isinstance(value, Tensor):
+                meet(prefix + key, "buffer", value, module.__dict__, key)
+    return list(found.values())
+
+
+def refuse_hooks(slots: list[Slot]) -> None:
+    """Hooks on parameters would silently not run: refuse them by name."""
+    for slot in slots:
+        hooks = slot.tensor._backward_hooks or getattr(slot.tensor, "_post_accumulate_grad_hooks", None)
+        if slot.kind == "param" and hooks:
+            raise CaptureError(
+                f"parameter {slot.name} has a hook, which a captured graph would not run",
+                next="remove the hook, or do its work in the loss",
+            )
+
+
+@contextlib.contextmanager
+def swapped(model: nn.Module, slots: list[Slot]) -> Iterator[None]:
+    """The model with stand-ins; whatever happens, its own tensors and attributes come back."""
+    modules = list(model.modules())
+    attributes = [(m, dict(m.__dict__), dict(m._buffers)) for m in modules]
+    for slot in slots:
+        for holder, key in slot.places:
+            holder[key] = slot.fake
+    stand_in = {id(s.tensor): s.fake for s in slots}
+    flat = [(m, m._flat_weights) for m in modules if isinstance(m, nn.RNNBase)]
+    for m, weights in flat:
+        m._flat_weights = [stand_in.get(id(w), w) for w in weights]
+    try:
+        yield
+    finally:
+        for m, attrs, buffers in attributes:
+            m.__dict__.clear()
+            m.__dict__.update(attrs)
+            m._buffers.clear()
+            m._buffers.update(buffers)
+        for slot in slots:
+            for holder, key in slot.places:
+                holder[key] = slot.tensor
+        for m, weights in flat:
+            m._flat_weights = weights
+
+
+def _scalars(model: nn.Module) -> dict[str, Any]:
+    return {
+        f"{path}.{key}" if path else key: value
+        for path, module in model.named_modules()
+        for key, value in module.__dict__.items()
+        if type(value) in (int, float, bool, str) and key != "training"
+    }
+
+
+def user_line(frame: Any = None) -> str:
+    """The innermost line that is neither torch's nor ours: `model.py:41  self.up(x)`."""
+    frame = frame or sys._getframe(1)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if not path.startswith((_TORCH, _OURS, "<")):
+            return _line(path, frame.f_lineno)
+        frame = frame.f_back
+    return ""
+
+
+def _line(path: str, number: int) -> str:
+    short = os.sep.join(path.split(os.sep)[-2:])
+    return f"{short}:{number}  {linecache.getline(path, number).strip()}"
+
+
+class Recorder(TorchDispatchMode):
+    """Notes the origin of every traced op."""
+
+    def __init__(self, names: dict[int, str]) -> None:
+        super().__init__()
+        self.names = names
+        self.stack: list[str] = []
+        self.origins: dict[str, Origin] = {}
+        self.by_sequence: dict[int, Origin] = {}
+        self.recomputing = 0
+        self.lines: dict[tuple[str, int], str] = {}
+
+    def _where(self) -> str:
+        frame: Any = sys._getframe(2)
+        while frame is not None:
+            path = frame.f_code.co_filename
+            if not path.startswith((_TORCH, _OURS, "<")):
+                key = (path, frame.f_lineno)
+                if key not in self.lines:
+                    self.lines[key] = _line(*key)
+                return self.lines[key]
+            frame = frame.f_back
+        return ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        proxy = get_proxy_mode()
+        if proxy is None:
+            return func(*args, **(kwargs or {}))
+        root = proxy.tracer.graph._root
+        last = root.prev
+        behind = torch._C._current_autograd_node() if not self.recomputing else None
+        if behind is not None:
+            old = self.by_sequence.get(behind._sequence_nr(), Origin())
+            origin = Origin(old.where, old.module, "backward")
+        else:
+            phase = "recompute" if self.recomputing else "forward"
+            origin = Origin(self._where(), self.stack[-1] if self.stack else "", phase)
+            self.by_sequence.setdefault(torch.autograd._get_sequence_nr() - 1, origin)
+        out = func(*args, **(kwargs or {}))
+        node = last.next
+        while node is not root:
+            self.origins[node.name] = origin
+            node = node.next
+        return out
+
+    @contextlib.contextmanager
+    def following(self, canonical: Canonical) -> Iterator[None]:
+        """Follow which module runs, and tell recomputation from first computation."""
+
+        def enter(module: nn.Module, args: Any) -> None:
+            self.stack.append(self.names.get(id(module), self.stack[-1] if self.stack else ""))
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            self.stack.pop()
+
+        inner = torch.utils.checkpoint._checkpoint_without_reentrant_generator
+        entry = torch.utils.checkpoint.CheckpointFunction.apply
+
+        def contexts(given: Callable[[], Any]) -> Callable[[], Any]:
+            def make() -> Any:
+                forward, again = given()
+                first = canonical.site
+                where = list(self.stack)
+
+                @contextlib.contextmanager
+                def recompute() -> Iterator[None]:
+                    # The same draws as the first time: the sites start where they started then.
+                    site, canonical.site = canonical.site, first
+                    stack, self.stack = self.stack, list(where)
+                    self.recomputing += 1
+                    try:
+                        with canonical_again(canonical), again:
+                            yield
+                    finally:
+                        self.recomputing -= 1
+                        canonical.site, self.stack = site, stack
+
+                return forward, recompute()
+
+            return make
+
+        def generator(fn: Any, preserve: bool, context_fn: Any, *rest: Any, **kw: Any) -> Any:
+            return inner(fn, False, contexts(context_fn), *rest, **kw)
+
+        def reentrant(function: Any, preserve: bool, *args: Any) -> Any:
+            return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False)
+
+        before = torch.nn.modules.module.register_module_forward_pre_hook(enter)
+        after = torch.nn.modules.module.register_module_forward_hook(leave)
+        torch.utils.checkpoint._checkpoint_without_reentrant_generator = generator
+        torch.utils.checkpoint.CheckpointFunction.apply = reentrant  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            before.remove()
+            after.remove()
+            torch.utils.checkpoint._checkpoint_without_reentrant_generator = inner
+            torch.utils.checkpoint.CheckpointFunction.apply = entry  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def canonical_again(mode: Canonical) -> Iterator[None]:
+    """Recomputation runs inside backward, where function modes are not active: enter the same one."""
+    active = any(m is mode for m in torch.overrides._get_current_function_mode_stack())
+    with contextlib.nullcontext() if active else mode:
+        yield
+
+
+@contextlib.contextmanager
+def device_neutral_autocast() -> Iterator[None]:
+    """`torch.autocast("cuda")` means the policy, not the place: tracing happens on fake CPU tensors."""
+    cls = torch.amp.autocast_mode.autocast
+    init = cls.__init__
+
+    def neutral(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+        init(self, "cpu" if device_type == "cuda" else device_type, *args, **kwargs)
+
+    cls.__init__ = neutral  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        cls.__init__ = init  # type: ignore[method-assign]
+
+
+@dataclass
+class Traced:
+    """What one pass gives: the raw graph, its inputs and outputs in order, and every op's origin."""
+
+    graph: Any
+    slots: list[Slot]
+    outputs: list[tuple[str, str]]
+    origins: dict[str, Origin]
+    draws: bool
+
+
+def trace(
+    model: nn.Module, step: Callable[[], tuple[Tensor, dict[str, Tensor]]], slots: list[Slot], leaves: dict[str, Tensor],
+    set_leaves: Callable[[list[Tensor]], None],
+) -> Traced:  # fmt: skip
+    """Trace `step` (loss and metrics from swapped model and batch) and its gradient."""
+    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+    refuse_hooks(slots)
+
+    def fake(t: Tensor, grad: bool) -> Tensor:
+        with fake_mode:
+            out = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cpu") if t.layout == torch.strided else t
+        return out.requires_grad_(grad)
+
+    for slot in slots:
+        trainable = slot.kind == "param" and slot.tensor.requires_grad
+        slot.fake = fake(slot.tensor, trainable)
+    fakes = [fake(t, False) for t in leaves.values()]
+    with fake_mode:
+        key = torch.zeros(2, dtype=torch.int64)
+    names = {id(m): path for path, m in model.named_modules()}
+    recorder = Recorder(names)
+    mode: list[Canonical] = []
+    outputs: list[tuple[str, str]] = []
+
+    def whole_step(*flat: Tensor) -> list[Tensor]:
+        params, batch, rng = flat[: len(slots)], flat[len(slots) : -1], flat[-1]
+        for slot, t in zip(slots, params, strict=True):
+            slot.fake = t
+        set_leaves(list(batch))
+        canonical = Canonical(rng)
+        mode.append(canonical)
+        before = _scalars(model)
+        with swapped(model, slots), recorder.following(canonical), canonical, recorder:
+            # torch.compile'd attributes and the like see ordinary tensors from here on.
+            loss, metrics = step()
+            _check_loss(loss)
+            changed = {k: (before[k], v) for k, v in _scalars(model).items() if k in before and before[k] != v}
+            if changed:
+                name, (old, new) = next(iter(changed.items()))
+                raise CaptureError(
+                    f"forward changes {name} from {old!r} to {new!r}: a side effect that a captured step can't repeat",
+                    next="keep it as a registered buffer, or change it outside the model",
+                )
+            trained = [s for s in slots if s.kind == "param" and s.tensor.requires_grad]
+            wrt = [s.fake for s in trained]
+            grads = torch.autograd.grad(loss, wrt, allow_unused=True) if wrt else ()
+            results = [loss.detach(), *[m.detach() for m in metrics.values()]]
+            outputs.append(("loss", "loss"))
+            outputs.extend(("metric", k) for k in metrics)
+            for slot, grad in zip(trained, grads, strict=True):
+                if grad is not None:
+                    results.append(grad)
+                    outputs.append(("grad", slot.name))
+            for slot in slots:
+                if slot.kind != "buffer":
+                    continue
+                holder, place = slot.places[0]
+                now = holder.get(place)
+                if isinstance(now, Tensor):
+                    results.append(now.detach())
+                    outputs.append(("buffer", slot.name))
+        return results
+
+    try:
+        with fake_mode, device_neutral_autocast(), torch.enable_grad():
+            gm = make_fx(whole_step, tracing_mode="real", _error_on_data_dependent_ops=True, _allow_non_fake_inputs=True,
+                         decomposition_table=_decompositions())(*[s.fake for s in slots], *fakes, key)  # fmt: skip
+    except LaminarError as error:
+        where = _blame(error)
+        if where and "\n  at" not in str(error):
+            raise type(error)(str(error).split("\n")[0], at=where, **_labels(error)) from error
+        raise
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        shape = isinstance(error, DynamicOutputShapeException)
+        raise CaptureError(
+            f"{error.func} makes a {'shape' if shape else 'Python value'} that depends on data, which one graph can't hold",
+            at=_blame(error),
+            next="use torch.where or a mask of fixed shape instead, or keep this part out of the model",
+        ) from error
+    except Exception as error:
+        raise CaptureError(
+            f"the model could not be traced: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+            at=_blame(error),
+            next="run the model once in plain PyTorch with this batch; if that works, this op needs a report",
+        ) from error
+    for slot in slots:
+        slot.fake = None
+    return Traced(gm, slots, outputs, recorder.origins, mode[-1].drew)
+
+
+def _labels(error: LaminarError) -> dict[str, str]:
+    out = {}
+    for line in str(error).split("\n")[1:]:
+        label, _, text = line.strip().partition("  ")
+        out[label] = text.strip()
+    return out
+
+
+def _check_loss(loss: Any) -> None:
+    if not isinstance(loss, Tensor):
+        raise CaptureError(f"the loss is a {type(loss).__name__}, not a tensor", next="return a scalar tensor or laminar.Loss")
+    if loss.dim() != 0:
+        raise CaptureError(
+            f"the loss is a tensor of shape {tuple(loss.shape)}, not a scalar", next="reduce it, with .mean() or .sum()"
+        )
+    if not loss.requires_grad:
+        raise CaptureError("the loss does not depend on any trainable parameter", next="check detach() and no_grad()")
+
+
+def _blame(error: BaseException) -> str:
+    """The user's line an exception passed through last."""
+    best = ""
+    for frame, number in traceback.walk_tb(error.__traceback__):
+        path = frame.f_code.co_filename
+        if not path.startswith((_TORCH, _OURS, "<")):
+            best = _line(path, number)
+    if isinstance(error.__cause__, BaseException) and not best:
+        return _blame(error.__cause__)
+    return best
+
+
+def _decompositions() -> Any:
+    """Losses and rare layers that torch itself can write out; everything else stays as it is."""
+    from torch._decomp import get_decompositions
+
+    aten = torch.ops.aten
+    return get_decompositions(
+        [
+            aten.mse_loss, aten.mse_loss_backward, aten.smooth_l1_loss, aten.smooth_l1_loss_backward, aten.huber_loss,
+            aten.huber_loss_backward, aten.binary_cross_entropy, aten.binary_cross_entropy_backward,
+            aten.binary_cross_entropy_with_logits, aten.soft_margin_loss, aten.soft_margin_loss_backward, aten.glu,
+            aten.glu_backward, aten.unfold_backward, aten.native_dropout, aten.native_dropout_backward,
+            aten._fused_rms_norm, aten._fused_rms_norm_backward, aten.multi_margin_loss,
+            aten.multilabel_margin_loss_forward, aten.softplus_backward, aten.norm, aten.addcmul, aten.lerp,
+            aten.std_mean, aten.native_batch_norm_backward, aten.embedding_renorm, aten.std, aten.index_add_,
+            aten.trace, aten.linspace, aten.mv, aten.dot, aten.triu_indices, aten.tril_indices,
+        ]
+    )  # fmt: skip
+
+
