@@ -148,6 +148,7 @@ def check(spec: TensorSpec, nd: NdSbp, sizes: tuple[int, ...], what: str) -> Non
         )
     if kinds and "sum" in kinds and spec.dtype == "bool":
         raise PlacementError(f"{what}: {spec} {show(nd)}: a bool has no sum")
+    ragged: set[int] = set()
     for placement, parts in zip(nd, sizes, strict=True):
         if not isinstance(placement, Split):
             continue
@@ -162,6 +163,13 @@ def check(spec: TensorSpec, nd: NdSbp, sizes: tuple[int, ...], what: str) -> Non
                 f"{what}: {spec} {show(nd)}: a dim of {shape[d]} has no {k} blocks that divide by {parts}",
                 next="choose blocks so that blocks x axis size divides the dim",
             )
+        if k > 1 and d in ragged:
+            raise PlacementError(
+                f"{what}: {spec} {show(nd)}: dim {d} is already cut unevenly, so its pieces have no common blocks",
+                next="split with blocks on an earlier axis, or choose sizes that divide",
+            )
+        if shape[d] % parts:
+            ragged.add(d)
         shape[d] = split_size(shape[d], placement, parts, 0)
 
 

@@ -8,17 +8,18 @@ gathered parameter need not stay in memory between the two.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from laminar.errors import PlacementError
 from laminar.ir.codec import Ref
 from laminar.ir.graph import Graph, Node, map_refs
 from laminar.ir.mesh import Mesh
 from laminar.ir.plan import Plan
 from laminar.ir.program import Instr, Placed, Program, ProgramInput, ProgramOutput
-from laminar.ir.sbp import NdSbp, Partial, check, show
+from laminar.ir.sbp import B, NdSbp, Partial, check, show
 from laminar.ir.tensor import TensorSpec
-from laminar.lower.merge import bucket
+from laminar.lower.merge import bucket, gather_small
 from laminar.lower.order import drop_unused, overlap
 from laminar.rules.boxing import Step, boxing, chain_s, step_bytes
 from laminar.rules.expand import expand
@@ -64,8 +65,6 @@ class _Writer:
         return now
 
     def _plain(self, nd: NdSbp) -> NdSbp:
-        from laminar.ir.sbp import B
-
         return tuple(B if n == 1 else p for p, n in zip(nd, self.mesh.sizes, strict=True))
 
     def _box(self, ref: Ref, spec: TensorSpec, step: Step, node: Node, why: str) -> Ref:
@@ -130,12 +129,10 @@ class _Writer:
     def _expanded(self, node: Node, ins: tuple[NdSbp, ...], outs: tuple[NdSbp, ...]) -> None:
         here = {r: self.specs[r] for r in node.ins}
         nodes, ends = expand(call_of(node, self.specs), node.args, here, node.name)
-        from dataclasses import replace
-
         nodes = [replace(n, where=node.where, module=node.module, phase=node.phase) for n in nodes]
         for n in nodes:
             self.specs.update({Ref(n.name, i): o for i, o in enumerate(n.outs) if o})
-        for placing in follow(nodes, dict(zip(node.ins, ins, strict=True)), self.specs, self.mesh.sizes):
+        for placing in follow(nodes, dict(zip(node.ins, ins, strict=True)), self.specs, self.mesh.sizes, eager=True):
             self.put(placing.node, placing.ins, placing.outs)
         for i, (end, nd, spec) in enumerate(zip(ends, outs, node.outs, strict=True)):
             if spec is not None:
@@ -153,8 +150,6 @@ def lower(graph: Graph, plan: Plan, *, bucket_bytes: int = 25 << 20, schedule: b
         if any(isinstance(p, Partial) for p in nd):
             check_stored(item.name, nd)
         writer.have[Ref(item.name)] = {nd: Ref(item.name)}
-    from laminar.ir.sbp import B
-
     everywhere = (B,) * len(plan.mesh.sizes)
     for const in graph.constants:
         writer.have[Ref(const.name)] = {everywhere: Ref(const.name)}
@@ -179,12 +174,10 @@ def lower(graph: Graph, plan: Plan, *, bucket_bytes: int = 25 << 20, schedule: b
         plan.hash,
     )
     program = drop_unused(program)
-    program = bucket(program, bucket_bytes)
+    program = gather_small(bucket(program, bucket_bytes))
     return overlap(program) if schedule else program
 
 
 def check_stored(name: str, nd: NdSbp) -> None:
     """Inputs are stored whole or in pieces, never as terms of a sum."""
-    from laminar.errors import PlacementError
-
     raise PlacementError(f"input {name} can't be stored as {show(nd)}", allowed="S(d)  B")

@@ -51,30 +51,75 @@ def bucket(program: Program, limit_bytes: int) -> Program:
     out: list[Instr] = list(placed_at.get(-1, []))
     for k, instr in enumerate(program.instrs):
         if instr.name not in dropped:
-            out.append(
-                replace(
-                    instr,
-                    args=map_refs(instr.args, lambda r: renamed.get(r, r)),
-                    refs=tuple(renamed.get(r, r) for r in instr.refs),
-                )
-            )
+            out.append(instr)
         out += placed_at.get(k, [])
-    outputs = tuple(replace(o, ref=renamed.get(o.ref, o.ref)) for o in program.outputs)
-    return replace(program, instrs=tuple(out), outputs=outputs)
+    return _renamed(program, out, renamed)
 
 
-def _merge(run: list[Instr], number: int) -> Instr:
+SMALL_BYTES = 1 << 18
+REACH = 64
+"""Reductions below this size cost mostly their latency; how many instructions ahead to look for company."""
+
+
+def gather_small(program: Program) -> Program:
+    """Merge small all-reduces whose inputs are all ready when the first of them is issued."""
+    instrs = list(program.instrs)
+    renamed: dict[Ref, Ref] = {}
+    out: list[Instr] = []
+    taken: set[str] = set()
+    made: set[str] = {i.name for i in program.inputs} | {c.name for c in program.constants}
+    for k, instr in enumerate(instrs):
+        if instr.name in taken:
+            continue
+        if instr.kind == "all_reduce" and instr.bytes < SMALL_BYTES:
+            run = [instr]
+            for other in instrs[k + 1 : k + REACH]:
+                same = other.kind == "all_reduce" and (other.args[1], other.args[4]) == (instr.args[1], instr.args[4])
+                if (
+                    same
+                    and other.name not in taken
+                    and other.bytes < SMALL_BYTES
+                    and other.ins[0].spec.dtype == instr.ins[0].spec.dtype
+                    and all(r.name in made for r in other.refs)
+                ):
+                    run.append(other)
+            if len(run) > 1:
+                instr = _merge(run, k, instr)
+                at = 0
+                for old in run:
+                    taken.add(old.name)
+                    for i in range(len(old.outs)):
+                        renamed[Ref(old.name, i)] = Ref(instr.name, at)
+                        at += 1
+        out.append(instr)
+        made.add(instr.name)
+        made.update(r.name for r in renamed if renamed[r].name == instr.name)
+    return _renamed(program, out, renamed)
+
+
+def _renamed(program: Program, instrs: list[Instr], renamed: dict[Ref, Ref]) -> Program:
+    def now(ref: Ref) -> Ref:
+        return renamed.get(ref, ref)
+
+    moved = tuple(replace(i, args=map_refs(i.args, now), refs=tuple(map(now, i.refs))) for i in instrs)
+    return replace(program, instrs=moved, outputs=tuple(replace(o, ref=now(o.ref)) for o in program.outputs))
+
+
+def _merge(run: list[Instr], number: int, like: Instr | None = None) -> Instr:
     first = run[0]
-    refs = tuple(i.refs[0] for i in run)
-    why = first.why if len(run) == 1 else f"{first.why.split(' for ')[0]} for {len(run)} gradients in one bucket"
+    refs = tuple(r for i in run for r in i.refs)
+    what = "gradients in one bucket" if like is None else "small tensors at once"
+    why = first.why if len(refs) == 1 else f"{first.why.split(' for ')[0]} for {len(refs)} {what}"
     return Instr(
-        f"bucket{number}",
+        f"bucket{number}" if like is None else f"merged{number}",
         first.op,
         (refs, *first.args[1:]),
         refs,
-        tuple(i.ins[0] for i in run),
-        tuple(i.outs[0] for i in run),
-        phase="backward",
+        tuple(p for i in run for p in i.ins),
+        tuple(p for i in run for p in i.outs),
+        where=like.where if like else "",
+        module=like.module if like else "",
+        phase=like.phase if like else "backward",
         why=why,
         bytes=sum(i.bytes for i in run),
     )

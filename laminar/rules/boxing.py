@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from laminar.ir.mesh import Link
-from laminar.ir.sbp import B, NdSbp, Partial, Split, local_shape
+from laminar.ir.sbp import B, NdSbp, Partial, Sbp, Split, local_shape
 from laminar.ir.tensor import ITEM_BYTES, TensorSpec
 
 WIRE = Link(latency_s=20e-6, bytes_per_s=50e9)
@@ -71,10 +71,12 @@ def chain_s(steps: tuple[Step, ...], spec: TensorSpec, sizes: tuple[int, ...], l
     return sum(link.latency_s + step_bytes(s, spec, sizes) / link.bytes_per_s for s in steps if s.moves)
 
 
-# A dim's slots: sizes of its factors, major first. A state: for each dim the owner of each slot
-# (axis, or -1), then for each axis its partial kind or "".
+# A dim's slots: the sizes of its factors, major first. A state has one code per axis: the number of
+# the slot it owns (slots are numbered through all dims), or one of these:
+WHOLE, TERM, OTHER = -1, -2, -3
+"""Broadcast; partial as at the start; partial as at the end, where that is another kind."""
 Slots = tuple[int, ...]
-State = tuple[tuple[tuple[int, ...], ...], tuple[str, ...]]
+State = tuple[int, ...]
 
 
 def _cuts(size: int, nd: NdSbp, dim: int, sizes: tuple[int, ...]) -> list[tuple[int, int]] | None:
@@ -146,145 +148,160 @@ def boxing(spec: TensorSpec, src: NdSbp, dst: NdSbp, sizes: tuple[int, ...], lin
     if src == dst:
         return ()
     before: list[Step] = []
-    after: list[Step] = []
-    slots: list[Slots] = []
-    start: list[tuple[int, ...]] = []
-    goal: list[tuple[int, ...]] = []
+    after: list[tuple[int, int, int]] = []
+    slots: list[tuple[int, int]] = []
+    """(dim, size) of every slot."""
+    begin, end = _codes(src, dst)
+    wanted = {p.dim for p in (*src, *dst) if isinstance(p, Split)}
+    lumps: set[int] = set()
     for d, n in enumerate(spec.shape):
         axes_src = [a for a, p in enumerate(src) if isinstance(p, Split) and p.dim == d]
         axes_dst = [a for a, p in enumerate(dst) if isinstance(p, Split) and p.dim == d]
-        if [(a, src[a]) for a in axes_src] == [(a, dst[a]) for a in axes_dst] and axes_src:
-            # Both sides cut this dim alike: it is one lump that nobody touches.
-            cuts = _cuts(n, src, d, sizes)
-            if cuts is None:
-                slots.append((1,))
-                start.append((-1,))
-                goal.append((-1,))
-                continue
+        if d not in wanted:
+            continue
         left, right = _cuts(n, src, d, sizes), _cuts(n, dst, d, sizes)
+        if left is None and [(a, src[a]) for a in axes_src] == [(a, dst[a]) for a in axes_dst]:
+            lumps.update(axes_src)  # both sides cut this dim alike, though unevenly: nobody touches it
+            continue
         refined = _refine(n, [left, right], [s for s in sizes if s > 1]) if left and right and n else None
         if refined is None:
-            now = src
             for a in reversed(axes_src):
-                opened = (*now[:a], B, *now[a + 1 :])
-                p = now[a]
+                opened = (*src[:a], B, *src[a + 1 :])
+                p = src[a]
                 assert isinstance(p, Split)
-                before.append(Step("all_gather", (a,), now, opened, give=(d, p.blocks)))
-                now = src = opened
-            after += [Step("slice", (a,), (), (), take=(d, dst[a].blocks)) for a in axes_dst]  # type: ignore[union-attr]
-            slots.append((1,))
-            start.append((-1,))
-            goal.append((-1,))
-        else:
-            slots.append(refined[0])
-            start.append(refined[1][0])
-            goal.append(refined[1][1])
-    lumps = {
-        a for a, p in enumerate(src)
-        if isinstance(p, Split) and dst[a] == p and all(o != a for row in start for o in row)
-    }  # fmt: skip
-    late = {s.axes[0] for s in after}
-    begin: State = (tuple(start), tuple(p.op if isinstance(p, Partial) else "" for p in src))
-    end: State = (tuple(goal), tuple(p.op if isinstance(p, Partial) else "" for p in dst))
-    middle = _search(spec, tuple(slots), begin, end, sizes, link, frozenset(lumps), src)
-    last = middle[-1].dst if middle else src
-    for step in after:
-        a = step.axes[0]
-        new = (*last[:a], Split(*step.take), *last[a + 1 :])
-        middle.append(Step("slice", (a,), last, new, take=step.take))
-        last = new
-    assert late <= set(range(len(sizes)))
-    return (*before, *middle)
+                before.append(Step("all_gather", (a,), src, opened, give=(d, p.blocks)))
+                src = opened
+                begin[a] = WHOLE
+            for a in axes_dst:
+                p = dst[a]
+                assert isinstance(p, Split)
+                after.append((a, d, p.blocks))
+                end[a] = WHOLE
+            continue
+        for slot, owner_src, owner_dst in zip(refined[0], *refined[1], strict=True):
+            if owner_src >= 0:
+                begin[owner_src] = len(slots)
+            if owner_dst >= 0:
+                end[owner_dst] = len(slots)
+            slots.append((d, slot))
+    path = _search(spec, src, slots, tuple(begin), tuple(end), sizes, link, lumps)
+    kinds = {TERM: next((p.op for p in src if isinstance(p, Partial)), "sum"),
+             OTHER: next((p.op for p in dst if isinstance(p, Partial)), "sum")}  # fmt: skip
+    chain = list(before)
+    now = src
+    for old, new in zip(path, path[1:], strict=False):
+        nxt = _placement(new, slots, lumps, src, sizes, kinds)
+        chain.append(_step(old, new, slots, now, nxt, kinds))
+        now = nxt
+    for a, d, blocks in after:
+        nxt = (*now[:a], Split(d, blocks), *now[a + 1 :])
+        chain.append(Step("slice", (a,), now, nxt, take=(d, blocks)))
+        now = nxt
+    return tuple(chain)
 
 
-def _placement(state: State, slots: tuple[Slots, ...], lumps: frozenset[int], src: NdSbp, sizes: tuple[int, ...]) -> NdSbp:
+def _codes(src: NdSbp, dst: NdSbp) -> tuple[list[int], list[int]]:
+    """Begin and end with slots still to be filled in."""
+    kind = next((p.op for p in src if isinstance(p, Partial)), None)
+    begin = [TERM if isinstance(p, Partial) else WHOLE for p in src]
+    end = [(TERM if p.op == kind else OTHER) if isinstance(p, Partial) else WHOLE for p in dst]
+    return begin, end
+
+
+def _placement(
+    state: State, slots: list[tuple[int, int]], lumps: set[int], src: NdSbp, sizes: tuple[int, ...], kinds: dict[int, str]
+) -> NdSbp:
     """The placement a state stands for."""
-    owners, partial = state
-    out: list[Split | Partial | object] = [Partial(k) if k else B for k in partial]
-    for a in lumps:
-        out[a] = src[a]
-    for d, row in enumerate(owners):
-        for k, a in enumerate(row):
-            if a >= 0:
-                blocks = math.prod(s for s, o in zip(slots[d][:k], row[:k], strict=True) if o < 0 or o > a)
-                out[a] = Split(d, blocks)
-    return tuple(out)  # type: ignore[arg-type]
+    owner = {s: a for a, s in enumerate(state) if s >= 0}
+    out: list[Sbp] = []
+    for a, code in enumerate(state):
+        if a in lumps:
+            out.append(src[a])
+        elif code >= 0:
+            d = slots[code][0]
+            before = [s for s in range(code) if slots[s][0] == d and owner.get(s, len(sizes)) > a]
+            out.append(Split(d, math.prod(slots[s][1] for s in before)))
+        else:
+            out.append(B if code == WHOLE else Partial(kinds[code]))
+    return tuple(out)
 
 
-def _local_blocks(row: tuple[int, ...], slots: Slots, k: int) -> int:
-    return math.prod(s for s, o in zip(slots[:k], row[:k], strict=True) if o < 0)
+def _step(old: State, new: State, slots: list[tuple[int, int]], src: NdSbp, dst: NdSbp, kinds: dict[int, str]) -> Step:
+    """The move between two neighbouring states, on the local tensor."""
+    axes = tuple(a for a, (x, y) in enumerate(zip(old, new, strict=True)) if x != y)
+    a = axes[0]
+    x, y = old[a], new[a]
 
+    def blocks(state: State, code: int) -> tuple[int, int]:
+        d = slots[code][0]
+        return d, math.prod(n for s, (e, n) in enumerate(slots[:code]) if e == d and s not in state)
 
-def _moves(state: State, slots: tuple[Slots, ...], sizes: tuple[int, ...], lumps: frozenset[int], end: State):  # type: ignore[no-untyped-def]
-    """Every step from a state: (kind, axes, give, take, op, next state)."""
-    owners, partial = state
-    where = {a: (d, k) for d, row in enumerate(owners) for k, a in enumerate(row) if a >= 0}
-    axes = [a for a in range(len(sizes)) if sizes[a] > 1 and a not in lumps]
-    free = [(d, k) for d, row in enumerate(owners) for k, o in enumerate(row) if o < 0]
-    kinds = {k for k in partial if k}
-    sums = [a for a in axes if partial[a]]
-    for mask in range(1, 1 << len(sums)):
-        some = tuple(a for i, a in enumerate(sums) if mask >> i & 1)
-        yield "all_reduce", some, (0, 1), (0, 1), partial[some[0]], (owners, _with(partial, {a: "" for a in some}))
-    for a in axes:
-        at = where.get(a)
-        opened = owners if at is None else _own(owners, *at, -1)
-        give = (0, 1) if at is None else (at[0], _local_blocks(owners[at[0]], slots[at[0]], at[1]))
-        if at is not None:
-            yield "all_gather", (a,), give, (0, 1), "sum", (opened, partial)
-        if not partial[a] and end[1][a] and kinds <= {end[1][a]}:
-            yield "pad", (a,), give if at else (-1, 1), (0, 1), end[1][a], (opened, _with(partial, {a: end[1][a]}))
-        for d, k in free:
-            if slots[d][k] != sizes[a]:
-                continue
-            row = opened[d]
-            take = (d, _local_blocks(row, slots[d], k))
-            nxt = (_own(opened, d, k, a), _with(partial, {a: ""}))
-            if partial[a]:
-                yield "reduce_scatter", (a,), (0, 1), take, partial[a], nxt
-            elif at is not None:
-                yield "all_to_all", (a,), give, take, "sum", nxt
-            else:
-                yield "slice", (a,), (0, 1), take, "sum", nxt
-
-
-def _own(owners: tuple[tuple[int, ...], ...], d: int, k: int, a: int) -> tuple[tuple[int, ...], ...]:
-    row = owners[d]
-    return (*owners[:d], (*row[:k], a, *row[k + 1 :]), *owners[d + 1 :])
-
-
-def _with(partial: tuple[str, ...], changes: dict[int, str]) -> tuple[str, ...]:
-    return tuple(changes.get(a, k) for a, k in enumerate(partial))
+    opened = (*old[:a], WHOLE, *old[a + 1 :])
+    give = blocks(old, x) if x >= 0 else (0, 1)
+    take = blocks(opened, y) if y >= 0 else (0, 1)
+    if x in (TERM, OTHER):
+        return Step("all_reduce" if y == WHOLE else "reduce_scatter", axes, src, dst, give, take, kinds[x])
+    if y in (TERM, OTHER):
+        return Step("pad", axes, src, dst, give if x >= 0 else (-1, 1), take, kinds[y])
+    if x >= 0:
+        return Step("all_gather" if y == WHOLE else "all_to_all", axes, src, dst, give, take)
+    return Step("slice", axes, src, dst, give, take)
 
 
 def _search(
-    spec: TensorSpec, slots: tuple[Slots, ...], begin: State, end: State, sizes: tuple[int, ...], link: Link,
-    lumps: frozenset[int], src: NdSbp,
-) -> list[Step]:  # fmt: skip
-    """Dijkstra from `begin` to `end`; ties go to the chain with fewer steps."""
-    heap: list[tuple[float, int, int, State]] = [(0.0, 0, 0, begin)]
+    spec: TensorSpec, src: NdSbp, slots: list[tuple[int, int]], begin: State, end: State, sizes: tuple[int, ...],
+    link: Link, lumps: set[int],
+) -> list[State]:  # fmt: skip
+    """States from `begin` to `end` at least cost; ties go to fewer steps."""
+    axes = [a for a in range(len(sizes)) if sizes[a] > 1 and a not in lumps]
+    lump = tuple(p if a in lumps else B for a, p in enumerate(src))
+    whole = math.prod(local_shape(spec.shape, lump, sizes, (0,) * len(sizes))) * ITEM_BYTES[spec.dtype]
+    fits = {a: [s for s, (_, n) in enumerate(slots) if n == sizes[a]] for a in axes}
+    leading = {a: {next(s for s in fits[a] if slots[s][0] == d) for d in {slots[s][0] for s in fits[a]}} for a in axes}
+    heap: list[tuple[float, int, State]] = [(0.0, 0, begin)]
     best: dict[State, tuple[float, int]] = {begin: (0.0, 0)}
-    came: dict[State, tuple[State, Step]] = {}
-    count = 0
+    came: dict[State, State] = {}
     while heap:
-        cost, hops, _, state = heapq.heappop(heap)
+        cost, hops, state = heapq.heappop(heap)
         if state == end:
             break
         if best[state] < (cost, hops):
             continue
-        here = _placement(state, slots, lumps, src, sizes)
-        for kind, axes, give, take, op, nxt in _moves(state, slots, sizes, lumps, end):
-            step = Step(kind, axes, here, _placement(nxt, slots, lumps, src, sizes), give, take, op)
-            price = (link.latency_s + step_bytes(step, spec, sizes) / link.bytes_per_s) if step.moves else 0.0
+        local = whole
+        for a in axes:
+            if state[a] >= 0:
+                local /= sizes[a]  # type: ignore[assignment]
+        moves: list[tuple[float, State]] = []
+        terms = [a for a in axes if state[a] <= TERM]
+        for mask in range(1, 1 << len(terms)):
+            some = [a for i, a in enumerate(terms) if mask >> i & 1]
+            p = math.prod(sizes[a] for a in some)
+            nxt = tuple(WHOLE if a in some else c for a, c in enumerate(state))
+            moves.append((link.latency_s + 2 * (p - 1) / p * local / link.bytes_per_s, nxt))
+        for a in axes:
+            code, p = state[a], sizes[a]
+            if code >= 0:
+                cheap = link.latency_s + (p - 1) / p * local / link.bytes_per_s
+                moves.append((link.latency_s + (p - 1) * local / link.bytes_per_s, _set(state, a, WHOLE)))
+                places = fits[a]
+            elif code == WHOLE:
+                cheap, places = 0.0, list({*leading[a], end[a]} & set(fits[a]))
+            else:
+                cheap, places = link.latency_s + (p - 1) / p * local / link.bytes_per_s, fits[a]
+            moves += [(cheap, _set(state, a, s)) for s in places if s not in state]
+            if code >= WHOLE and end[a] <= TERM and all(c > TERM or c == end[a] for c in state):
+                moves.append((0.0, _set(state, a, end[a])))
+        for price, nxt in moves:
             key = (cost + price, hops + 1)
             if key < best.get(nxt, (math.inf, 0)):
                 best[nxt] = key
-                came[nxt] = (state, step)
-                count += 1
-                heapq.heappush(heap, (*key, count, nxt))
-    out: list[Step] = []
-    state = end
-    while state != begin:
-        state, step = came[state]
-        out.append(step)
-    return out[::-1]
+                came[nxt] = state
+                heapq.heappush(heap, (*key, nxt))
+    path = [end]
+    while path[-1] != begin:
+        path.append(came[path[-1]])
+    return path[::-1]
+
+
+def _set(state: State, a: int, code: int) -> State:
+    return (*state[:a], code, *state[a + 1 :])

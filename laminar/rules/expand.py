@@ -15,6 +15,7 @@ from typing import Any
 from laminar.ir.codec import Dtype, Ref
 from laminar.ir.graph import Node
 from laminar.ir.tensor import TensorSpec
+from laminar.rules.families import normal_dims
 from laminar.rules.notation import Call
 
 
@@ -117,11 +118,7 @@ def _softmax_backward(log: bool) -> Expansion:
 
 
 def _dims_of(call: Call) -> tuple[int, ...]:
-    rank = len(call.ins[0].shape)
-    dims = call.arg(1)
-    if dims is None or dims == () or call.op == "aten.mean":
-        return tuple(range(rank))
-    return tuple(sorted(d % rank for d in ((dims,) if isinstance(dims, int) else dims)))
+    return normal_dims(None if call.op == "aten.mean" else call.arg(1), len(call.ins[0].shape))
 
 
 def _mean(s: Sheet, call: Call, args: tuple[Any, ...]) -> tuple[Ref, ...]:
@@ -140,7 +137,7 @@ def _var(root: bool, mean_too: bool = False) -> Expansion:
         correction = 1 if args[2] is None else args[2]
         mean = s.over(s.sum(x, dims), n)
         centred = s.sub(x, mean)
-        out = s.over(s.sum(s.mul(centred, centred), dims), max(n - correction, 0) or math.nan)
+        out = s.over(s.sum(s.mul(centred, centred), dims), float(max(n - correction, 0)))
         if root:
             out = s.point("sqrt", out)
         outs = (out, mean) if mean_too else (out,)
@@ -157,6 +154,35 @@ def _logsumexp(s: Sheet, call: Call, args: tuple[Any, ...]) -> tuple[Ref, ...]:
     top = s.point("masked_fill.Scalar", top, endless, 0.0)
     out = s.add(s.point("log", s.sum(s.point("exp", s.sub(x, top)), dims)), top)
     return (s.shaped(s.cast(out, call.out.dtype), call.out.shape),)
+
+
+def _norm(s: Sheet, call: Call, args: tuple[Any, ...]) -> tuple[Ref, ...]:
+    dims = normal_dims(call.arg(2), len(call.ins[0].shape))
+    x = s.wide(s.cast(args[0], call.out.dtype))
+    out = s.point("sqrt", s.sum(s.mul(x, x), dims))
+    return (s.shaped(s.cast(out, call.out.dtype), call.out.shape),)
+
+
+def _truth(kind: str) -> Expansion:
+    """any and all: a bool has no partial form, a byte has."""
+
+    def write(s: Sheet, call: Call, args: tuple[Any, ...]) -> tuple[Ref, ...]:
+        dims = normal_dims(call.arg(1), len(call.ins[0].shape))
+        bits = s.cast(s.point("ne.Scalar", args[0], 0, dtype="bool"), "u8")
+        out = s.point("ne.Scalar", s.reduce(kind, bits, dims), 0, dtype="bool")
+        return (s.shaped(s.cast(out, call.out.dtype), call.out.shape),)
+
+    return write
+
+
+def _loss_mean(reduction_arg: int, counted: int) -> Expansion:
+    """The sum, divided by how many elements input `counted` has."""
+
+    def write(s: Sheet, call: Call, args: tuple[Any, ...]) -> tuple[Ref, ...]:
+        total = s.emit(call.op, (*args[:reduction_arg], 2, *args[reduction_arg + 1 :]), call.out)
+        return (s.over(total, call.ins[counted].numel),)
+
+    return write
 
 
 def _nll_mean(s: Sheet, call: Call, args: tuple[Any, ...]) -> tuple[Ref, ...]:
@@ -238,7 +264,22 @@ EXPANSIONS: dict[str, Expansion] = {
     "aten.var.correction": _var(root=False),
     "aten.std.correction": _var(root=True),
     "aten.var_mean.correction": _var(root=False, mean_too=True),
+    "aten.std_mean.correction": _var(root=True, mean_too=True),
     "aten.logsumexp": _logsumexp,
+    **{f"aten.{name}": _norm for name in ("linalg_vector_norm", "norm.Scalar", "norm.ScalarOpt_dim")},
+    **{f"aten.any{overload}": _truth("amax") for overload in ("", ".dim", ".dims")},
+    **{f"aten.all{overload}": _truth("amin") for overload in ("", ".dim", ".dims")},
+    "aten.mse_loss": _loss_mean(2, 0),
+    "aten.smooth_l1_loss": _loss_mean(2, 0),
+    "aten.huber_loss": _loss_mean(2, 0),
+    "aten.soft_margin_loss": _loss_mean(2, 0),
+    "aten.binary_cross_entropy": _loss_mean(3, 0),
+    "aten.binary_cross_entropy_with_logits": _loss_mean(4, 0),
+    "aten.mse_loss_backward": _loss_mean(3, 1),
+    "aten.smooth_l1_loss_backward": _loss_mean(3, 1),
+    "aten.huber_loss_backward": _loss_mean(3, 1),
+    "aten.soft_margin_loss_backward": _loss_mean(3, 1),
+    "aten.binary_cross_entropy_backward": _loss_mean(4, 1),
     "aten.nll_loss_forward": _nll_mean,
     "aten.nll_loss2d_forward": _nll_mean,
     "aten.native_layer_norm": _layer_norm,

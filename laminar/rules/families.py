@@ -20,6 +20,16 @@ def aligned(spec: TensorSpec, shape: tuple[int, ...], names: Sequence[str]) -> l
     return [names[offset + i] if n == shape[offset + i] else "." for i, n in enumerate(spec.shape)]
 
 
+def broadcast(specs: Iterable[TensorSpec]) -> tuple[int, ...]:
+    """The shape of several tensors broadcast together."""
+    out: list[int] = []
+    for spec in specs:
+        out = [1] * (len(spec.shape) - len(out)) + out
+        for i, n in enumerate(spec.shape, len(out) - len(spec.shape)):
+            out[i] = n if n != 1 else out[i]
+    return tuple(out)
+
+
 def pointwise(linear: str = "", through: bool = False) -> RuleFn:
     """Element by element, with broadcasting."""
 
@@ -77,21 +87,28 @@ def reduction(
     return rule
 
 
-def blind_to(dims: Callable[[Call], Iterable[int]], linear: bool = False, through: bool = False) -> RuleFn:
+def blind_to(dims: Callable[[Call], Iterable[int]], linear: str = "", through: bool = False) -> RuleFn:
     """Like pointwise on tensors of one rank, but the given dims (negative ones count from the end) stay whole."""
 
     def rule(call: Call) -> Rule:
-        rank = max(len(s.shape) for s in call.ins)
+        shape = call.out.shape
+        rank = len(shape)
         whole = {d % rank for d in dims(call)} if rank else set()
         names = ["." if i in whole else n for i, n in enumerate(letters(rank))]
-        sides = []
-        for spec in (*call.ins, *call.outs):
-            shape = spec.shape if spec else ()
-            sides.append(names[rank - len(shape) :] if len(shape) == rank else ["."] * len(shape))
+        sides = [aligned(s, shape, names) if s else [] for s in (*call.ins, *call.outs)]
         n = len(call.ins)
-        return Rule(text(call, sides[:n], sides[n:]), linear="0" if linear else "", through="0" if through else "")
+        return Rule(text(call, sides[:n], sides[n:]), linear=linear, through="0" if through else "")
 
     return rule
+
+
+def matrices(call: Call) -> Rule:
+    """Linear algebra: leading dims are independent problems, the rest of every tensor stays whole."""
+    batch = call.ins[0].shape[:-2]
+    specs = (*call.ins, *call.outs)
+    names = letters(len(batch)) if all(s is None or s.shape[: len(batch)] == batch for s in specs) else []
+    sides = [[*names, *["."] * (len(s.shape) - len(names))] if s else [] for s in specs]
+    return Rule(text(call, sides[: len(call.ins)], sides[len(call.ins) :]))
 
 
 def leading(count: int, linear: str = "") -> RuleFn:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from laminar.ir.codec import Ref
-from laminar.rules.families import aligned, letters, text
+from laminar.rules.families import aligned, broadcast, letters, text
 from laminar.rules.notation import Call, Rule
 
 
@@ -27,10 +27,38 @@ def embedding(call: Call) -> Rule:
 
 def embedding_backward(call: Call) -> Rule:
     """embedding_dense_backward(grad, index, rows, ...)."""
+    if call.arg(4):  # scaled by how often a row is used, which no single rank knows
+        at = ["."] * len(call.ins[1].shape)
+        return Rule(text(call, [[*at, "e"], at], [[".", "e"]]), linear="0")
     at = letters(len(call.ins[1].shape), "i")
     return Rule(
         text(call, [[*at, "e"], at], [["v", "e"]]), linear="0", local={"v": "laminar.embedding_backward_at"}
     )
+
+
+BAG_MAX = 2
+
+
+def embedding_bag(call: Call) -> Rule:
+    """(weight, index, offsets, ...) -> out, bag of each index, bag sizes, where the largest was: only columns split."""
+    sides = [["."] * len(s.shape) if s else [] for s in call.outs]
+    sides[0] = [".", "e"]
+    if call.arg(4) == BAG_MAX and call.outs[3] and len(call.outs[3].shape) == 2:
+        sides[3] = [".", "e"]
+    rest = [["."] * len(s.shape) for s in call.ins[1:]]
+    return Rule(text(call, [[".", "e"], *rest], sides), whole={"e": "123"})
+
+
+def embedding_bag_backward(call: Call) -> Rule:
+    """(grad, index, offsets, bags, sizes, largest, ...) -> grad of the table."""
+    rest = [[".", "e"] if s.shape == call.ins[0].shape else ["."] * len(s.shape) for s in call.ins[1:]]
+    return Rule(text(call, [[".", "e"], *rest], [[".", "e"]]), linear="0")
+
+
+def embedding_bag_weights_backward(call: Call) -> Rule:
+    """(grad, weight, index, offsets, bags, ...) -> grad of the weight of each index: a sum over columns."""
+    rest = [["."] * len(s.shape) for s in call.ins[2:]]
+    return Rule(text(call, [[".", "e"], [".", "e"], *rest], [["."]]), linear="0|1")
 
 
 def _same(a: tuple[int, ...], b: tuple[int, ...], d: int, names: list[str]) -> list[str]:
@@ -61,19 +89,28 @@ def scatter(call: Call) -> Rule:
     shared = _same(x, index, d, letters(len(x)))
     if len(call.ins) == 3:
         shared = _same(x, call.ins[2].shape, d, shared)
-    return Rule(text(call, [shared] * len(call.ins), [shared]), linear="02" if len(call.ins) == 3 else "")
+    keeps = "02" if len(call.ins) == 3 else "0" if call.arg(3) == 0 else ""
+    return Rule(text(call, [shared] * len(call.ins), [shared]), linear=keeps)
 
 
-def scatter_add(call: Call) -> Rule:
-    """scatter_add(x, dim, index, src): splitting what is added leaves a partial sum."""
+def scatter_reduce(call: Call) -> Rule:
+    """scatter_add(x, dim, index, src) and scatter_reduce(..., kind, with x): splitting what is written leaves partials."""
     rule = scatter(call)
-    if call.op != "aten.scatter_add" or not call.ins[0].shape or call.ins[1].shape != call.ins[2].shape:
+    kind = "sum" if call.op == "aten.scatter_add" else call.arg(4)
+    with_x = call.op == "aten.scatter_add" or (call.op == "aten.scatter_reduce.two" and call.arg(5))
+    if kind not in PARTIAL_OF or not with_x or not call.ins[0].shape or call.ins[1].shape != call.ins[2].shape:
         return Rule(rule.text)
     d = call.arg(1) % len(call.ins[0].shape)
     shared = _same(call.ins[0].shape, call.ins[1].shape, d, letters(len(call.ins[0].shape)))
     at = list(shared)
     at[d] = "j"
-    return Rule(text(call, [shared, at, at], [shared]), linear="02", additive="0")
+    words = text(call, [shared, at, at], [shared])
+    if kind == "sum":
+        return Rule(words, linear="02", additive="0")
+    return Rule(words, reduce={"j": PARTIAL_OF[kind]})
+
+
+PARTIAL_OF = {"sum": "sum", "amax": "max", "amin": "min"}
 
 
 def index_select(call: Call) -> Rule:
@@ -109,7 +146,8 @@ def index_copy(call: Call) -> Rule:
     names = letters(len(x))
     names[d] = "."
     sides = [names if len(s.shape) == len(x) and i != 1 else ["."] * len(s.shape) for i, s in enumerate(call.ins)]
-    return Rule(text(call, sides, [names]), linear="02" if len(call.ins) == 3 else "")
+    keeps = "02" if len(call.ins) == 3 else "0" if call.arg(3) == 0 else ""
+    return Rule(text(call, sides, [names]), linear="" if call.op == "aten.index_reduce" else keeps)
 
 
 def _indexed(call: Call, indices: tuple[Any, ...]) -> tuple[list[str], list[list[str]], list[str], tuple[int, ...]] | None:
@@ -119,12 +157,8 @@ def _indexed(call: Call, indices: tuple[Any, ...]) -> tuple[list[str], list[list
     specs = [call.ins[indices[k].index] for k in used]
     if not specs or any(s.dtype == "bool" for s in specs):
         return None
-    rank = max(len(s.shape) for s in specs)
-    shape = tuple(
-        max((s.shape[len(s.shape) - rank + r] for s in specs if len(s.shape) - rank + r >= 0), default=1)
-        for r in range(rank)
-    )
-    at = letters(rank, "i")
+    shape = broadcast(specs)
+    at = letters(len(shape), "i")
     names = ["." if k in used else n for k, n in enumerate(letters(len(x)))]
     kept = [n for k, n in enumerate(names) if k not in used]
     front = used[0] if used == list(range(used[0], used[-1] + 1)) else 0
@@ -175,6 +209,16 @@ def take(call: Call) -> Rule:
     """take(x, index): x flat and whole."""
     at = letters(len(call.ins[1].shape), "i")
     return Rule(text(call, [["."] * len(call.ins[0].shape), at], [at]), linear="0")
+
+
+def put(call: Call) -> Rule:
+    """put(x, index, source, accumulate): x flat and whole; what is added may be split."""
+    accumulate = bool(call.arg(3))
+    at = letters(len(call.ins[1].shape), "i") if accumulate else ["."] * len(call.ins[1].shape)
+    if call.ins[1].shape != call.ins[2].shape:
+        return whole(call)
+    x = ["."] * len(call.ins[0].shape)
+    return Rule(text(call, [x, at, at], [x]), linear="02", additive="0" if accumulate else "")
 
 
 def bucketize(call: Call) -> Rule:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from laminar.rules.families import aligned, letters, normal_dims, text
+from laminar.rules.families import aligned, broadcast, letters, normal_dims, text
 from laminar.rules.notation import Call, Rule, RuleFn, parse_rule
 
 
@@ -12,23 +12,100 @@ def added(product: str) -> RuleFn:
     def rule(call: Call) -> Rule:
         out = [f[0] for f in parse_rule(product)[1][0]]
         bias = " ".join(aligned(call.ins[0], call.out.shape, out))
-        scaled = any(call.arg(i, 1) != 1 for i in (3, 4))
-        return Rule(f"{bias}, {product}", linear="" if scaled else "01|02", additive="0")
+        return Rule(f"{bias or '[]'}, {product}", linear="01|02", additive="0")
 
     return rule
 
 
 def vector_norm(call: Call) -> Rule:
-    """The largest magnitude combines by max, the count of ones by sum; other orders stay whole."""
-    order = float(call.arg(1, 2))
+    """The largest magnitude combines by max, magnitudes by sum, squares by expansion; other orders stay whole."""
+    order = 2.0 if call.arg(1) is None else float(call.arg(1))
     rank = len(call.ins[0].shape)
     dims = normal_dims(call.arg(2), rank)
     keep = bool(call.arg(3, False))
     kind = {float("inf"): "max", float("-inf"): "min", 1.0: "sum", 0.0: "sum"}.get(order)
     names = letters(rank)
-    source = names if kind else ["." if i in dims else n for i, n in enumerate(names)]
+    source = names if kind or order == 2 else ["." if i in dims else n for i, n in enumerate(names)]
     out = ["." if i in dims else n for i, n in enumerate(names) if keep or i not in dims]
-    return Rule(text(call, [source], [out]), reduce={names[i]: kind for i in dims} if kind else {})
+    reduced = [names[i] for i in dims]
+    return Rule(
+        text(call, [source], [out]),
+        reduce={n: kind for n in reduced} if kind else {},
+        expand={n: "B" for n in reduced} if order == 2 else {},
+    )
+
+
+def cdist(call: Call) -> Rule:
+    """_cdist_forward(x, y, p, mode): distances of every row of x to every row of y."""
+    names = [*letters(len(call.out.shape) - 2), "p", "r"]
+    shape = call.out.shape
+    x = [*aligned_batch(call.ins[0].shape, shape, names), "p", "."]
+    y = [*aligned_batch(call.ins[1].shape, shape, names), "r", "."]
+    return Rule(text(call, [x, y], [names]))
+
+
+def cdist_backward(call: Call) -> Rule:
+    """_cdist_backward(grad, x, y, p, distances) -> grad of x, a sum over the rows of y."""
+    shape = call.ins[0].shape
+    names = [*letters(len(shape) - 2), "p", "r"]
+    sides = [[*names], [*aligned_batch(call.ins[1].shape, shape, names), "p", "."]]
+    sides += [[*aligned_batch(call.ins[2].shape, shape, names), "r", "."], [*names]]
+    if call.ins[3].shape != shape or call.out.shape[:-2] != shape[:-2]:
+        sides = [["."] * len(s.shape) for s in call.ins]
+        return Rule(text(call, sides, [["."] * len(call.out.shape)]), linear="0")
+    return Rule(text(call, sides, [[*names[:-1], "."]]), linear="0")
+
+
+def aligned_batch(shape: tuple[int, ...], full: tuple[int, ...], names: list[str]) -> list[str]:
+    """Factors of all dims but the last two of a tensor broadcast against `full`."""
+    offset = len(full) - len(shape)
+    return [names[offset + i] if n == full[offset + i] else "." for i, n in enumerate(shape[:-2])]
+
+
+def trilinear(call: Call) -> Rule:
+    """_trilinear(a, b, c, expand_a, expand_b, expand_c, summed, unroll): one letter per dim of the joint shape."""
+    rank = len(call.ins[0].shape) + len(call.arg(3))
+    names = letters(rank)
+    sides = [[n for i, n in enumerate(names) if i not in {d % rank for d in call.arg(3 + k)}] for k in range(3)]
+    out = [n for i, n in enumerate(names) if i not in {d % rank for d in call.arg(6)}]
+    sizes: dict[str, int] = {}
+    for side, spec in zip(sides, call.ins, strict=True):
+        for n, size in zip(side, spec.shape, strict=True):
+            sizes[n] = max(sizes.get(n, 0), size)
+    sides = [[n if size == sizes[n] else "." for n, size in zip(side, spec.shape, strict=True)]
+             for side, spec in zip(sides, call.ins, strict=True)]  # fmt: skip
+    return Rule(text(call, sides, [out]), linear="0|1|2")
+
+
+def loss(reduction_arg: int) -> RuleFn:
+    """A pointwise loss and its reduction; a mean is expanded into a sum and a division."""
+
+    def rule(call: Call) -> Rule:
+        shape = broadcast(call.ins)
+        reduction = call.arg(reduction_arg)
+        names = letters(len(shape)) if reduction != MEAN or call.ins[0].shape == shape else ["."] * len(shape)
+        ins = [aligned(s, shape, names) for s in call.ins]
+        return Rule(
+            text(call, ins, [names if reduction == 0 else []]),
+            expand={n: "B" for n in names} if reduction == MEAN else {},
+        )
+
+    return rule
+
+
+def loss_backward(reduction_arg: int) -> RuleFn:
+    """(grad, x, target, ...): a mean divides by a count that no single rank knows, so it is expanded."""
+
+    def rule(call: Call) -> Rule:
+        mean = call.arg(reduction_arg) == MEAN
+        rank = len(call.out.shape)
+        names = letters(rank) if not mean or call.ins[1].shape == call.out.shape else ["."] * rank
+        ins = [aligned(s, call.out.shape, names) for s in call.ins]
+        return Rule(text(call, ins, [names]), linear="0", expand={n: "S" for n in names} if mean else {})
+
+    return rule
+
+
 
 
 def softmax(call: Call) -> Rule:
@@ -234,9 +311,15 @@ def convolution(call: Call) -> Rule:
         weight = ["i", "o", *space] if transposed else ["o", "i", *space]
         return Rule(text(call, [["n", "i", *space], weight, *bias], [["n", "o", *space]]),
                     linear="02|12" if bias else "0|1", additive="2" if bias else "")  # fmt: skip
-    # With groups, how many depends on the local shapes, which the kernel can't see: only the batch splits.
-    weight = ["."] * len(call.ins[1].shape)
-    return Rule(text(call, [["n", ".", *space], weight, *[["."]] * len(bias)], [["n", ".", *space]]))
+    # Whole groups split; how many a rank has is worked out from its shapes.
+    i, o = (_grouped(groups, s.shape[1]) for s in (call.ins[0], call.out))
+    weight = [i if transposed else o, ".", *space]
+    return Rule(text(call, [["n", i, *space], weight, *[[o]] * len(bias)], [["n", o, *space]]), sizes={"g": groups},
+                linear="02|12" if bias else "0|1", additive="2" if bias else "")  # fmt: skip
+
+
+def _grouped(groups: int, channels: int) -> str:
+    return "g" if channels == groups else f"(g {channels // groups})"
 
 
 def convolution_backward(call: Call) -> Rule:
@@ -247,20 +330,39 @@ def convolution_backward(call: Call) -> Rule:
         weight = ["i", "o", *space] if transposed else ["o", "i", *space]
         i, o = "i", "o"
     else:
-        weight, i, o = ["."] * len(call.ins[2].shape), ".", "."
+        o, i = (_grouped(groups, s.shape[1]) for s in call.ins[:2])
+        weight = [i if transposed else o, ".", *space]
     outs = [["n", i, *space] if call.outs[0] else [], weight if call.outs[1] else [], [o] if call.outs[2] else []]
     return Rule(
-        text(call, [["n", o, *space], ["n", i, *space], weight], outs), linear="0", whole={"i": "2"} if groups == 1 else {}
+        text(call, [["n", o, *space], ["n", i, *space], weight], outs),
+        sizes={} if groups == 1 else {"g": groups},
+        linear="0",
+        whole={"i": "2"} if groups == 1 else {},
     )
 
 
-def weight_norm(call: Call) -> Rule:
-    """_weight_norm_interface(v, g, dim): the normed dims stay whole."""
-    rank = len(call.ins[0].shape)
-    d = call.arg(2, 0) % rank
-    names = ["a" if i == d else "." for i in range(rank)]
-    sides = [names if s is not None and len(s.shape) == rank else ["."] for s in (*call.ins, *call.outs)]
-    return Rule(text(call, sides[:2], sides[2:]))
+def weight_norm(dim_arg: int, linear: str = "") -> RuleFn:
+    """_weight_norm_interface(v, g, dim) and its backward: only the dim that is not normed splits."""
+
+    def rule(call: Call) -> Rule:
+        rank = len(call.ins[0].shape)
+        d = call.arg(dim_arg) % rank
+        full = call.ins[0].shape
+        sides = []
+        for spec in (*call.ins, *call.outs):
+            shape = spec.shape if spec else ()
+            sides.append(["a" if i == d and len(shape) == rank and n == full[d] else "." for i, n in enumerate(shape)])
+        return Rule(text(call, sides[: len(call.ins)], sides[len(call.ins) :]), linear=linear)
+
+    return rule
+
+
+def renorm(call: Call) -> Rule:
+    """renorm(x, p, dim, most): each slice along dim has its own norm."""
+    rank = len(call.out.shape)
+    d = call.arg(2) % rank
+    side = ["a" if i == d else "." for i in range(rank)]
+    return Rule(text(call, [side], [side]))
 
 
 SPATIAL_RANK = {"1d": 1, "2d": 2, "3d": 3}
@@ -285,4 +387,19 @@ def spatial(linear: str = "", only_batch: bool = False) -> RuleFn:
 
 def grid_sampler(call: Call) -> Rule:
     """(x, grid): batch and channels."""
-    return Rule("n c . ., n . . . -> n c . .", linear="0")
+    space = ["."] * (len(call.ins[0].shape) - 2)
+    return Rule(text(call, [["n", "c", *space], ["n", *space, "."]], [["n", "c", *space]]), linear="0")
+
+
+def grid_sampler_backward(call: Call) -> Rule:
+    """(grad, x, grid, ..., mask) -> dx, dgrid: a sum over channels."""
+    space = ["."] * (len(call.ins[0].shape) - 2)
+    full, grid = ["n", "c", *space], ["n", *space, "."]
+    outs = [side if o else [] for side, o in zip((full, grid), call.outs, strict=True)]
+    return Rule(text(call, [full, full, grid], outs), linear="0")
+
+
+def channel_shuffle(call: Call) -> Rule:
+    """channel_shuffle(x, groups): channels stay whole."""
+    side = [n if i != 1 else "." for i, n in enumerate(letters(len(call.out.shape)))]
+    return Rule(text(call, [side], [side]), linear="0", through="0")

@@ -65,11 +65,13 @@ def repeat(call: Call) -> Rule:
     """Each dim tiled r times is r blocks of itself."""
     source, target = call.ins[0].shape, call.out.shape
     offset = len(target) - len(source)
+    if not call.out.numel:
+        return Rule(text(call, [["."] * len(source)], [["."] * len(target)]))
     names = letters(len(source))
     out = ["."] * offset
     sizes = {}
     for name, n, m in zip(names, source, target[offset:], strict=True):
-        out.append(name if n == m else f"({m // n} {name})" if n else ".")
+        out.append(name if n == m else f"({m // n} {name})")
         sizes[name] = n
     return Rule(text(call, [names], [out]), sizes=sizes, **MOVES)
 
@@ -84,7 +86,7 @@ def cat(call: Call) -> Rule:
     rank = len(call.out.shape)
     d = (call.arg(1) or 0) % rank
     names = letters(rank)
-    part = live[0].shape[d]
+    part = live[0].shape[d] if live else 0
     same = all(s.shape[d] == part for s in live) and len(live) == len(call.ins)
     inner = list(names)
     outer = list(names)
@@ -210,10 +212,24 @@ def diagonal(call: Call) -> Rule:
     return Rule(text(call, [source], [[n for n in source if n != "."] + ["."]]), **MOVES)
 
 
-def batch_of_output(call: Call) -> Rule:
-    """diagonal_backward and diag_embed: nothing is split, sums pass."""
-    sides = [["."] * len(s.shape) for s in (call.ins[0], call.out)]
-    return Rule(text(call, sides[:1], sides[1:]), linear="0")
+def diagonal_back(first: int) -> RuleFn:
+    """diagonal_backward and diag_embed: a diagonal, last in the input, becomes the two dims named at `first`."""
+
+    def rule(call: Call) -> Rule:
+        rank = len(call.out.shape)
+        pair = {call.arg(first) % rank, call.arg(first + 1) % rank}
+        out = ["." if i in pair else n for i, n in enumerate(letters(rank))]
+        return Rule(text(call, [[n for n in out if n != "."] + ["."]], [out]), linear="0")
+
+    return rule
+
+
+def diagonal_scatter(call: Call) -> Rule:
+    """diagonal_scatter(x, src, offset, dim1, dim2)."""
+    rank = len(call.out.shape)
+    pair = {call.arg(3) % rank, call.arg(4) % rank}
+    out = ["." if i in pair else n for i, n in enumerate(letters(rank))]
+    return Rule(text(call, [out, [n for n in out if n != "."] + ["."]], [out]), linear="01", through="01")
 
 
 def pad(call: Call) -> Rule:
@@ -229,10 +245,41 @@ def pad(call: Call) -> Rule:
 def unfold(call: Call) -> Rule:
     """unfold(x, dim, size, step): windows along dim, the new dim last."""
     rank = len(call.ins[0].shape)
-    d = call.arg(1) % rank
     names = letters(rank)
-    names[d] = "."
+    if rank:
+        names[call.arg(1) % rank] = "."
     return Rule(text(call, [names], [[*names, "."]]), **MOVES)
+
+
+def unfold_backward(call: Call) -> Rule:
+    """unfold_backward(grad, sizes, dim, size, step)."""
+    rank = len(call.out.shape)
+    names = letters(rank)
+    if rank:
+        names[call.arg(2) % rank] = "."
+    return Rule(text(call, [[*names, "."]], [names]), linear="0")
+
+
+def glu(call: Call) -> Rule:
+    """glu(x, dim): the dim is two blocks, one gates the other."""
+    d = call.arg(1) % len(call.out.shape)
+    names = letters(len(call.out.shape))
+    return Rule(text(call, [[f"(2 {n})" if i == d else n for i, n in enumerate(names)]], [names]))
+
+
+def glu_backward(call: Call) -> Rule:
+    """glu_backward(grad, x, dim)."""
+    d = call.arg(2) % len(call.out.shape)
+    names = letters(len(call.out.shape))
+    double = [f"(2 {n})" if i == d else n for i, n in enumerate(names)]
+    return Rule(text(call, [names, double], [double]), linear="0")
+
+
+def complex_pairs(call: Call) -> Rule:
+    """view_as_real and view_as_complex: the last dim of the real side is (real, imaginary)."""
+    names = letters(min(len(call.ins[0].shape), len(call.out.shape)))
+    sides = [[*names, "."] if len(s.shape) > len(names) else names for s in (call.ins[0], call.out)]
+    return Rule(text(call, sides[:1], sides[1:]), linear="0")
 
 
 def create(call: Call) -> Rule:

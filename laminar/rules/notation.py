@@ -44,6 +44,8 @@ class Call:
     args: tuple[Any, ...]
     ins: tuple[TensorSpec, ...]
     outs: tuple[TensorSpec | None, ...]
+    least: tuple[tuple[int, ...], ...] = ()
+    """Where earlier axes cut unevenly: the shapes of the rank that got least, ins then outs."""
 
     def at(self, position: int) -> TensorSpec | None:
         """The tensor at an argument position, or None if there is none."""
@@ -177,15 +179,28 @@ def signatures(rule: Rule, call: Call, parts: int, circulating: Mapping[int, Ite
     ins, outs = parse_rule(rule.text)
     sizes = factor_sizes(rule, call)
     found = dict.fromkeys([replicated(call)])
+    uneven = _uneven(call, (*ins, *outs))
     for letter, size in sizes.items():
+        if not no_rank_empty(uneven.get(letter, size), parts):
+            continue
         merged = letter in rule.even.split() or any(letter in f and len(f) > 1 for dims in (*ins, *outs) for f in dims)
         for own in sorted({1, *circulating.get(size, ())}):
             if size % own or (own > 1 or merged) and size % (own * parts) or not no_rank_empty(size, parts):
                 continue
-            if own > 1 and letter in rule.local:
+            if own > 1 and letter in rule.local or (own > 1 or merged) and letter in uneven:
                 continue
             found[_split(rule, call, letter, own, sizes)] = None
     return [*found, *_partials(rule, call)]
+
+
+def _uneven(call: Call, dims: tuple[Dims, ...]) -> dict[str, int]:
+    """Factors of dims that earlier axes cut unevenly, with the smallest size."""
+    out: dict[str, int] = {}
+    for tensor, spec, least in zip(dims, (*call.ins, *call.outs), call.least, strict=False):
+        for factors, n, few in zip(tensor, spec.shape if spec else (), least, strict=False):
+            if few < n:
+                out.update({f: min(few, out.get(f, few)) for f in factors})
+    return out
 
 
 def _find(dims: Dims, letter: str, own: int, sizes: Mapping[str, int]) -> Split | None:
@@ -261,7 +276,15 @@ def localise(call: Call, signature: Signature, parts: int) -> Call:
 
     ins = tuple(local(s, p) for s, p in zip(call.ins, signature.ins, strict=True))
     outs = tuple(local(s, p) for s, p in zip(call.outs, signature.outs, strict=True))
-    return Call(call.op, local_args(call, ins, outs), ins, outs)  # type: ignore[arg-type]
+    args = local_args(call, ins, outs)
+    placed = (*signature.ins, *signature.outs)
+    shapes = call.least or tuple(s.shape if s else () for s in (*call.ins, *call.outs))
+    least = tuple(
+        tuple(split_size(n, p, parts, parts - 1) if isinstance(p, Split) and p.dim == d else n for d, n in enumerate(shape))
+        for shape, p in zip(shapes, placed, strict=True)
+    )
+    uneven = any(shape != (s.shape if s else ()) for shape, s in zip(least, (*ins, *outs), strict=True))
+    return Call(call.op, args, ins, outs, least if uneven else ())  # type: ignore[arg-type]
 
 
 def local_args(call: Call, ins: tuple[TensorSpec | None, ...], outs: tuple[TensorSpec | None, ...]) -> tuple[Any, ...]:
@@ -304,7 +327,7 @@ def _size(position: int) -> Any:
 
 def _parts(call: Call, ins: Any, outs: Any) -> tuple[Any, ...]:
     d = (call.args[2] or 0) % len(outs[0].shape)
-    if call.op == "aten.split.Tensor":
+    if call.op.endswith("split.Tensor"):
         return _put(call.args, _1=max(outs[0].shape[d], 1))
     return _put(call.args, _1=tuple(o.shape[d] for o in outs))
 
@@ -319,20 +342,40 @@ def _group_norm_backward(call: Call, ins: Any, outs: Any) -> tuple[Any, ...]:
     return _put(call.args, _5=n, _6=c, _8=ins[2].shape[1])
 
 
+def _groups(x: Any, weight: Any, y: Any, transposed: bool) -> int:
+    """Groups of a convolution from x to y, as a rank sees them."""
+    return int((y if transposed else x).shape[1] // max(weight.shape[1], 1))
+
+
+def _convolution(call: Call, ins: Any, outs: Any) -> tuple[Any, ...]:
+    return _put(call.args, _8=_groups(ins[0], ins[1], outs[0], call.args[6]))
+
+
+def _convolution_backward(call: Call, ins: Any, outs: Any) -> tuple[Any, ...]:
+    bias = (ins[0].shape[1],) if call.args[3] else None
+    return _put(call.args, _3=bias, _9=_groups(ins[1], ins[2], ins[0], call.args[7]))
+
+
 SIZED: dict[str, Callable[[Call, Any, Any], tuple[Any, ...]]] = {
-    **{f"aten.{name}": _size(1) for name in ("view", "_unsafe_view", "reshape", "view_copy", "expand", "select_backward")},
-    **{name: _size(0) for name in ("aten.full", "aten.zeros", "aten.ones", "aten.empty", "laminar.uniform", "laminar.normal")},
-    **{f"aten.upsample_{k}_backward": _size(2) for k in ("nearest1d", "nearest2d", "nearest3d", "linear1d", "bilinear2d",
-                                                         "bicubic2d", "trilinear3d")},
+    **{f"aten.{name}": _size(1) for name in ("view", "_unsafe_view", "reshape", "view_copy", "expand", "select_backward",
+                                            "diagonal_backward", "unfold_backward")},
+    **{name: _size(0) for name in ("aten.full", "aten.zeros", "aten.ones", "laminar.uniform", "laminar.normal")},
+    **{f"aten.{k}_backward": _size(2) for k in ("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d",
+                                                "upsample_linear1d", "upsample_bilinear2d", "upsample_bicubic2d",
+                                                "upsample_trilinear3d", "_upsample_nearest_exact1d",
+                                                "_upsample_nearest_exact2d", "_upsample_nearest_exact3d",
+                                                "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa")},
     "aten.slice.Tensor": _slice(0, 1),
     "aten.slice_backward": _slice(1, 2),
     "aten.slice_scatter": _slice(0, 2),
     "aten.split.Tensor": _parts,
     "aten.split_with_sizes": _parts,
+    "aten.unsafe_split.Tensor": _parts,
     "aten.embedding_dense_backward": lambda call, ins, outs: _put(call.args, _2=outs[0].shape[0]),
     "aten.native_group_norm": _group_norm,
     "aten.native_group_norm_backward": _group_norm_backward,
-    "aten.convolution_backward": lambda call, ins, outs: _put(call.args, _3=(ins[0].shape[1],) if call.args[3] else None),
+    "aten.convolution": _convolution,
+    "aten.convolution_backward": _convolution_backward,
 }  # fmt: skip
 """Ops whose arguments repeat a size, and how to rewrite it."""
 

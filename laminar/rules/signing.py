@@ -129,9 +129,13 @@ class Placing:
 
 
 def follow(
-    nodes: Sequence[Node], given: Mapping[Ref, NdSbp], specs: Mapping[Ref, TensorSpec], sizes: tuple[int, ...]
-) -> list[Placing]:
-    """Place nodes in order so that each fits its inputs; partial values are reduced where nothing passes them."""
+    nodes: Sequence[Node], given: Mapping[Ref, NdSbp], specs: Mapping[Ref, TensorSpec], sizes: tuple[int, ...],
+    eager: bool = False,
+) -> list[Placing]:  # fmt: skip
+    """Place nodes in order so that each fits its inputs; partial values are reduced where nothing passes them.
+
+    Eagerly: a partial value is reduced as soon as it arises, so that all its readers share one reduction.
+    """
     calls = {n.name: call_of(n, specs) for n in nodes}
     ins: dict[str, list[tuple[Sbp, ...]]] = {n.name: [] for n in nodes}
     outs: dict[str, list[tuple[Sbp, ...]]] = {n.name: [] for n in nodes}
@@ -144,7 +148,8 @@ def follow(
             ins[node.name].append(chosen.ins)
             outs[node.name].append(chosen.outs)
             calls[node.name] = localise(call, chosen, parts)
-            here.update({Ref(node.name, i): p for i, p in enumerate(chosen.outs)})
+            arises = eager and not any(isinstance(p, Partial) for p in chosen.ins)
+            here.update({Ref(node.name, i): B if arises and isinstance(p, Partial) else p for i, p in enumerate(chosen.outs)})
     return [
         Placing(n, tuple(zip(*ins[n.name], strict=True)), tuple(zip(*outs[n.name], strict=True)))  # type: ignore[arg-type]
         for n in nodes

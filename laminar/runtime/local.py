@@ -37,6 +37,9 @@ BOUND |= {
 }
 """Fast spellings. Views become reshapes, because boxing may have changed strides."""
 
+SQUEEZES = ("aten.squeeze", "aten.squeeze.dim", "aten.squeeze.dims")
+"""Ops that would also drop a dim of which a rank happens to hold one row: they run as reshapes."""
+
 DRAWS = ("laminar.uniform", "laminar.normal")
 
 
@@ -65,6 +68,9 @@ def prepare(
             assert outs[0] is not None
             args = (*args[:2], outs[0].shape[0], *args[3:])
         return getattr(kernels, instr.op[8:]), unplain_keep(args), {}
+    if instr.op in SQUEEZES:
+        assert outs[0] is not None
+        return torch.reshape, (args[0], outs[0].shape), {}
     whole = Call(instr.op, args, tuple(p.spec for p in instr.ins), tuple(p.spec if p else None for p in instr.outs))
     args = local_args(whole, ins, outs)
     if instr.op.startswith("laminar."):

@@ -1,0 +1,62 @@
+"""What an op costs on one rank, well enough to choose between placements.
+
+A roofline on an assumed device: the larger of arithmetic time and memory time. It is not a
+prediction of seconds; no measured table stands behind it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from laminar.rules.notation import Call
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """The two rates a roofline needs."""
+
+    flops_per_s: float
+    bytes_per_s: float
+
+
+ASSUMED = Device(flops_per_s=100e12, bytes_per_s=1.5e12)
+"""Assumed, not measured: about a third of a current data-centre GPU's peak."""
+
+
+def flops(call: Call) -> float:
+    """Multiply-adds count twice; ops that do not multiply matrices count one per element made."""
+    op, ins = call.op.split(".")[1], [s.shape for s in call.ins]
+    if op in ("mm", "bmm") or (op == "mv" and ins):
+        return 2.0 * math.prod(ins[0]) * ins[1][-1] if op != "mv" else 2.0 * math.prod(ins[0])
+    if op in ("addmm", "baddbmm"):
+        return 2.0 * math.prod(ins[1]) * ins[2][-1]
+    if op == "convolution":
+        return 2.0 * math.prod(call.out.shape) * math.prod(ins[1][1:])
+    if op == "convolution_backward":
+        return 4.0 * math.prod(ins[0]) * math.prod(ins[2][1:])
+    if op == "attention":
+        return 4.0 * math.prod(ins[0]) * ins[1][2]
+    if op == "attention_backward":
+        return 10.0 * math.prod(ins[1]) * ins[2][2]
+    if op == "lstm":
+        return 2.0 * math.prod(ins[0][:2]) * (math.prod(ins[3]) + math.prod(ins[4]))
+    if op == "lstm_backward":
+        return 4.0 * math.prod(ins[3][:2]) * (math.prod(ins[6]) + math.prod(ins[7]))
+    return float(sum(o.numel for o in call.outs if o))
+
+
+FREE = frozenset(
+    "aten." + n
+    for n in "view _unsafe_view reshape t permute transpose.int unsqueeze squeeze squeeze.dim expand slice.Tensor "
+    "select.int split.Tensor split_with_sizes unbind.int alias detach".split()
+)
+"""Ops that only look at memory in another way."""
+
+
+def op_s(call: Call, device: Device = ASSUMED) -> float:
+    """Seconds of a call on one rank."""
+    if call.op in FREE:
+        return 0.0
+    moved = sum(s.nbytes for s in call.ins) + sum(o.nbytes for o in call.outs if o)
+    return max(flops(call) / device.flops_per_s, moved / device.bytes_per_s)

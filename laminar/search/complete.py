@@ -1,0 +1,371 @@
+"""Completion: a few tensors are placed by hand, the rest at least cost.
+
+Axis by axis in mesh order, every op chooses a signature so that the sum of op costs and boxing
+costs is least, subject to the seeds; `minsum` finds that minimum exactly. A value with several
+readers gets a hub: it is boxed once into the hub's placement and read from there. On later axes
+shapes are those the earlier axes left. Exact per axis, not jointly over axes; no overlap, no
+memory limit: this completes a decision, it does not search for one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+
+import numpy as np
+
+from laminar.cost.work import op_s
+from laminar.errors import NoRuleError, PlanError
+from laminar.ir.codec import Ref
+from laminar.ir.graph import Graph, Node
+from laminar.ir.mesh import Link, Mesh
+from laminar.ir.plan import Choice, Plan
+from laminar.ir.sbp import B, NdSbp, Partial, Sbp, Split, check, local_spec, split_size
+from laminar.ir.tensor import TensorSpec
+from laminar.rules.boxing import WIRE, boxing, chain_s
+from laminar.rules.expand import expand
+from laminar.rules.notation import Call, Signature, call_of, circulating_blocks, localise
+from laminar.rules.signing import Blocks, follow, options, probed_signatures
+from laminar.rules.table import rule_for
+from laminar.search.minsum import MinSum
+
+SHARED = 6
+"""A value with more readers than this is taken to be shared between blocks."""
+STEP_S = 1e-9
+"""A breath of cost for every boxing step, moving or not, so that of two equal plans the simpler wins."""
+
+
+@dataclass
+class Pins:
+    """What must hold on one axis."""
+
+    inputs: dict[str, Sbp] = field(default_factory=dict)
+    values: dict[Ref, Sbp] = field(default_factory=dict)
+    """Produced in, and read from, this placement."""
+    grads: dict[str, Sbp] = field(default_factory=dict)
+    read: dict[Ref, Sbp] = field(default_factory=dict)
+    """However stored, every op reads it so."""
+    stored_byte_s: float = 0.0
+    """Seconds charged for each byte of a parameter stored whole."""
+    spread: set[str] = field(default_factory=set)
+    """Ops of which every rank must do only a part, where there is any way."""
+
+
+def completed(graph: Graph, mesh: Mesh, pins: list[Pins], name: str) -> Plan:
+    """A plan that holds every pin, one `Pins` per axis."""
+    calls = {n.name: call_of(n, graph.specs) for n in graph.nodes}
+    chosen: dict[str, list[Signature]] = {n.name: [] for n in graph.nodes}
+    inputs: dict[str, list[Sbp]] = {i.name: [] for i in graph.inputs}
+    grads: dict[str, list[Sbp]] = {i.name: [] for i in graph.inputs}
+    total, whole_s, exact = 0.0, sum(op_s(c) for c in calls.values()), True
+    for axis, parts in enumerate(mesh.sizes):
+        specs = {i.name: local_spec(i.spec, tuple(inputs[i.name]), mesh.sizes[:axis]) for i in graph.inputs}
+        solved = _Axis(graph, calls, specs, parts, pins[axis], mesh.names[axis]).solve()
+        total, exact = solved.cost, exact and solved.exact
+        for node in graph.nodes:
+            signature = solved.signatures[node.name]
+            chosen[node.name].append(signature)
+            calls[node.name] = localise(calls[node.name], signature, parts)
+        for item in graph.inputs:
+            inputs[item.name].append(solved.inputs[item.name])
+            grads[item.name].append(pins[axis].grads.get(item.name, solved.inputs[item.name]))
+    outputs: dict[str, NdSbp] = {}
+    for out in graph.outputs:
+        key = f"{out.kind}:{out.name}"
+        if out.kind == "grad":
+            outputs[key] = tuple(grads[out.name])
+        else:
+            outputs[key] = tuple(inputs[out.name]) if out.kind == "buffer" else (B,) * len(mesh.sizes)
+    ops = {
+        n.name: Choice(
+            tuple(tuple(s.ins[i] for s in chosen[n.name]) for i in range(len(calls[n.name].ins))),
+            tuple(tuple(s.outs[i] for s in chosen[n.name]) for i in range(len(n.outs))),
+        )
+        for n in graph.nodes
+    }
+    account = {
+        "cost_s": total,
+        "replicated_s": whole_s,
+        "solver": "completed exactly, axis by axis" if exact else "completed approximately: some tables were cut",
+        "unsplit": _unsplit(graph),
+    }
+    return Plan(mesh, graph.hash, ops, {k: tuple(v) for k, v in inputs.items()}, outputs, {}, name, account)
+
+
+def _unsplit(graph: Graph) -> list[dict[str, object]]:
+    """Ops with neither rule nor probed signature, and their share of the work."""
+    total = sum(op_s(call_of(n, graph.specs)) for n in graph.nodes) or 1.0
+    probed = {name for name, sigs in graph.probed if sigs}
+    rows = []
+    for node in graph.nodes:
+        call = call_of(node, graph.specs)
+        if rule_for(call) is None and node.name not in probed:
+            rows.append({"op": node.op, "share": op_s(call) / total, "where": node.where})
+    return rows
+
+
+@dataclass
+class _Solved:
+    signatures: dict[str, Signature]
+    inputs: dict[str, Sbp]
+    cost: float
+    exact: bool
+
+
+BUCKETED = replace(WIRE, latency_s=0.0)
+"""Reductions of gradients share buckets, so one more costs only its bytes."""
+
+
+@lru_cache(maxsize=1 << 18)
+def _box_s(spec: TensorSpec, a: Sbp, b: Sbp, parts: int, link: Link = WIRE) -> float:
+    if a == b:
+        return 0.0
+    if spec.dtype == "bool" and Partial("sum") in (a, b):
+        return np.inf
+    chain = boxing(spec, (a,), (b,), (parts,), link)
+    return chain_s(chain, spec, (parts,), link) + STEP_S * len(chain)
+
+
+@lru_cache(maxsize=1 << 16)
+def _table(spec: TensorSpec, rows: tuple[Sbp, ...], columns: tuple[Sbp, ...], parts: int, link: Link = WIRE) -> np.ndarray:
+    return np.array([[_box_s(spec, a, b, parts, link) for b in columns] for a in rows])
+
+
+@lru_cache(maxsize=1 << 16)
+def _signature_s(call: Call, signature: Signature, parts: int) -> float:
+    """Compute on one rank, and for an expansion its inner boxing as well."""
+    cost = op_s(localise(call, signature, parts))
+    if signature.how != "expand":
+        return cost
+    args = tuple(Ref(f"in{a.index}") if isinstance(a, Ref) else a for a in call.args)
+    specs = {Ref(f"in{i}"): s for i, s in enumerate(call.ins)}
+    nodes, ends = expand(call, args, specs, "x")
+    for n in nodes:
+        specs.update({Ref(n.name, i): o for i, o in enumerate(n.outs) if o})
+    here: dict[Ref, set[Sbp]] = {Ref(f"in{i}"): {p} for i, p in enumerate(signature.ins)}
+    placings = follow(nodes, {r: (next(iter(p)),) for r, p in here.items()}, specs, (parts,), eager=True)
+    for placing in placings:
+        for ref, (want,) in zip(placing.node.ins, placing.ins, strict=True):
+            if want not in here[ref]:
+                cost += min(_box_s(specs[ref], p, want, parts) for p in here[ref])
+                here[ref].add(want)
+        here.update({Ref(placing.node.name, i): {p[0]} for i, p in enumerate(placing.outs)})
+    for end, want, spec in zip(ends, signature.outs, call.outs, strict=True):
+        if spec is not None:
+            cost += min(_box_s(specs[end], p, want, parts) for p in here[end])
+    return cost
+
+
+def circulating(calls: Mapping[str, Call]) -> Blocks:
+    """Block counts that these calls' own merged dims bring up, by dim size."""
+    found: dict[int, set[int]] = {}
+    for call in calls.values():
+        rule = rule_for(call)
+        if rule is not None and "(" in rule.text:
+            for size, count in circulating_blocks(rule, call):
+                found.setdefault(size, set()).add(count)
+    return tuple((n, tuple(sorted(k))) for n, k in sorted(found.items()))
+
+
+def _splits(signature: Signature) -> bool:
+    return any(isinstance(p, Split) for p in (*signature.ins, *signature.outs))
+
+
+_Reader = tuple[int, tuple[Sbp, ...], TensorSpec, Link]
+"""A variable, the placement each of its values wants, the tensor as it sees it, and what moving costs."""
+
+
+class _Axis:
+    """The problem of one axis."""
+
+    def __init__(
+        self, graph: Graph, calls: dict[str, Call], inputs: dict[str, TensorSpec], parts: int, pins: Pins, axis: str
+    ) -> None:
+        self.graph, self.calls, self.inputs, self.parts, self.pins, self.axis = graph, calls, inputs, parts, pins, axis
+        self.problem = MinSum()
+        self.blocks = circulating(calls)
+        self.probed = probed_signatures(graph)
+        self.readers: dict[Ref, list[tuple[Node, int]]] = {}
+        for node in graph.nodes:
+            for i, ref in enumerate(node.ins):
+                self.readers.setdefault(ref, []).append((node, i))
+
+    def solve(self) -> _Solved:
+        self.partials: dict[Ref, set[str]] = {}
+        """Which kinds of partial each value can be made in without zero-padding."""
+        signatures = {}
+        for node in self.graph.nodes:
+            signatures[node.name] = found = self._options(node)
+            for i in range(len(node.outs)):
+                kinds = {p.op for s in found if isinstance(p := s.outs[i], Partial)}
+                self.partials[Ref(node.name, i)] = kinds
+        self.vars: dict[str, int] = {}
+        made: dict[Ref, tuple[int, tuple[Sbp, ...], TensorSpec]] = {}
+        stored: dict[str, tuple[Sbp, ...]] = {}
+        for item in self.graph.inputs:
+            domain = self._domain(item.name, self.inputs[item.name], signatures)
+            var = self.problem.variable(len(domain))
+            stored[item.name] = domain
+            self.vars[item.name] = var
+            made[Ref(item.name)] = (var, domain, self.inputs[item.name])
+            if item.kind == "param" and self.pins.stored_byte_s:
+                whole = self.inputs[item.name].nbytes * self.pins.stored_byte_s
+                self.problem.add((var,), np.array([whole if p == B else whole / self.parts for p in domain]))
+        for const in self.graph.constants:
+            made[Ref(const.name)] = (self.problem.variable(1), (B,), const.spec)
+        for node in self.graph.nodes:
+            found = signatures[node.name]
+            var = self.problem.variable(len(found))
+            self.vars[node.name] = var
+            costs = [_signature_s(self.calls[node.name], s, self.parts) for s in found]
+            self.problem.add((var,), np.array(costs))
+            for i, spec in enumerate(self.calls[node.name].outs):
+                if spec is not None:
+                    made[Ref(node.name, i)] = (var, tuple(s.outs[i] for s in found), spec)
+        wants = self._output_wants(made)
+        for ref, (var, domain, spec) in made.items():
+            readers: list[_Reader] = [
+                (self.vars[n.name], tuple(s.ins[i] for s in signatures[n.name]), self.calls[n.name].ins[i], WIRE)
+                for n, i in self.readers.get(ref, ())
+            ]
+            readers += [(v, d, spec, BUCKETED) for v, d in wants.get(ref, ())]
+            if len({r[0] for r in readers}) > 1:
+                hub_domain = tuple(dict.fromkeys([*domain, *(p for r in readers for p in r[1])]))
+                if len(readers) > SHARED:
+                    hub_domain = self._shared(ref, hub_domain, readers)
+                hub = self.problem.variable(len(hub_domain))
+                self.problem.add((var, hub), _table(spec, domain, hub_domain, self.parts))
+                var, domain = hub, hub_domain
+            for v, wanted, wanted_spec, link in readers:
+                table = _table(wanted_spec, domain, wanted, self.parts, link)
+                if v == var:
+                    self.problem.add((v,), np.diag(table).copy())
+                else:
+                    self.problem.add((var, v), table)
+        solution = self.problem.solve()
+        if not np.isfinite(solution.cost):
+            raise NoRuleError(f"no plan holds all placements asked for on axis {self.axis}={self.parts}",
+                              next="drop one of the seeds; plan with fewer to see which")  # fmt: skip
+        return _Solved(
+            {n.name: signatures[n.name][solution.values[self.vars[n.name]]] for n in self.graph.nodes},
+            {name: domain[solution.values[self.vars[name]]] for name, domain in stored.items()},
+            solution.cost,
+            solution.exact,
+        )
+
+    def _shared(self, ref: Ref, domain: tuple[Sbp, ...], readers: list[_Reader]) -> tuple[Sbp, ...]:
+        """Placements for a value that many blocks read, such as a mask or rotary tables.
+
+        It stands in every block's tables, so its own domain is kept small: whole, or as most of its
+        readers can take it.
+        """
+        wanted = {p: sum(p in r[1] for r in readers) for p in domain}
+        often = sorted((p for p in domain if p != B), key=lambda p: -wanted[p])
+        return (B, *[p for p in often[:2] if wanted[p] * 2 > len(readers) and not isinstance(p, Partial)])
+
+    def _options(self, node: Node) -> list[Signature]:
+        """Signatures of a node that respect the pins on what it reads and makes."""
+        pins = self.pins
+        every = options(self.calls[node.name], self.parts, self.blocks, self.probed.get(node.name, ()))
+        kept = [
+            s
+            for s in every
+            if all(pins.read.get(r, p) == p for r, p in zip(node.ins, s.ins, strict=True))
+            and all(pins.values.get(Ref(node.name, i), p) == p or (isinstance(p, Partial)) for i, p in enumerate(s.outs))
+        ]
+        kept = [s for s in kept if self._arises(node, s)] or kept
+        if node.name in pins.spread:
+            kept = [s for s in kept if _splits(s)] or kept
+        if not kept:
+            raise NoRuleError(
+                f"{node.op} can't read or make what is asked for on axis {self.axis}={self.parts}",
+                tensor=f"%{node.name}",
+                at=node.where,
+                allowed="   ".join(map(str, every)),
+                next="change one placement, or add a rule (docs/add_a_rule.md)",
+            )
+        return kept
+
+    def _arises(self, node: Node, signature: Signature) -> bool:
+        """Whether the partial inputs of a signature can come about: no use in passing on what nobody makes."""
+        wanted = [(r, p.op) for r, p in zip(node.ins, signature.ins, strict=True) if isinstance(p, Partial)]
+        if not wanted or _splits(signature):
+            return True
+        native = [op in self.partials.get(r, ()) for r, op in wanted]
+        return any(native) if wanted[0][1] == "sum" else all(native)
+
+    def _domain(self, name: str, spec: TensorSpec, signatures: dict[str, list[Signature]]) -> tuple[Sbp, ...]:
+        """Where an input may be stored: as pinned, else whole or as some reader splits it."""
+        if name in self.pins.inputs:
+            return (self.pins.inputs[name],)
+        found: dict[Sbp, None] = {B: None}
+        for node, i in self.readers.get(Ref(name), ()):
+            found.update({s.ins[i]: None for s in signatures[node.name] if isinstance(s.ins[i], Split)})
+        return tuple(found)
+
+    def _output_wants(self, made: dict[Ref, tuple[int, tuple[Sbp, ...], TensorSpec]]) -> dict[Ref, list[tuple[int, tuple[Sbp, ...]]]]:
+        """Outputs as readers: a gradient is wanted as its parameter is stored, the loss whole."""
+        wants: dict[Ref, list[tuple[int, tuple[Sbp, ...]]]] = {}
+        for out in self.graph.outputs:
+            if out.kind in ("grad", "buffer") and out.name not in self.pins.grads:
+                var, domain, _ = made[Ref(out.name)]
+                wants.setdefault(out.ref, []).append((var, domain))
+            else:
+                fixed = self.pins.grads.get(out.name, B) if out.kind == "grad" else B
+                wants.setdefault(out.ref, []).append((self.problem.variable(1), (fixed,)))
+        for ref, placement in self.pins.values.items():
+            # Whatever the op makes, somebody reads the value in the pinned placement.
+            wants.setdefault(ref, []).append((self.problem.variable(1), (placement,)))
+        return wants
+
+
+def match(graph: Graph, mesh: Mesh, seeds: Mapping[str, Mapping[str, Sbp]]) -> list[Pins]:
+    """Seeds by pattern as pins per axis; a pattern that matches nothing is an error."""
+    pins = [Pins() for _ in mesh.sizes]
+    names = {i.name: i for i in graph.inputs}
+    aliases = {a: i.name for i in graph.inputs for a in i.aliases}
+    for pattern, placements in seeds.items():
+        try:
+            regex = re.compile(pattern)
+        except re.error as error:
+            raise PlanError(f"seed {pattern!r} is not a pattern: {error}") from error
+        hits = {n for n in names if regex.fullmatch(n)} | {aliases[a] for a in aliases if regex.fullmatch(a)}
+        nodes = [n for n in graph.nodes if regex.fullmatch(f"%{n.name}")]
+        if not hits and not nodes:
+            near = sorted(names, key=lambda n: -_common(n, pattern))[:3]
+            raise PlanError(
+                f"seed {pattern!r} matches no parameter, buffer or batch tensor",
+                closest=", ".join(near),
+                next="`laminar capture --report` lists all names; patterns match whole names",
+            )
+        for axis_name, placement in placements.items():
+            axis = mesh.axis(axis_name)
+            for name in hits:
+                pins[axis].inputs[name] = placement
+            for node in nodes:
+                pins[axis].values[Ref(node.name)] = placement
+    for name, item in names.items():
+        nd = tuple(p.inputs.get(name, B) for p in pins)
+        check(item.spec, nd, mesh.sizes, f"seed for {name}")
+        if any(isinstance(p, Partial) for p in nd):
+            raise PlanError(f"{name} can't be stored as a partial value", allowed="S(d)  S(d, blocks=k)  B")
+    return pins
+
+
+def _common(a: str, b: str) -> int:
+    return len(set(re.findall(r"[A-Za-z]+", a)) & set(re.findall(r"[A-Za-z]+", b)))
+
+
+Seeds = Mapping[str, Mapping[str, Sbp]]
+Fitting = Callable[[TensorSpec], Sbp]
+
+
+def storable(spec: TensorSpec, parts: int) -> Sbp:
+    """The first dim that gives every rank something, evenly if any dim does; else whole."""
+    for fits in (lambda n: n % parts == 0 and n, lambda n: split_size(n, Split(0), parts, parts - 1) > 0):
+        for d, n in enumerate(spec.shape):
+            if fits(n):
+                return Split(d)
+    return B

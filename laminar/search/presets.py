@@ -1,0 +1,154 @@
+"""Plans with names: data parallel, ZeRO, tensor parallel, and completion from seeds.
+
+A preset that promises a pattern pins it. Data parallel: parameters are read whole and the batch is
+split, so the only traffic is gradients. ZeRO: the same, with parameters, gradients or optimizer
+state stored in pieces. Tensor parallel: the residual stream is whole, and weights are split
+wherever that keeps it so, which leaves two all-reduces per block each way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from laminar.errors import MeshError, PlanError
+from laminar.ir.codec import Ref
+from laminar.ir.graph import Graph
+from laminar.ir.mesh import Mesh
+from laminar.ir.plan import Plan
+from laminar.ir.sbp import B, NdSbp, Sbp, Split, no_rank_empty
+from laminar.rules.signing import follow
+from laminar.search.complete import Pins, Seeds, completed, match, storable
+
+PRODUCTS = {"aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten.convolution", "aten.convolution_backward",
+            "laminar.attention", "laminar.attention_backward"}  # fmt: skip
+"""The ops whose work tensor parallelism divides."""
+DATA_AXES = ("dp", "data", "batch", "fsdp", "zero")
+
+
+def data_parallel(graph: Graph, mesh: Mesh) -> Plan:
+    """The batch split over every axis, parameters whole, gradients summed."""
+    return completed(graph, mesh, [_data_pins(graph, mesh, a) for a in range(len(mesh.sizes))], "data_parallel")
+
+
+def zero(graph: Graph, mesh: Mesh, stage: int = 3) -> Plan:
+    """Data parallel with optimizer state (1), gradients (2) and parameters (3) in pieces."""
+    if stage not in (1, 2, 3):
+        raise PlanError(f"zero has no stage {stage!r}", allowed="1  2  3")
+    pins = [_data_pins(graph, mesh, a) for a in range(len(mesh.sizes))]
+    pieces: dict[str, NdSbp] = {}
+    for item in graph.of_kind("param"):
+        if item.trainable:
+            # All axes together cut one dim, the last axis finest: each rank owns one contiguous piece.
+            pieces[item.name] = _pieces(item.spec, mesh)
+    for name, nd in pieces.items():
+        for axis, placement in enumerate(nd):
+            if stage >= 2:
+                pins[axis].grads[name] = placement
+            if stage >= 3:
+                pins[axis].inputs[name] = placement
+    plan = completed(graph, mesh, pins, f"zero({stage})")
+    return replace(plan, state=pieces)
+
+
+def _pieces(spec, mesh: Mesh) -> NdSbp:  # type: ignore[no-untyped-def]
+    from laminar.ir.sbp import local_spec
+
+    out: list[Sbp] = []
+    for axis, parts in enumerate(mesh.sizes):
+        here = local_spec(spec, tuple(out), mesh.sizes[:axis])
+        placement = storable(here, parts)
+        uneven = any(
+            isinstance(p, Split) and isinstance(placement, Split) and p.dim == placement.dim
+            and spec.shape[p.dim] % mesh.sizes[a] for a, p in enumerate(out)
+        )  # fmt: skip
+        out.append(B if uneven else placement)
+    return tuple(out)
+
+
+def tensor_parallel(graph: Graph, mesh: Mesh, axis: str | None = None) -> Plan:
+    """Weights split over one axis (`tp` unless named), the residual stream whole; other axes data parallel."""
+    if axis is None:
+        others = [n for n in mesh.names if n not in DATA_AXES]
+        if len(others) != 1 and "tp" not in mesh.names:
+            raise MeshError(f"which axis of {mesh} is tensor parallel?", next='name it: tensor_parallel(graph, mesh, axis="...")')
+        axis = "tp" if "tp" in mesh.names else others[0]
+    at = mesh.axis(axis)
+    pins = [_tensor_pins(graph) if a == at else _data_pins(graph, mesh, a) for a in range(len(mesh.sizes))]
+    return completed(graph, mesh, pins, "tensor_parallel")
+
+
+def seeded(graph: Graph, mesh: Mesh, seeds: Seeds) -> Plan:
+    """A few tensors placed by name pattern, the rest completed at least cost."""
+    return completed(graph, mesh, match(graph, mesh, seeds), "seeded")
+
+
+def _data_pins(graph: Graph, mesh: Mesh, axis: int) -> Pins:
+    parts = mesh.sizes[axis]
+    pins = Pins()
+    for item in graph.inputs:
+        pins.inputs[item.name] = B
+        if item.kind == "batch" and item.spec.shape:
+            size = item.spec.shape[0]
+            for a in range(axis):
+                size = -(-size // mesh.sizes[a])
+            pins.inputs[item.name] = Split(0) if no_rank_empty(size, parts) else B
+    whole = {i.name for i in graph.inputs if i.kind in ("param", "buffer", "rng")} | {c.name for c in graph.constants}
+    trained = {i.name for i in graph.inputs if i.kind in ("param", "buffer")}
+    for node in graph.nodes:
+        if node.ins and node.phase != "backward" and all(r.name in whole for r in node.ins) and not node.op.startswith("laminar."):
+            whole.add(node.name)
+            if any(r.name in trained for r in node.ins):
+                trained.add(node.name)
+    for ref in graph.specs:
+        if ref.name in trained:
+            pins.read[ref] = B
+    pins.spread = _batched(graph, pins, parts)
+    return pins
+
+
+def _batched(graph: Graph, pins: Pins, parts: int) -> set[str]:
+    """Ops the split of the batch reaches if every op simply follows its inputs."""
+    given: dict[Ref, NdSbp] = {Ref(i.name): (pins.inputs[i.name],) for i in graph.inputs}
+    given |= {Ref(c.name): (B,) for c in graph.constants}
+    placings = follow(graph.nodes, given, graph.specs, (parts,))
+    return {p.node.name for p in placings if any(isinstance(nd[0], Split) for nd in p.outs)}
+
+
+def _tensor_pins(graph: Graph) -> Pins:
+    pins = Pins(stored_byte_s=1e-9)
+    pins.spread = {n.name for n in graph.nodes if n.op in PRODUCTS}
+    for item in graph.inputs:
+        if item.kind in ("batch", "rng"):
+            pins.inputs[item.name] = B
+    for ref in residual_stream(graph):
+        pins.values[ref] = B
+        pins.read[ref] = B
+    return pins
+
+
+def residual_stream(graph: Graph) -> set[Ref]:
+    """Values that a sum carries past a branch computed from them, and those sums; backward's too.
+
+    `x + f(x)`: one operand of the addition is computed from the other. In backward the gradient of
+    x is `g + f'(g)`, which is the same shape.
+    """
+    number = {n.name: i for i, n in enumerate(graph.nodes)}
+    above: list[int] = []
+    stream: set[Ref] = set()
+    for i, node in enumerate(graph.nodes):
+        mask = 1 << i
+        for ref in node.ins:
+            if ref.name in number:
+                mask |= above[number[ref.name]]
+        above.append(mask)
+        if node.op != "aten.add.Tensor" or len(node.ins) != 2:
+            continue
+        a, b = node.ins
+        if graph.specs[a].shape != graph.specs[b].shape or len(graph.specs[a].shape) < 2:
+            continue
+        for x, y in ((a, b), (b, a)):
+            if x.name in number and y.name in number and x != y and above[number[y.name]] >> number[x.name] & 1:
+                stream |= {Ref(node.name), x}
+    return stream
+
+
