@@ -99,7 +99,6 @@ def recorded(watched: Collection[str], each: int = 8, samples: int = 12) -> dict
     from torch.testing._internal.common_methods_invocations import op_db
 
     recorder = Recorder(watched, each)
-    torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for info in op_db:
@@ -113,7 +112,9 @@ def recorded(watched: Collection[str], each: int = 8, samples: int = 12) -> dict
 
 def _sample(info: Any, dtype: torch.dtype, recorder: Recorder, samples: int) -> None:
     grad = dtype.is_floating_point and info.supports_autograd
-    for sample in islice(info.sample_inputs("cpu", dtype, requires_grad=grad), samples):
+    # Not `info.sample_inputs`, which inspects the stack for every sample: slow under pytest.
+    torch.manual_seed(0)
+    for sample in islice(info.sample_inputs_func(info, "cpu", dtype, grad), samples):
         ins = [t for t in tree_leaves((sample.input, sample.args, sample.kwargs)) if isinstance(t, Tensor)]
         ins = [t for t in ins if t.requires_grad]
         try:
@@ -142,7 +143,8 @@ def case(op: str, *args: Any) -> Case:
 def written() -> list[Case]:
     """Everything below."""
     torch.manual_seed(1)
-    return [c for group in (_scalars, _products, _moving, _reducing, _indexing, _layers, _images, _canonical) for c in group()]
+    groups = (_scalars, _products, _moving, _reducing, _indexing, _layers, _images, _narrow, _canonical)
+    return [c for group in groups for c in group()]
 
 
 def real(*shape: int) -> Tensor:
@@ -161,7 +163,16 @@ def _scalars() -> Iterator[Case]:
         yield case(f"{op}.Scalar", n, 3)
     for op in ("bitwise_left_shift", "bitwise_right_shift"):
         yield case(f"{op}.Tensor_Scalar", n, 3)
-    for op in ("fmod.Scalar", "clamp_max", "clamp_min", "add.Scalar", "sub.Scalar", "mul.Scalar", "div.Scalar", "ge.Scalar"):
+    for op in (
+        "fmod.Scalar",
+        "clamp_max",
+        "clamp_min",
+        "add.Scalar",
+        "sub.Scalar",
+        "mul.Scalar",
+        "div.Scalar",
+        "ge.Scalar",
+    ):
         yield case(op, x, 0.7)
     yield case("div.Scalar_mode", x, 0.3, "floor")
     yield case("remainder.Scalar_Tensor", 7, n + 1)
@@ -185,7 +196,9 @@ def _scalars() -> Iterator[Case]:
     yield case("_to_copy", real(4, 6), torch.float32)
     yield case("_to_copy", ints(9, 4, 6), torch.float64)
     yield case("maximum", x, real(6, 5))
-    yield case("rrelu_with_noise_backward", x, real(4, 6, 5), torch.rand(4, 6, 5, dtype=torch.float64), 0.1, 0.3, True, False)
+    yield case(
+        "rrelu_with_noise_backward", x, real(4, 6, 5), torch.rand(4, 6, 5, dtype=torch.float64), 0.1, 0.3, True, False
+    )
 
 
 def _products() -> Iterator[Case]:
@@ -274,6 +287,8 @@ def _reducing() -> Iterator[Case]:
     yield case("_log_softmax", x, -1, False)
     for op in ("max.dim", "min.dim", "median.dim", "mode", "argmax", "argmin", "cummax", "cumprod", "cumsum"):
         yield case(op, x, 1)
+    for op in ("median", "nanmedian", "prod"):
+        yield case(op, x)
     yield case("kthvalue", x, 2, 1)
     yield case("topk", x, 2, 1)
     yield case("sort", x, 0, True)
@@ -286,7 +301,9 @@ def _reducing() -> Iterator[Case]:
     yield case("count_nonzero", ints(3, 4, 6, 5))
     yield case("count_nonzero.dim_IntList", ints(3, 4, 6, 5), (0, 2))
     yield case("_cdist_forward", real(3, 4, 6), real(3, 8, 6), 2.0, None)
-    yield case("_cdist_backward", real(3, 4, 8), real(3, 4, 6), real(3, 8, 6), 1.0, torch.rand(3, 4, 8, dtype=torch.float64))
+    yield case(
+        "_cdist_backward", real(3, 4, 8), real(3, 4, 6), real(3, 8, 6), 1.0, torch.rand(3, 4, 8, dtype=torch.float64)
+    )
     yield case("linalg_cross", real(4, 6, 3), real(4, 6, 3), -1)
     yield case("linalg_cross", real(3, 4, 6), real(3, 4, 1), 0)
     yield case("_weight_norm_interface", real(6, 4, 5), real(6, 1, 1), 0)
@@ -374,7 +391,9 @@ def _layers() -> Iterator[Case]:
             yield case(f"{op}_backward", grad, a, b, reduction, *extra)
         yield case("binary_cross_entropy", p, torch.rand_like(p), torch.rand_like(p), reduction)
         yield case("binary_cross_entropy_backward", grad, p, torch.rand_like(p), torch.rand_like(p), reduction)
-        yield case("binary_cross_entropy_with_logits", a, torch.rand_like(p), None, torch.rand(5, dtype=p.dtype), reduction)
+        yield case(
+            "binary_cross_entropy_with_logits", a, torch.rand_like(p), None, torch.rand(5, dtype=p.dtype), reduction
+        )
         yield case("mse_loss", a, real(6, 1), reduction)
         yield case("mse_loss", real(6, 1), a, reduction)
     x = real(4, 6, 8, 10)
@@ -394,8 +413,9 @@ def _layers() -> Iterator[Case]:
 
 
 def _images() -> Iterator[Case]:
-    for groups, transposed, bias in ((1, False, True), (1, True, True), (1, False, False), (4, False, True), (4, True, True),
-                                     (8, False, False)):  # fmt: skip
+    plain_kinds = ((1, False, True), (1, True, True), (1, False, False))
+    grouped_kinds = ((4, False, True), (4, True, True), (8, False, False))
+    for groups, transposed, bias in (*plain_kinds, *grouped_kinds):
         x, out = real(6, 8, 5, 7), 16 if groups > 1 else 12
         w = real(8, out // groups, 3, 2) if transposed else real(out, 8 // groups, 3, 2)
         b = real(out) if bias else None
@@ -415,11 +435,34 @@ def _images() -> Iterator[Case]:
     yield case("max_pool2d_with_indices", x, [2, 3], [2, 2], [1, 1])
     yield case("avg_pool2d", x, [2, 3], [2, 2], [1, 1])
     yield case("_adaptive_avg_pool2d", x, [3, 4])
-    yield case("grid_sampler_2d", x, torch.rand(4, 3, 5, 2, dtype=torch.float64) * 2 - 1, 0, 0, False)
-    yield case("grid_sampler_2d_backward", real(4, 6, 3, 5), x, torch.rand(4, 3, 5, 2, dtype=torch.float64) * 2 - 1, 0, 0,
-               False, [True, True])  # fmt: skip
-    yield case("grid_sampler_2d_backward", real(4, 6, 3, 5), x, torch.rand(4, 3, 5, 2, dtype=torch.float64) * 2 - 1, 0, 0,
-               False, [False, True])  # fmt: skip
+    grid = torch.rand(4, 3, 5, 2, dtype=torch.float64) * 2 - 1
+    yield case("grid_sampler_2d", x, grid, 0, 0, False)
+    yield case("grid_sampler_2d_backward", real(4, 6, 3, 5), x, grid, 0, 0, False, [True, True])
+    yield case("grid_sampler_2d_backward", real(4, 6, 3, 5), x, grid, 0, 0, False, [False, True])
+
+
+def _narrow() -> Iterator[Case]:
+    """Half precision: expansions widen inside and must come back in the dtype of the fused op."""
+    x, y = real(4, 6, 8).bfloat16(), real(4, 6, 8).bfloat16()
+    yield case("_softmax", x, 1, False)
+    yield case("_log_softmax", x, 1, False)
+    yield case("_softmax_backward_data", y, x.softmax(1), 1, torch.bfloat16)
+    yield case("_log_softmax_backward_data", y, x.log_softmax(1), 1, torch.bfloat16)
+    yield case("mean.dim", x, (1,), False)
+    yield case("mean.dim", x, (1,), True, torch.float32)
+    yield case("var.correction", x, (1,), 1, False)
+    yield case("logsumexp", x, (1,), False)
+    yield case("linalg_vector_norm", x, 2, (1,), False)
+    yield case("linalg_vector_norm", x, 2, (1,), False, torch.float32)
+    yield case("mse_loss", x, y, 1)
+    for w, b in ((real(8).bfloat16(), real(8).bfloat16()), (real(8).float(), real(8).float())):
+        yield case("native_layer_norm", x, (8,), w, b, 1e-5)
+        _, mean, rstd = torch.native_layer_norm(x, (8,), w, b, 1e-5)
+        yield case("native_layer_norm_backward", y, x, (8,), mean, rstd, w, b, [True] * 3)
+    yield case("laminar.batch_norm", x, real(6).float(), real(6).float(), 1e-5)
+    _, mean, rstd = kernels.batch_norm(x, real(6).float(), real(6).float(), 1e-5)
+    yield case("laminar.batch_norm_backward", y, x, real(6).float(), mean, rstd)
+    yield case("_to_copy", x, torch.float32)
 
 
 def _canonical() -> Iterator[Case]:
@@ -448,7 +491,11 @@ def _attention() -> Iterator[Case]:
     for heads, kv, values in ((4, 4, 5), (12, 4, 5), (12, 1, 5), (4, 2, 3)):
         for causal in (False, True):
             keys = rows if causal else cols
-            masks = [None] if causal else [None, real(batch, heads, rows, keys), real(rows, keys) > -1, real(batch, 1, 1, keys)]
+            masks = (
+                [None]
+                if causal
+                else [None, real(batch, heads, rows, keys), real(rows, keys) > -1, real(batch, 1, 1, keys)]
+            )
             for mask in masks:
                 q, k, v = real(batch, heads, rows, size), real(batch, kv, keys, size), real(batch, kv, keys, values)
                 yield case("laminar.attention", q, k, v, mask, causal, 0.3)

@@ -94,9 +94,7 @@ def test_every_expansion_and_local_form_is_reached(cases: Cases) -> None:
 # --- arithmetic ------------------------------------------------------------------------------
 
 
-def test_every_signature_on_one_axis(
-    cases: Cases, chance: torch.Generator, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_signature_on_one_axis(cases: Cases, chance: torch.Generator, capsys: pytest.CaptureFixture[str]) -> None:
     """S, B and P in and out, uneven pieces and blocks included: equal to the op on whole tensors."""
     failures: list[Failure] = []
     verified: set[str] = set()
@@ -252,25 +250,27 @@ def test_a_wrong_rule_is_caught(mutant: str, chance: torch.Generator) -> None:
 
 
 LINEAR_BUT_UNUSED = {
-    *("aten.ldexp.Tensor", "aten.nan_to_num", "aten.nansum", "aten.xlogy.Scalar_Other"),
-    *("aten.masked_scatter", "aten.scatter.value_reduce"),
+    *("aten.ldexp.Tensor", "aten.nansum", "aten.xlogy.Tensor", "aten.xlogy.Scalar_Other", "aten.special_xlog1py"),
+    *("aten.polar", "aten.cholesky_solve", "aten.nextafter", "aten.nan_to_num", "aten.scatter.value_reduce"),
 }
-"""Ops that do pass sums of their first input, at least on the samples; nobody needs it."""
+"""Ops that do pass sums of their first input (or come within rounding of it); nobody needs it."""
 
 
 def test_no_op_passes_sums_by_accident(cases: Cases, chance: torch.Generator) -> None:
     """For every op that is not declared linear, some case shows that it isn't: the samples are sharp."""
     unnoticed = set()
     for name, some in cases.items():
+        rules = {id(one): rule for one in some if (rule := rule_for(one.call))}
+        if any(rule.linear for rule in rules.values()):
+            continue
         tried = noticed = False
         for one in some:
-            rule = rule_for(one.call)
-            if rule is None or rule.linear or not one.values or not one.values[0].is_floating_point():
+            if not one.values or not one.values[0].is_floating_point():
                 continue
-            found = signatures(replace(rule, linear="0", through=""), one.call, 2)
+            found = signatures(replace(rules[id(one)], linear="0"), one.call, 2)
             sums = [s for s in found if s.ins[0] == Partial("sum") and not s.how]
             count, wrong = check_axis(one, 2, chance, [found[0], *sums])
             tried, noticed = tried or bool(count), noticed or bool(wrong)
         if tried and not noticed:
             unnoticed.add(name)
-    assert unnoticed <= LINEAR_BUT_UNUSED
+    assert unnoticed == LINEAR_BUT_UNUSED

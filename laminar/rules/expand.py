@@ -218,9 +218,7 @@ def _layer_norm_backward(s: Sheet, call: Call, args: tuple[Any, ...]) -> tuple[R
     dx = s.mul(s.sub(dx, s.mul(unit, s.over(s.sum(s.mul(gw, unit), dims), n))), rstd)
     dw = s.sum(s.mul(g, unit), rows, keep=False) if rows else s.mul(g, unit)
     db = s.sum(g, rows, keep=False) if rows else g
-    return tuple(
-        s.cast(r, o.dtype) if o is not None else r for r, o in zip((dx, dw, db), call.outs, strict=True)
-    )
+    return tuple(s.cast(r, o.dtype) if o is not None else r for r, o in zip((dx, dw, db), call.outs, strict=True))
 
 
 def _per_channel(s: Sheet, v: Ref, rank: int) -> Ref:
@@ -289,7 +287,9 @@ EXPANSIONS: dict[str, Expansion] = {
 }
 
 
-def expand(call: Call, args: tuple[Any, ...], specs: dict[Ref, TensorSpec], prefix: str) -> tuple[list[Node], tuple[Ref, ...]]:
+def expand(
+    call: Call, args: tuple[Any, ...], specs: dict[Ref, TensorSpec], prefix: str
+) -> tuple[list[Node], tuple[Ref, ...]]:
     """The nodes that compute what `call` does, on whole tensors, and which of them are its outputs."""
     sheet = Sheet(prefix, specs=dict(specs))
     outs = EXPANSIONS[call.op](sheet, call, args)

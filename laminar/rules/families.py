@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
 from laminar.ir.tensor import TensorSpec
@@ -60,7 +61,11 @@ def normal_dims(dims: Any, rank: int) -> tuple[int, ...]:
 
 
 def reduction(
-    dim_arg: int | None = 1, keep_arg: int | None = 2, kind: str | None = "sum", linear: bool = False, expand: bool = False
+    dim_arg: int | None = 1,
+    keep_arg: int | None = 2,
+    kind: str | None = "sum",
+    linear: bool = False,
+    expand: bool = False,
 ) -> RuleFn:
     """Over some dims. `kind` is how the reduced factors combine across ranks; None: they can't."""
 
@@ -80,7 +85,7 @@ def reduction(
         return Rule(
             text(call, [source], [out] * len(call.outs)),
             linear="0" if linear else "",
-            reduce={n: kind for n in reduced} if kind and not expand else {},
+            reduce=dict.fromkeys(reduced, kind) if kind and not expand else {},
             expand={n: "B" * len(call.outs) for n in reduced} if expand else {},
         )
 
@@ -155,7 +160,9 @@ def reshape(call: Call) -> Rule:
     return Rule(text(call, [left], [right]), sizes=sizes, linear="0", through="0")
 
 
-def _refine(source: tuple[int, ...], target: tuple[int, ...], tag: str, sizes: dict[str, int]) -> tuple[list[str], list[str]]:
+def _refine(
+    source: tuple[int, ...], target: tuple[int, ...], tag: str, sizes: dict[str, int]
+) -> tuple[list[str], list[str]]:
     cuts = []
     for side in (source, target):
         at = 1
@@ -163,7 +170,7 @@ def _refine(source: tuple[int, ...], target: tuple[int, ...], tag: str, sizes: d
             at *= n
             cuts.append(at)
     ladder = [1, *sorted(set(cuts))]
-    steps = list(zip(ladder, ladder[1:], strict=False))
+    steps = list(pairwise(ladder))
     # Cuts that do not nest from some point on: everything after the last good one is a lump.
     good = next((k for k, (a, b) in enumerate(steps) if b % a), len(steps))
     if good < len(steps):

@@ -31,9 +31,7 @@ def embedding_backward(call: Call) -> Rule:
         at = ["."] * len(call.ins[1].shape)
         return Rule(text(call, [[*at, "e"], at], [[".", "e"]]), linear="0")
     at = letters(len(call.ins[1].shape), "i")
-    return Rule(
-        text(call, [[*at, "e"], at], [["v", "e"]]), linear="0", local={"v": "laminar.embedding_backward_at"}
-    )
+    return Rule(text(call, [[*at, "e"], at], [["v", "e"]]), linear="0", local={"v": "laminar.embedding_backward_at"})
 
 
 BAG_MAX = 2
@@ -94,7 +92,7 @@ def scatter(call: Call) -> Rule:
 
 
 def scatter_reduce(call: Call) -> Rule:
-    """scatter_add(x, dim, index, src) and scatter_reduce(..., kind, with x): splitting what is written leaves partials."""
+    """scatter_add(x, dim, index, src), scatter_reduce(..., kind, with x): splitting what is written leaves partials."""
     rule = scatter(call)
     kind = "sum" if call.op == "aten.scatter_add" else call.arg(4)
     with_x = call.op == "aten.scatter_add" or (call.op == "aten.scatter_reduce.two" and call.arg(5))
@@ -150,7 +148,9 @@ def index_copy(call: Call) -> Rule:
     return Rule(text(call, sides, [names]), linear="" if call.op == "aten.index_reduce" else keeps)
 
 
-def _indexed(call: Call, indices: tuple[Any, ...]) -> tuple[list[str], list[list[str]], list[str], tuple[int, ...]] | None:
+def _indexed(
+    call: Call, indices: tuple[Any, ...]
+) -> tuple[list[str], list[list[str]], list[str], tuple[int, ...]] | None:
     """Factors of x, of each index and of x[indices], and the shape of the indices broadcast together."""
     x = call.ins[0].shape
     used = [k for k, i in enumerate(indices) if isinstance(i, Ref)]

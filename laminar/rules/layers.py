@@ -30,8 +30,8 @@ def vector_norm(call: Call) -> Rule:
     reduced = [names[i] for i in dims]
     return Rule(
         text(call, [source], [out]),
-        reduce={n: kind for n in reduced} if kind else {},
-        expand={n: "B" for n in reduced} if order == 2 else {},
+        reduce=dict.fromkeys(reduced, kind) if kind else {},
+        expand=dict.fromkeys(reduced, "B") if order == 2 else {},
     )
 
 
@@ -87,7 +87,7 @@ def loss(reduction_arg: int) -> RuleFn:
         ins = [aligned(s, shape, names) for s in call.ins]
         return Rule(
             text(call, ins, [names if reduction == 0 else []]),
-            expand={n: "B" for n in names} if reduction == MEAN else {},
+            expand=dict.fromkeys(names, "B") if reduction == MEAN else {},
         )
 
     return rule
@@ -101,11 +101,9 @@ def loss_backward(reduction_arg: int) -> RuleFn:
         rank = len(call.out.shape)
         names = letters(rank) if not mean or call.ins[1].shape == call.out.shape else ["."] * rank
         ins = [aligned(s, call.out.shape, names) for s in call.ins]
-        return Rule(text(call, ins, [names]), linear="0", expand={n: "S" for n in names} if mean else {})
+        return Rule(text(call, ins, [names]), linear="0", expand=dict.fromkeys(names, "S") if mean else {})
 
     return rule
-
-
 
 
 def softmax(call: Call) -> Rule:
@@ -147,11 +145,11 @@ def nll(call: Call) -> Rule:
     if call.at(2) is not None:
         ins.append(["c"])
     loss = [*batch, *spatial] if reduction == 0 and call.outs[0] and call.outs[0].shape else []
-    over = {"c": "BB"} | {n: "BB" for n in (*batch, *spatial)}
+    over = {"c": "BB"} | dict.fromkeys((*batch, *spatial), "BB")
     if reduction == MEAN:
         return Rule(text(call, ins, [loss, []]), expand=over)
     if reduction == 0:
-        return Rule(text(call, ins, [loss, []]), whole={n: "1" for n in (*batch, *spatial)},
+        return Rule(text(call, ins, [loss, []]), whole=dict.fromkeys((*batch, *spatial), "1"),
                     local={"c": "laminar.nll_at"})  # fmt: skip
     return Rule(text(call, ins, [loss, []]), local={"c": "laminar.nll_at"})
 
@@ -181,7 +179,7 @@ def layer_norm(call: Call) -> Rule:
     rows, hidden = _normed(call, 0, 1)
     ins = [[*rows, *hidden]] + [hidden for k in (2, 3) if call.at(k) is not None]
     stats = [*rows, *["."] * len(hidden)]
-    return Rule(text(call, ins, [[*rows, *hidden], stats, stats]), expand={h: "SBB" for h in hidden})
+    return Rule(text(call, ins, [[*rows, *hidden], stats, stats]), expand=dict.fromkeys(hidden, "SBB"))
 
 
 def layer_norm_backward(call: Call) -> Rule:
@@ -192,7 +190,7 @@ def layer_norm_backward(call: Call) -> Rule:
     return Rule(
         text(call, ins, [full, hidden if call.outs[1] else [], hidden if call.outs[2] else []]),
         linear="0",
-        expand={h: "SSS" for h in hidden},
+        expand=dict.fromkeys(hidden, "SSS"),
     )
 
 
@@ -204,7 +202,9 @@ def group_norm(call: Call) -> Rule:
     full = ["n", c, *["."] * (len(call.ins[0].shape) - 2)]
     if not inner or call.outs[1] is None or call.outs[1].shape[1] != call.ins[0].shape[1] // inner:
         c, full = ".", ["n", *["."] * (len(call.ins[0].shape) - 1)]
-        return Rule(text(call, [full] + [["."] for k in (1, 2) if call.at(k) is not None], [full, ["n", "."], ["n", "."]]))
+        return Rule(
+            text(call, [full] + [["."] for k in (1, 2) if call.at(k) is not None], [full, ["n", "."], ["n", "."]])
+        )
     ins = [full] + [[c] for k in (1, 2) if call.at(k) is not None]
     return Rule(text(call, ins, [full, ["n", "g"], ["n", "g"]]), sizes={"g": call.ins[0].shape[1] // inner})
 
@@ -225,7 +225,7 @@ def batch_norm(call: Call) -> Rule:
     over = ["n", *letters(len(call.ins[0].shape) - 2)]
     full = ["n", "c", *over[1:]]
     ins = [full] + [["c"] for k in (1, 2) if call.at(k) is not None]
-    return Rule(text(call, ins, [full, ["c"], ["c"]]), expand={n: "SBB" for n in over})
+    return Rule(text(call, ins, [full, ["c"], ["c"]]), expand=dict.fromkeys(over, "SBB"))
 
 
 def batch_norm_backward(call: Call) -> Rule:
@@ -233,7 +233,7 @@ def batch_norm_backward(call: Call) -> Rule:
     over = ["n", *letters(len(call.ins[0].shape) - 2)]
     full = ["n", "c", *over[1:]]
     ins = [full, full] + ([["c"]] if call.at(2) is not None else []) + [["c"], ["c"]]
-    return Rule(text(call, ins, [full, ["c"], ["c"]]), linear="0", expand={n: "SBB" for n in over})
+    return Rule(text(call, ins, [full, ["c"], ["c"]]), linear="0", expand=dict.fromkeys(over, "SBB"))
 
 
 def batch_norm_apply(call: Call) -> Rule:

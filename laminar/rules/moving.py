@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from laminar.ir.tensor import FLOATS, ITEM_BYTES
 from laminar.rules.families import letters, pointwise, text
 from laminar.rules.notation import Call, Rule, RuleFn
 
-MOVES = {"linear": "0", "through": "0"}
+
+def moved(words: str, sizes: Mapping[str, int] | None = None) -> Rule:
+    """A rule of an op that only moves elements of its one input: sums and extremes pass."""
+    return Rule(words, sizes=sizes or {}, linear="0", through="0")
 
 
 def extreme(kind: str) -> RuleFn:
@@ -36,13 +40,13 @@ def permute(call: Call) -> Rule:
     """Dims in another order."""
     rank = len(call.ins[0].shape)
     names = letters(rank)
-    return Rule(text(call, [names], [[names[d % rank] for d in call.arg(1)]]), **MOVES)
+    return moved(text(call, [names], [[names[d % rank] for d in call.arg(1)]]))
 
 
 def transpose_2d(call: Call) -> Rule:
     """`t`: at most two dims."""
     names = letters(len(call.ins[0].shape))
-    return Rule(text(call, [names], [names[::-1]]), **MOVES)
+    return moved(text(call, [names], [names[::-1]]))
 
 
 def transpose(call: Call) -> Rule:
@@ -53,7 +57,7 @@ def transpose(call: Call) -> Rule:
     if rank:
         a, b = call.arg(1) % rank, call.arg(2) % rank
         out[a], out[b] = out[b], out[a]
-    return Rule(text(call, [names], [out]), **MOVES)
+    return moved(text(call, [names], [out]))
 
 
 def expand(call: Call) -> Rule:
@@ -73,7 +77,7 @@ def repeat(call: Call) -> Rule:
     for name, n, m in zip(names, source, target[offset:], strict=True):
         out.append(name if n == m else f"({m // n} {name})")
         sizes[name] = n
-    return Rule(text(call, [names], [out]), sizes=sizes, **MOVES)
+    return moved(text(call, [names], [out]), sizes)
 
 
 def _blocks(n: int, part: int, name: str) -> str:
@@ -116,7 +120,7 @@ def split(call: Call) -> Rule:
     source, out = list(names), list(names)
     source[d] = _blocks(call.ins[0].shape[d], part, names[d]) if same else "."
     out[d] = names[d] if same else "."
-    return Rule(text(call, [source], [out] * len(call.outs)), **MOVES)
+    return moved(text(call, [source], [out] * len(call.outs)))
 
 
 def unbind(call: Call) -> Rule:
@@ -125,7 +129,7 @@ def unbind(call: Call) -> Rule:
     d = (call.arg(1) or 0) % rank
     names = letters(rank)
     source = [*names[:d], ".", *names[d + 1 :]]
-    return Rule(text(call, [source], [[*names[:d], *names[d + 1 :]]] * len(call.outs)), **MOVES)
+    return moved(text(call, [source], [[*names[:d], *names[d + 1 :]]] * len(call.outs)))
 
 
 def _cut(n: int, part: int, start: int, step: int, name: str) -> tuple[str, str]:
@@ -150,7 +154,7 @@ def slice_(call: Call) -> Rule:
     names = letters(rank)
     source, out = list(names), list(names)
     source[d], out[d] = _cut(n, part, _start(call.arg(2), n), call.arg(4) or 1, names[d])
-    return Rule(text(call, [source], [out]), **MOVES)
+    return moved(text(call, [source], [out]))
 
 
 def slice_backward(call: Call) -> Rule:
@@ -161,7 +165,7 @@ def slice_backward(call: Call) -> Rule:
     source, out = list(names), list(names)
     n, part = call.out.shape[d], call.ins[0].shape[d]
     out[d], source[d] = _cut(n, part, _start(call.arg(3), n), call.arg(5), names[d])
-    return Rule(text(call, [source], [out]), **MOVES)
+    return moved(text(call, [source], [out]))
 
 
 def slice_scatter(call: Call) -> Rule:
@@ -181,7 +185,7 @@ def select(call: Call) -> Rule:
     d = call.arg(1) % rank
     names = letters(rank)
     source = [*names[:d], ".", *names[d + 1 :]]
-    return Rule(text(call, [source], [[*names[:d], *names[d + 1 :]]]), **MOVES)
+    return moved(text(call, [source], [[*names[:d], *names[d + 1 :]]]))
 
 
 def select_backward(call: Call) -> Rule:
@@ -190,7 +194,7 @@ def select_backward(call: Call) -> Rule:
     d = call.arg(2) % rank
     names = letters(rank)
     out = [*names[:d], ".", *names[d + 1 :]]
-    return Rule(text(call, [[*names[:d], *names[d + 1 :]]], [out]), **MOVES)
+    return moved(text(call, [[*names[:d], *names[d + 1 :]]], [out]))
 
 
 def select_scatter(call: Call) -> Rule:
@@ -209,7 +213,7 @@ def diagonal(call: Call) -> Rule:
     b = (call.arg(3) if call.arg(3) is not None else 1) % rank
     names = letters(rank)
     source = ["." if i in (a, b) else n for i, n in enumerate(names)]
-    return Rule(text(call, [source], [[n for n in source if n != "."] + ["."]]), **MOVES)
+    return moved(text(call, [source], [[n for n in source if n != "."] + ["."]]))
 
 
 def diagonal_back(first: int) -> RuleFn:
@@ -248,7 +252,7 @@ def unfold(call: Call) -> Rule:
     names = letters(rank)
     if rank:
         names[call.arg(1) % rank] = "."
-    return Rule(text(call, [names], [[*names, "."]]), **MOVES)
+    return moved(text(call, [names], [[*names, "."]]))
 
 
 def unfold_backward(call: Call) -> Rule:
@@ -286,5 +290,3 @@ def create(call: Call) -> Rule:
     """Made from nothing (or from the RNG key): any dim may be split."""
     names = letters(len(call.out.shape))
     return Rule(text(call, [["."] * len(s.shape) for s in call.ins], [names]))
-
-

@@ -238,7 +238,7 @@ def _partials(rule: Rule, call: Call) -> list[Signature]:
     found = []
     for groups, kinds in ((rule.linear, ("sum",)), (rule.through, ("max", "min"))):
         for group in filter(None, groups.split("|")):
-            ops = kinds
+            ops: tuple[str, ...] = kinds
             if ":" in group:
                 kind, _, group = group.partition(":")
                 ops = (kind,)

@@ -157,14 +157,20 @@ def follow(
 
 
 def _closest(call: Call, have: tuple[Sbp, ...], parts: int) -> Signature:
-    """The signature that changes fewest inputs, never turning anything into a partial or splitting anew."""
+    """The signature that changes its inputs least: slicing is nearly free, gathering is a last resort."""
     counts = {p.blocks for p in have if isinstance(p, Split)}
     shapes = {n for s in (*call.ins, *call.outs) if s for n in s.shape}
     blocks = tuple((n, tuple(sorted(_inner(counts, n)))) for n in sorted(shapes))
 
-    def distance(s: Signature) -> tuple[int, int]:
-        changed = [(a, b) for a, b in zip(have, s.ins, strict=True) if a != b]
-        worst = sum(not (isinstance(a, Partial) and b == B) for a, b in changed)
-        return worst, len(changed)
+    def distance(s: Signature) -> int:
+        return sum(_change(a, b) for a, b in zip(have, s.ins, strict=True))
 
     return min(options(call, parts, blocks), key=distance)
+
+
+def _change(a: Sbp, b: Sbp) -> int:
+    if a == b:
+        return 0
+    if a == B:
+        return 1 if isinstance(b, Split) else 5
+    return 10 if isinstance(a, Partial) and b == B else 100

@@ -57,7 +57,7 @@ class MinSum:
         """Add a cost over the variables of `scope`, in that order."""
         self.factors.append((scope, self.intern(table)))
 
-    def solve(self, limit: int = 1 << 22) -> Solution:
+    def solve(self, limit: int = 1 << 19) -> Solution:
         """Eliminate all variables, then read the values back."""
         n = len(self.sizes)
         scopes: dict[int, tuple[tuple[int, ...], int]] = dict(enumerate(self.factors))

@@ -111,7 +111,7 @@ def _batched(graph: Graph, pins: Pins, parts: int) -> set[str]:
     given: dict[Ref, NdSbp] = {Ref(i.name): (pins.inputs[i.name],) for i in graph.inputs}
     given |= {Ref(c.name): (B,) for c in graph.constants}
     placings = follow(graph.nodes, given, graph.specs, (parts,))
-    return {p.node.name for p in placings if any(isinstance(nd[0], Split) for nd in p.outs)}
+    return {p.node.name for p in placings if any(isinstance(nd[0], Split) for nd in (*p.ins, *p.outs))}
 
 
 def _tensor_pins(graph: Graph) -> Pins:

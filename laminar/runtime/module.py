@@ -1,0 +1,191 @@
+"""A program as code: a `torch.fx.GraphModule` whose forward is one rank's step, line by line.
+
+What can be decided before running is decided here: sizes, offsets, which exchange, who may write
+in place. Weight gradients that go into a bucket are written there by the product that makes them
+(`mm(out=...)`), so that reduction needs no copy.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from laminar.capture.torch_ops import DTYPES
+from laminar.cost.work import FREE
+from laminar.ir.codec import Ref
+from laminar.ir.program import Instr, Program
+from laminar.ir.sbp import local_shape
+from laminar.runtime.boxes import Box
+from laminar.runtime.local import prepare
+from laminar.runtime.lockstep import constant_tensor
+from laminar.runtime.transport import Bucket, Groups, Null
+
+INTO = {"aten.mm": torch.mm, "aten.bmm": torch.bmm, "aten.addmm": torch.addmm}
+"""Ops that can write their result where they are told."""
+
+
+class Step:
+    """One rank's compiled step: call it with local inputs in order, get local outputs in order."""
+
+    def __init__(
+        self,
+        program: Program,
+        transport: Groups | Null,
+        constants: Mapping[str, Tensor] | None = None,
+        ranges: bool = False,
+    ) -> None:
+        self.program, self.transport = program, transport
+        transport.prepare(program)
+        self.module = _Build(program, transport, constants or {}, ranges).module()
+
+    def __call__(self, *inputs: Tensor) -> list[Tensor]:
+        with torch.no_grad():
+            return self.module(*inputs)  # type: ignore[no-any-return]
+
+    @property
+    def code(self) -> str:
+        """The generated Python."""
+        return str(self.module.code)
+
+
+class _Build:
+    def __init__(self, program: Program, transport: Groups | Null, constants: Mapping[str, Tensor], ranges: bool) -> None:
+        self.program, self.transport = program, transport
+        self.mesh, self.rank, self.device = program.mesh, transport.rank, transport.device
+        self.graph = fx.Graph()
+        self.root: dict[str, Any] = {}
+        self.env: dict[Ref, fx.Node] = {}
+        self.waiting: dict[str, tuple[Instr, fx.Node, str]] = {}
+        self.uses: dict[Ref, int] = {}
+        self.ranges = ranges
+        for instr in program.instrs:
+            for ref in instr.refs:
+                self.uses[ref] = self.uses.get(ref, 0) + 1
+        for out in program.outputs:
+            self.uses[out.ref] = self.uses.get(out.ref, 0) + 1
+        self.makers = {i.name: i for i in program.instrs}
+        self.given = constants
+        self.into: dict[str, tuple[Bucket, int]] = {}
+        self.buckets: dict[str, tuple[Bucket, list[int]]] = {}
+        for instr in program.instrs:
+            if instr.kind == "all_reduce" and len(instr.refs) > 1:
+                self._plan_bucket(instr)
+
+    def _plan_bucket(self, instr: Instr) -> None:
+        """Lay out a bucket, and see which members can be written straight into it."""
+        shapes = [local_shape(p.spec.shape, p.nd, self.mesh.sizes, self.mesh.coords(self.rank)) for p in instr.ins]
+        dtype = DTYPES[instr.ins[0].spec.dtype]
+        bucket = Bucket(shapes, dtype, self.device)
+        fill = []
+        for i, ref in enumerate(instr.refs):
+            maker = self.makers.get(ref.name)
+            if maker is not None and maker.op in INTO and self.uses[ref] == 1 and ref.name not in self.into:
+                self.into[ref.name] = (bucket, i)
+            else:
+                fill.append(i)
+        self.buckets[instr.name] = (bucket, fill)
+
+    def keep(self, name: str, value: Any) -> fx.Node:
+        """An object the generated code refers to."""
+        self.root[name] = value
+        return self.graph.get_attr(name)
+
+    def module(self) -> fx.GraphModule:
+        for i, item in enumerate(self.program.inputs):
+            self.env[Ref(item.name)] = self.graph.placeholder(f"in{i}")
+        read = {r.name for i in self.program.instrs for r in i.refs} | {o.ref.name for o in self.program.outputs}
+        for i, const in enumerate(self.program.constants):
+            if const.name in read:
+                value = self.given.get(const.name, None)
+                value = constant_tensor(const) if value is None else value
+                self.env[Ref(const.name)] = self.keep(f"const{i}", value.to(self.device))
+        for instr in self.program.instrs:
+            for ref in instr.refs:
+                self._await(ref)
+            if instr.kind in ("slice", "pad"):
+                box = Box.of(instr, self.mesh, self.rank)
+                holder = self.keep(f"{instr.name}_box", box)
+                self._name(self.graph.call_method(instr.kind, (holder, self.env[instr.refs[0]])), instr)
+            elif instr.kind:
+                self._start(instr)
+            else:
+                self._op(instr)
+        for out in self.program.outputs:
+            self._await(out.ref)
+        self.graph.output([self.env[o.ref] for o in self.program.outputs])
+        return fx.GraphModule(self.root, self.graph, "Step")
+
+    def _name(self, node: fx.Node, instr: Instr) -> None:
+        node.meta["module"] = instr.module
+        node.meta["where"] = instr.where
+        self.env[Ref(instr.name)] = node
+
+    def _op(self, instr: Instr) -> None:
+        target, args, kwargs = prepare(instr, self.mesh, self.rank, self.device)
+        filled = tuple(self._fill(a) for a in args)
+        if instr.name in self.into:
+            bucket, i = self.into[instr.name]
+            kwargs = {**kwargs, "out": self.keep(f"{instr.name}_out", bucket.views[i])}
+            target = INTO[instr.op]
+        range_node = self._range(instr)
+        node = self.graph.call_function(target, filled, kwargs)
+        self._name(node, instr)
+        if range_node is not None:
+            self.graph.call_function(_leave, (range_node,))
+        if len(instr.outs) > 1 or instr.op in ("aten.split.Tensor", "aten.split_with_sizes", "aten.unbind.int"):
+            for i, spec in enumerate(instr.outs):
+                if spec is not None and self.uses.get(Ref(instr.name, i)):
+                    self.env[Ref(instr.name, i)] = self.graph.call_function(operator.getitem, (node, i))
+
+    def _range(self, instr: Instr) -> fx.Node | None:
+        """A profiler range that carries the module's name."""
+        return self.graph.call_function(_enter, (f"{instr.module or 'loss'}/{instr.op}",)) if self.ranges else None
+
+    def _start(self, instr: Instr) -> None:
+        bucket, fill = self.buckets.get(instr.name, (None, []))
+        copy = instr.kind == "all_reduce" and bucket is None and not self._donated(instr.refs[0])
+        exchange = self.transport.exchange(instr, self.rank, copy, bucket, fill)
+        holder = self.keep(f"{instr.name}_x", exchange)
+        refs = [instr.refs[i] for i in fill] if bucket is not None else list(instr.refs)
+        handle = self.graph.call_method("start", (holder, *[self.env[r] for r in refs]))
+        self.waiting[instr.name] = (instr, handle, f"{instr.name}_x")
+
+    def _donated(self, ref: Ref) -> bool:
+        """Whether a collective may reduce a tensor where it lies: nobody else reads it, and it is no view."""
+        maker = self.makers.get(ref.name)
+        if maker is None or maker.kind or maker.op in FREE or self.uses[ref] > 1:
+            return False
+        return not maker.op.startswith(("aten.clone", "aten.contiguous", "laminar.")) and maker.op not in ("aten._to_copy", "aten.reshape")
+
+    def _await(self, ref: Ref) -> None:
+        if ref.name not in self.waiting:
+            return
+        instr, handle, holder = self.waiting.pop(ref.name)
+        node = self.graph.call_method("finish", (self.graph.get_attr(holder), handle))
+        self._name(node, instr)
+        if len(instr.refs) > 1:
+            for i in range(len(instr.refs)):
+                self.env[Ref(instr.name, i)] = self.graph.call_function(operator.getitem, (node, i))
+
+    def _fill(self, arg: Any) -> Any:
+        if isinstance(arg, Ref):
+            return self.env[arg]
+        if isinstance(arg, list) and any(isinstance(a, Tensor) for a in arg):
+            return [self.keep(f"index{len(self.root)}", a) for a in arg]
+        if isinstance(arg, list):
+            return [self._fill(a) for a in arg]
+        return arg
+
+
+def _enter(name: str) -> Any:
+    handle = torch.profiler.record_function(name)
+    handle.__enter__()
+    return handle
+
+
+def _leave(handle: Any) -> None:
+    handle.__exit__(None, None, None)

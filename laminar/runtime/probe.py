@@ -1,0 +1,133 @@
+"""Probing: how an op without a rule splits, found by trying.
+
+The op is run on whole inputs and on shards; a candidate (one dim of each input split or not, one
+dim of each output split, or the output partial) is kept only if the shards reproduce the whole on
+several random draws. Slow and certain, and only for ops nobody wrote a rule for.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laminar.capture.torch_ops import DTYPES, caller, unplain
+from laminar.ir.graph import Graph, Node, map_refs
+from laminar.ir.mesh import Mesh
+from laminar.ir.sbp import PSUM, B, Sbp, Split
+from laminar.ir.tensor import TensorSpec
+from laminar.rules.notation import call_of
+from laminar.rules.table import rule_for
+from laminar.runtime.shards import assemble, shard
+
+DRAWS = 3
+PARTS = 2
+LARGEST = 1 << 22
+"""Elements beyond which an op is not probed but computed whole."""
+AXIS = Mesh({"probe": PARTS})
+
+
+def probe(graph: Graph) -> Graph:
+    """The graph with signatures found for ops without a rule; nodes that are alike are probed once."""
+    found: dict[str, Any] = {}
+    rows: list[tuple[str, Any]] = []
+    for node in graph.nodes:
+        call = call_of(node, graph.specs)
+        if rule_for(call) is not None:
+            continue
+        key = repr((call.op, call.args, call.ins, call.outs))
+        if key not in found:
+            found[key] = _signatures(node, [graph.specs[r] for r in node.ins])
+        rows.append((node.name, found[key]))
+    return replace(graph, probed=tuple(rows)) if rows else graph
+
+
+def _signatures(node: Node, ins: list[TensorSpec]) -> list[list[list[str]]]:
+    outs = [o for o in node.outs if o is not None]
+    if len(outs) != len(node.outs) or sum(s.numel for s in (*ins, *outs)) > LARGEST or not ins:
+        return []
+    try:
+        draws = [_draw(node, ins, seed) for seed in range(DRAWS)]
+    except Exception:
+        return []
+    options = [[B, *[Split(d) for d, n in enumerate(s.shape) if n % PARTS == 0 and n > 1]] for s in ins]
+    if len(list(itertools.islice(itertools.product(*options), 257))) > 256:
+        return []
+    kept = []
+    for placed in itertools.product(*options):
+        if all(p == B for p in placed):
+            continue
+        made = _outputs(node, placed, draws)
+        if made is not None:
+            kept.append([[str(p) for p in placed], [str(p) for p in made]])
+    return kept
+
+
+def _draw(node: Node, ins: list[TensorSpec], seed: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Random inputs (integers small enough to be indices), and the op on them."""
+    g = torch.Generator().manual_seed(seed)
+    tensors = []
+    for spec in ins:
+        dtype = DTYPES[spec.dtype]
+        if dtype == torch.bool:
+            tensors.append(torch.rand(spec.shape, generator=g) < 0.5)
+        elif dtype.is_floating_point:
+            tensors.append(torch.randn(spec.shape, generator=g, dtype=torch.float64).to(dtype))
+        else:
+            low = max(min((n for s in ins for n in s.shape if n > 1), default=2), 2)
+            tensors.append(torch.randint(0, low, spec.shape, generator=g, dtype=dtype))
+    return tensors, _run(node, tensors)
+
+
+def _run(node: Node, tensors: list[Tensor]) -> list[Tensor]:
+    at = iter(tensors)
+    args = [_torch(map_refs(a, lambda _: next(at))) for a in node.args]
+    with torch.no_grad():
+        out = caller(node.op)(*args)
+    return list(out) if isinstance(out, (tuple, list)) else [out]
+
+
+def _torch(arg: Any) -> Any:
+    if isinstance(arg, tuple):
+        return [_torch(a) for a in arg]
+    return arg if isinstance(arg, Tensor) else unplain(arg)
+
+
+def _outputs(node: Node, placed: tuple[Sbp, ...], draws: list[tuple[list[Tensor], list[Tensor]]]) -> list[Sbp] | None:
+    """Placements of the outputs that reproduce the whole on every draw, or None."""
+    made: list[list[Sbp]] | None = None
+    for tensors, whole in draws:
+        try:
+            ranks = [_run(node, [shard(t, (p,), AXIS, r) for t, p in zip(tensors, placed, strict=True)]) for r in range(PARTS)]
+        except Exception:
+            return None
+        here = []
+        for i, want in enumerate(whole):
+            pieces = [r[i] for r in ranks]
+            options: list[Sbp] = [B, PSUM, *[Split(d) for d in range(want.dim())]]
+            here.append([p for p in options if _agrees(pieces, want, p)])
+        made = here if made is None else [[p for p in a if p in b] for a, b in zip(made, here, strict=True)]
+        if not all(made):
+            return None
+    return [options[0] for options in made or []]
+
+
+def _agrees(pieces: list[Tensor], want: Tensor, p: Sbp) -> bool:
+    if p == PSUM and want.dtype == torch.bool:
+        return False
+    if p == B and not all(torch.equal(piece, pieces[0]) for piece in pieces):
+        return False
+    try:
+        got = assemble(pieces, want.shape, (p,), AXIS)
+    except (RuntimeError, ValueError, IndexError):
+        return False
+    if isinstance(p, Split) and want.shape[p.dim] % PARTS:
+        return False
+    if want.is_floating_point():
+        return bool(torch.allclose(got, want, rtol=1e-5, atol=1e-6, equal_nan=True))
+    return torch.equal(got, want)
+
+

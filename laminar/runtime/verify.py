@@ -1,0 +1,155 @@
+"""Verification: the same numbers as one device, or the name of the first op where they part.
+
+In float64 every floating dtype *in the graph* is widened, so that what is left is the order of
+sums. A gradient counts as equal if it is off by at most `tol` times the larger of its own maximum
+and a thousandth of the model's largest gradient: some gradients are zero in exact arithmetic.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laminar.ir.codec import Ref
+from laminar.ir.graph import Graph, Node, widen
+from laminar.ir.plan import Plan
+from laminar.ir.program import Instr, Program
+from laminar.ir.sbp import show
+from laminar.lower.lower import lower
+from laminar.runtime import lockstep
+from laminar.runtime.processes import run_processes
+from laminar.runtime.reference import constants_of, run_graph
+from laminar.runtime.shards import assemble
+
+TOLERANCE = {"f64": 1e-9, "f32": 1e-5}
+SMALL = 1e-3
+
+
+@dataclass
+class Report:
+    """What verification found."""
+
+    ok: bool
+    max_rel_error: float
+    tolerance: float
+    worst: str
+    """The output that is off most."""
+    losses: list[tuple[float, float]] = field(default_factory=list)
+    """For each batch the loss of one device and that of the plan."""
+    errors: dict[str, float] = field(default_factory=dict)
+    first_difference: str = ""
+    """On failure: the first op whose value differs, with shape, placement and line."""
+    ranks: int = 1
+    batches: int = 0
+    checked: int = 0
+
+    def __str__(self) -> str:
+        verdict = "equal" if self.ok else "DIFFERENT"
+        lines = [
+            f"{verdict}: {self.checked} outputs on {self.ranks} ranks, {self.batches} batches, worst error "
+            f"{self.max_rel_error:.2e} of {self.tolerance:.0e} allowed ({self.worst})"
+        ]
+        lines += [f"  loss on one device {one:.12g}, on {self.ranks} ranks {many:.12g}" for one, many in self.losses]
+        if self.first_difference:
+            lines.append(f"  first difference: {self.first_difference}")
+        return "\n".join(lines)
+
+
+def error_of(got: Tensor, want: Tensor, floor: float) -> float:
+    """Largest difference, against the larger of the tensor's maximum and the floor."""
+    if got.shape != want.shape:
+        return math.inf
+    if not want.numel():
+        return 0.0
+    if not want.is_floating_point():
+        return 0.0 if torch.equal(got, want) else math.inf
+    both = torch.isnan(got) & torch.isnan(want) | (got == want)
+    diff = torch.where(both, torch.zeros((), dtype=got.dtype), (got - want).abs())
+    scale = max(float(want[torch.isfinite(want)].abs().max()) if bool(torch.isfinite(want).any()) else 0.0, floor)
+    top = float(diff.max())
+    return math.inf if math.isnan(top) else 0.0 if top == 0 else top / scale if scale else math.inf
+
+
+def widened(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Floating tensors in float64."""
+    return {k: v.detach().double() if v.is_floating_point() else v.detach() for k, v in tensors.items()}
+
+
+def verify_program(
+    graph: Graph,
+    plan: Plan,
+    batches: Sequence[Mapping[str, Tensor]],
+    dtype: str = "f64",
+    ranks: str = "inprocess",
+    tolerance: float | None = None,
+    device: str = "cpu",
+    change: Callable[[Program], Program] = lambda p: p,
+) -> Report:
+    """Compare a plan's program with one device, on whole inputs given by name."""
+    wide = dtype == "f64"
+    tol = TOLERANCE[dtype] if tolerance is None else tolerance
+    subject = widen(graph) if wide else graph
+    plan.fits(graph)
+    program = change(lower(subject, replace(plan, graph_hash=subject.hash)))
+    constants = constants_of(subject, wide)
+    report = Report(True, 0.0, tol, "", ranks=plan.mesh.ranks, batches=len(batches))
+    for batch in batches:
+        inputs = widened(batch) if wide else {k: v.detach() for k, v in batch.items()}
+        want = run_graph(subject, inputs, constants)
+        if ranks == "inprocess":
+            outs = lockstep.run(program, inputs, constants)
+        else:
+            outs = run_processes(program, inputs, constants, device)
+        largest = max([float(v.abs().max()) for k, v in want.items() if k.startswith("grad:") and v.numel()], default=0.0)
+        for o in program.outputs:
+            key = f"{o.kind}:{o.name}"
+            got = assemble([r[key] for r in outs], o.placed.spec.shape, o.placed.nd, program.mesh)
+            error = error_of(got, want[key], SMALL * largest if o.kind == "grad" else 0.0)
+            report.errors[key] = max(report.errors.get(key, 0.0), error)
+            report.checked += 1
+            if o.kind == "loss":
+                report.losses.append((float(want[key]), float(got)))
+        if max(report.errors.values()) > tol and not report.first_difference and ranks == "inprocess":
+            report.first_difference = first_difference(subject, program, inputs, constants, tol)
+    report.worst, report.max_rel_error = max(report.errors.items(), key=lambda e: e[1], default=("nothing", 0.0))
+    report.ok = report.max_rel_error <= tol
+    return report
+
+
+def first_difference(
+    graph: Graph, program: Program, inputs: Mapping[str, Tensor], constants: Mapping[str, Tensor], tol: float
+) -> str:
+    """The first line of the program whose value is not the graph's."""
+    values: dict[Ref, Tensor] = {}
+
+    def remember(node: Node, results: tuple[Any, ...]) -> None:
+        values.update({Ref(node.name, i): v for i, v in enumerate(results)})
+
+    run_graph(graph, inputs, constants, remember)
+    found: list[str] = []
+
+    def look(instr: Instr, results: list[tuple[Any, ...]]) -> None:
+        if found or instr.kind or instr.name not in graph.by_name:
+            return
+        for i, placed in enumerate(instr.outs):
+            want = values.get(Ref(instr.name, i))
+            if placed is None or want is None:
+                continue
+            try:
+                got = assemble([r[i] for r in results], placed.spec.shape, placed.nd, program.mesh)
+                error = error_of(got.to(want.dtype), want, 1e-300)
+            except (RuntimeError, ValueError, IndexError) as broken:
+                found.append(f"%{instr.name} = {instr.op}: {placed.spec} {show(placed.nd)} can't be put together: {broken}")
+                return
+            if error > max(tol, 1e-12) * 10:
+                where = f"\n    at {instr.where}" if instr.where else ""
+                found.append(f"%{instr.name} = {instr.op}: {placed.spec} {show(placed.nd)} is off by {error:.1e}{where}")
+                return
+
+    lockstep.run(program, inputs, constants, look)
+    return found[0] if found else "no single op differs: only the sum of many"
