@@ -6,7 +6,9 @@ Public names are resolved when first used, so that planning never loads torch.
 from __future__ import annotations
 
 import os
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -42,28 +44,52 @@ __all__ = sorted([*_WHERE, "__version__"])  # noqa: PLE0605
 
 
 def _tame_onednn() -> None:
-    """bf16 products on some CPUs die with SIGILL in oneDNN's AMX code; AVX-512 is safe. Must precede torch."""
-    if "ONEDNN_MAX_CPU_ISA" in os.environ:
-        return
+    """bf16 products die with SIGILL under some hypervisors that announce AVX512-BF16 or AMX but trap it.
+
+    oneDNN reads this variable when torch loads, so it must be set before. A user's own value stands.
+    """
     try:
         with open("/proc/cpuinfo") as file:
-            flags = next((line for line in file if line.startswith("flags")), "")
+            flags = next((line for line in file if line.startswith("flags")), "").split()
     except OSError:
         return
-    if "amx_tile" in flags or "avx512_fp16" in flags:
-        os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE"
+    if "hypervisor" in flags and ("avx512_bf16" in flags or "amx_tile" in flags):
+        os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
 
 
 _tame_onednn()
 
 
+class _Front(ModuleType):
+    """This module, with `capture` and `lower` naming the functions though rooms are called so too.
+
+    Importing a room sets it as an attribute of its package; these two properties take precedence.
+    """
+
+    @property
+    def capture(self) -> Any:
+        """`laminar.api.capture`."""
+        return import_module("laminar.api").capture
+
+    @capture.setter
+    def capture(self, room: Any) -> None: ...
+
+    @property
+    def lower(self) -> Any:
+        """`laminar.lower.lower.lower`."""
+        return import_module("laminar.lower.lower").lower
+
+    @lower.setter
+    def lower(self, room: Any) -> None: ...
+
+
+sys.modules[__name__].__class__ = _Front
+
+
 def __getattr__(name: str) -> Any:
     if name not in _WHERE:
         raise AttributeError(f"module 'laminar' has no attribute {name!r}")
-    if name in ("capture", "lower"):  # also the names of rooms: the function wins
-        value = getattr(import_module(_WHERE[name]), name)
-    else:
-        value = getattr(import_module(_WHERE[name]), name)
+    value = getattr(import_module(_WHERE[name]), name)
     globals()[name] = value
     return value
 

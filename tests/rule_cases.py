@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from laminar.capture import kernels
-from laminar.capture.torch_ops import find_op, op_name, plain, positional
+from laminar.capture.torch_ops import NAMES, find_op, op_name, plain, positional
 from laminar.ir.codec import Ref
 from laminar.rules.signing import options
 from tests.rule_check import Case
@@ -71,7 +71,7 @@ class Recorder(TorchDispatchMode):
         """One more case, unless it is like another, too large, or nothing in it can be split."""
         args = positional(find_op(name), args, kwargs)
         tensors = [a for a in tree_leaves(args) if isinstance(a, Tensor)]
-        if any(t.numel() > MOST_ELEMENTS or t.layout != torch.strided or t.is_nested for t in tensors):
+        if any(t.numel() > MOST_ELEMENTS or t.layout != torch.strided or t.dtype not in NAMES for t in tensors):
             return
         try:
             case = make_case(name, args)

@@ -1,0 +1,276 @@
+"""The command line: `laminar capture | plan | explain | verify`.
+
+Every verb prints for people by default and JSON with `--json`, shows a progress line when it takes
+longer than two seconds, exits 0 only on success, and reports errors without a traceback unless
+`--debug` is given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from laminar.errors import LaminarError, PlanError
+from laminar.ir.mesh import Mesh
+from laminar.ir.plan import Plan
+from laminar.ir.sbp import parse
+
+EPILOG = """\
+examples
+  laminar capture examples/gpt.py:tiny --report
+  laminar plan    examples/gpt.py:tiny --mesh dp=2,tp=2 --preset tensor_parallel -o plan.json
+  laminar plan    examples/gpt.py:tiny --mesh tp=2 --seed 'blocks.*up.weight=tp:S(0)' -o plan.json
+  laminar explain plan.json
+  laminar verify  examples/gpt.py:tiny --plan plan.json
+
+A recipe is a Python function that returns laminar.Recipe(...), named path/to/file.py:function.
+"""
+
+
+@contextlib.contextmanager
+def working(what: str, quiet: bool) -> Iterator[None]:
+    """A spinner with seconds on stderr, from the third second on, where someone is watching."""
+    done = threading.Event()
+
+    def spin() -> None:
+        start = time.monotonic()
+        for mark in itertools.cycle("|/-\\"):
+            if done.wait(0.2):
+                return
+            passed = time.monotonic() - start
+            if passed > 2:
+                sys.stderr.write(f"\r{mark} {what} {passed:.0f} s")
+                sys.stderr.flush()
+
+    thread = threading.Thread(target=spin, daemon=True)
+    if not quiet and sys.stderr.isatty():
+        thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        if thread.is_alive():
+            thread.join()
+            sys.stderr.write("\r\033[K")
+
+
+def parse_mesh(text: str) -> Mesh:
+    """`dp=2,tp=4` as a mesh."""
+    axes: dict[str, int] = {}
+    for part in text.split(","):
+        name, equals, size = part.partition("=")
+        if not equals or not size.strip().isdigit():
+            raise PlanError(f"{text!r} is not a mesh", next="write axes as dp=2,tp=4")
+        axes[name.strip()] = int(size)
+    return Mesh(axes)
+
+
+def parse_seeds(texts: list[str]) -> dict[str, dict[str, Any]]:
+    """`PATTERN=axis:S(0)` (several axes separated by `;`) as seeds."""
+    seeds: dict[str, dict[str, Any]] = {}
+    for text in texts:
+        pattern, equals, rest = text.partition("=")
+        if not equals:
+            raise PlanError(f"{text!r} is not a seed", next="write 'pattern=axis:S(0)', for example 'batch.*=dp:S(0)'")
+        for item in rest.split(";"):
+            axis, colon, placement = item.partition(":")
+            if not colon:
+                raise PlanError(f"{item!r} in seed {text!r} names no axis", next="write 'pattern=axis:S(0)'")
+            seeds.setdefault(pattern, {})[axis.strip()] = parse(placement.strip())
+    return seeds
+
+
+def _captured(args: argparse.Namespace) -> tuple[Any, Any, Any, Any]:
+    """Recipe, model, first batch and graph; on meta where only the graph is wanted."""
+    from laminar.api import capture, load_recipe
+
+    recipe = load_recipe(args.recipe)
+    batch = next(iter(recipe.data()))
+    with working("capturing", args.json):
+        if args.verb == "verify":
+            model = recipe.model()
+        else:
+            import torch
+
+            with torch.device("meta"):
+                model = recipe.model()
+        graph = capture(model, recipe.loss, batch)
+    return recipe, model, batch, graph
+
+
+def do_capture(args: argparse.Namespace) -> int:
+    """What was captured, and which ops have no rule."""
+    from laminar.cost.work import flops
+    from laminar.rules.notation import call_of
+    from laminar.rules.table import rule_for
+
+    _, _, _, graph = _captured(args)
+    if args.output:
+        with open(args.output, "w") as file:
+            json.dump(graph.to_json(), file)
+    calls = [(n, call_of(n, graph.specs)) for n in graph.nodes]
+    total = sum(flops(c) for _, c in calls) or 1.0
+    probed = dict(graph.probed)
+    rows = [
+        {
+            "op": n.op, "node": n.name, "where": n.where, "share": flops(c) / total,
+            "how": f"probed, {len(probed[n.name])} signatures" if probed.get(n.name) else "computed whole on every rank",
+        }
+        for n, c in calls
+        if rule_for(c) is None
+    ]  # fmt: skip
+    params = graph.of_kind("param")
+    summary = {
+        "graph": graph.hash,
+        "nodes": len(graph.nodes),
+        "phases": {p: sum(n.phase == p for n in graph.nodes) for p in ("forward", "recompute", "backward")},
+        "parameters": sum(i.spec.numel for i in params),
+        "parameter_tensors": len(params),
+        "batch": {i.name: str(i.spec) for i in graph.of_kind("batch")},
+        "constants": len(graph.constants),
+        "flops": total,
+        "without_rule": rows,
+    }
+    if args.json:
+        print(json.dumps(summary))
+        return 0
+    print(f"graph {graph.hash[:12]}: {len(graph.nodes)} ops "
+          f"({', '.join(f'{v} {k}' for k, v in summary['phases'].items() if v)}), "  # type: ignore[attr-defined]
+          f"{summary['parameters']:,} parameters in {len(params)} tensors, {total:.3g} operations a step")  # fmt: skip
+    for i in graph.of_kind("batch"):
+        print(f"  {i.name}: {i.spec}")
+    if args.report:
+        print("parameters and buffers")
+        for i in graph.inputs:
+            if i.kind in ("param", "buffer"):
+                tied = f"  (also {', '.join(i.aliases)})" if i.aliases else ""
+                print(f"  {i.kind:<6} {i.name}: {i.spec}{tied}")
+        print("every op has a rule" if not rows else "ops without a rule")
+        for row in rows:
+            print(f"  {row['op']:<32} {row['share']:6.2%} of the work  {row['how']}  {row['where']}")
+    return 0
+
+
+def do_plan(args: argparse.Namespace) -> int:
+    """Make a plan from a preset or seeds."""
+    from laminar.api import plans
+
+    mesh = parse_mesh(args.mesh)
+    _, _, _, graph = _captured(args)
+    with working("planning", args.json):
+        if args.seed:
+            plan = plans.seeded(graph, mesh, parse_seeds(args.seed))
+        elif args.preset.startswith("zero"):
+            plan = plans.zero(graph, mesh, int(args.preset[4:] or 3))
+        elif args.preset == "tensor_parallel":
+            plan = plans.tensor_parallel(graph, mesh)
+        else:
+            plan = plans.data_parallel(graph, mesh)
+    if args.output:
+        plan.save(args.output)
+    if args.program:
+        from laminar.lower.lower import lower
+
+        print(lower(graph, plan))
+    elif args.json:
+        print(json.dumps({"plan": plan.hash, "graph": graph.hash, "mesh": mesh.to_json(), **plan.account}))
+    else:
+        print(plan.explain())
+        if args.output:
+            print(f"\nwritten to {args.output}")
+    return 0
+
+
+def do_explain(args: argparse.Namespace) -> int:
+    """What a saved plan does and why."""
+    plan = Plan.load(args.plan)
+    print(json.dumps({"plan": plan.hash, **plan.to_json()}) if args.json else plan.explain())
+    return 0
+
+
+def do_verify(args: argparse.Namespace) -> int:
+    """A plan against one device."""
+    from laminar.api import inputs_of
+    from laminar.runtime.verify import verify_program
+
+    plan = Plan.load(args.plan)
+    recipe, model, _, graph = _captured(args)
+    with working("running", args.json):
+        batches = list(itertools.islice(iter(recipe.data()), args.batches))
+        whole = [inputs_of(graph, model, b, step=i) for i, b in enumerate(batches)]
+        report = verify_program(graph, plan, whole, args.dtype, args.ranks)
+    if args.json:
+        print(json.dumps({"ok": report.ok, "max_rel_error": report.max_rel_error, "tolerance": report.tolerance,
+                          "worst": report.worst, "losses": report.losses, "first_difference": report.first_difference}))  # fmt: skip
+    else:
+        print(report)
+    return 0 if report.ok else 1
+
+
+def parser() -> argparse.ArgumentParser:
+    """All verbs and their options."""
+    top = argparse.ArgumentParser("laminar", description="Train a PyTorch model on many devices as if they were one.",
+                                  epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    verbs = top.add_subparsers(dest="verb", required=True, metavar="verb")
+
+    def verb(name: str, run: Callable[[argparse.Namespace], int], help_: str, recipe: bool) -> argparse.ArgumentParser:
+        p = verbs.add_parser(name, help=help_, description=help_ + ".")
+        if recipe:
+            p.add_argument("recipe", help="path/to/file.py:function")
+        p.add_argument("--json", action="store_true", help="print JSON")
+        p.add_argument("--debug", action="store_true", help="show tracebacks")
+        p.set_defaults(run=run)
+        return p
+
+    p = verb("capture", do_capture, "write down forward, loss and backward of one step as a graph", True)
+    p.add_argument("--report", action="store_true", help="list names, and ops without a rule with their share of the work")
+    p.add_argument("-o", "--output", metavar="FILE", help="save the graph as JSON")
+    p = verb("plan", do_plan, "decide how every tensor lies on a mesh", True)
+    p.add_argument("--mesh", required=True, help="axes and sizes, such as dp=2,tp=4")
+    p.add_argument("--preset", default="data_parallel", choices=["data_parallel", "zero1", "zero2", "zero3", "tensor_parallel"],
+                   help="a plan with a name (default: data_parallel)")  # fmt: skip
+    p.add_argument("--seed", action="append", default=[], metavar="PATTERN=AXIS:S(0)",
+                   help="place tensors by name pattern and complete the rest at least cost; may be given several times")  # fmt: skip
+    p.add_argument("--program", action="store_true", help="print the program every rank runs")
+    p.add_argument("-o", "--output", metavar="FILE", help="save the plan")
+    p = verb("explain", do_explain, "say what a saved plan does and why", False)
+    p.add_argument("plan", help="a plan file")
+    p = verb("verify", do_verify, "run a plan against one device; exit 1 if it differs", True)
+    p.add_argument("--plan", required=True, metavar="FILE", help="a plan file")
+    p.add_argument("--ranks", default="inprocess", choices=["inprocess", "processes"],
+                   help="all ranks in lock-step here, or one Gloo process each")  # fmt: skip
+    p.add_argument("--dtype", default="f64", choices=["f64", "f32"], help="precision of the comparison (default: f64)")
+    p.add_argument("--batches", type=int, default=1, help="how many batches (default: 1)")
+    return top
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one verb; the exit code."""
+    args = parser().parse_args(argv)
+    try:
+        return int(args.run(args))
+    except LaminarError as error:
+        if args.debug:
+            raise
+        if args.json:
+            print(json.dumps({"error": type(error).__name__, "message": str(error)}))
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:
+        if args.debug:
+            raise
+        print(f"{type(error).__name__}: {error}\n  next  --debug shows the traceback", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
