@@ -66,10 +66,10 @@ def report(failures: list[Failure]) -> str:
 # --- the table -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [n for n in RULES if n.startswith("aten.")])
-def test_a_rule_names_an_op_a_graph_can_hold(name: str) -> None:
+def test_rules_name_ops_a_graph_can_hold() -> None:
     """A misspelt overload would never be found, and a mutating one never stands in a captured graph."""
-    assert not find_op(name)._schema.is_mutable
+    for name in RULES:
+        assert name.startswith("laminar.") or not find_op(name)._schema.is_mutable
 
 
 def test_every_rule_is_reached(cases: Cases) -> None:
@@ -125,7 +125,7 @@ def test_signatures_compose_on_two_axes(cases: Cases, chance: torch.Generator, s
     for some in cases.values():
         for one in some:
             found = list(pairs(one, sizes))
-            for signs in draw.sample(found, min(6, len(found))):
+            for signs in draw.sample(found, min(3, len(found))):
                 if why := check_one(one, signs, sizes, chance):
                     failures.append(Failure(one, signs, sizes, why))
     assert not failures, report(failures)

@@ -148,7 +148,7 @@ def _var(root: bool, mean_too: bool = False) -> Expansion:
 
 def _logsumexp(s: Sheet, call: Call, args: tuple[Any, ...]) -> tuple[Ref, ...]:
     dims = _dims_of(call)
-    x = s.wide(args[0])
+    x = s.wide(args[0]) if call.ins[0].is_float else s.cast(args[0], call.out.dtype)
     top = s.reduce("amax", x, dims)
     endless = s.point("isinf", top, dtype="bool")
     top = s.point("masked_fill.Scalar", top, endless, 0.0)

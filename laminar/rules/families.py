@@ -134,6 +134,8 @@ def leading(count: int, linear: str = "") -> RuleFn:
 def reshape(call: Call) -> Rule:
     """A view: both shapes refined to common factors; where they don't nest, that stretch stays whole."""
     source, target = call.ins[0].shape, call.out.shape
+    if not call.out.numel:
+        return Rule(text(call, [["."] * len(source)], [["."] * len(target)]), linear="0", through="0")
     left: list[str] = []
     right: list[str] = []
     sizes: dict[str, int] = {}

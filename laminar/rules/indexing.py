@@ -81,7 +81,7 @@ def gather(call: Call) -> Rule:
 def scatter(call: Call) -> Rule:
     """scatter(x, dim, index, src or value): the dim written to stays whole."""
     x, index = call.ins[0].shape, call.ins[1].shape
-    if not x or not index:
+    if not x or any(len(s.shape) != len(x) for s in call.ins):
         return whole(call)
     d = call.arg(1) % len(x)
     shared = _same(x, index, d, letters(len(x)))
@@ -96,7 +96,8 @@ def scatter_reduce(call: Call) -> Rule:
     rule = scatter(call)
     kind = "sum" if call.op == "aten.scatter_add" else call.arg(4)
     with_x = call.op == "aten.scatter_add" or (call.op == "aten.scatter_reduce.two" and call.arg(5))
-    if kind not in PARTIAL_OF or not with_x or not call.ins[0].shape or call.ins[1].shape != call.ins[2].shape:
+    plain = not call.ins[0].shape or len(call.ins[0].shape) != len(call.ins[1].shape)
+    if plain or kind not in PARTIAL_OF or not with_x or call.ins[1].shape != call.ins[2].shape:
         return Rule(rule.text)
     d = call.arg(1) % len(call.ins[0].shape)
     shared = _same(call.ins[0].shape, call.ins[1].shape, d, letters(len(call.ins[0].shape)))
@@ -232,7 +233,7 @@ def searchsorted(call: Call) -> Rule:
     rows, values = call.ins[0].shape, call.ins[1].shape
     at = letters(len(values), "i")
     source = ["."] if len(rows) == 1 else [*at[:-1], "."]
-    sides = [source, at, *[["."] * len(s.shape) for s in call.ins[2:]]]
+    sides = [source, at, *[source for _ in call.ins[2:]]]  # the third, if any, is the order of the first
     return Rule(text(call, sides, [at]))
 
 

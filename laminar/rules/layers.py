@@ -139,6 +139,8 @@ def nll(call: Call) -> Rule:
     """
     x = call.ins[0].shape
     reduction = call.arg(3)
+    if len(x) == 1 and reduction == 0:  # the total weight of one sample is its own, and no sum
+        return Rule(text(call, [["."] * len(s.shape) for s in call.ins], [[], []]))
     spatial = letters(len(x) - 2) if len(x) > 2 else []
     batch = ["n"] if len(x) > 1 else []
     ins = [[*batch, "c", *spatial], [*batch, *spatial] if call.ins[1].shape else []]
@@ -380,7 +382,8 @@ def spatial(linear: str = "", only_batch: bool = False) -> RuleFn:
             names = ["n", "c"][2 - free :] if not only_batch else ["n"][:free]
             sides.append([*names, *["."] * (len(shape) - len(names))])
         n = len(call.ins)
-        return Rule(text(call, sides[:n], sides[n:]), linear=linear)
+        # Means of whole numbers are rounded, so sums don't pass.
+        return Rule(text(call, sides[:n], sides[n:]), linear=linear if call.ins[0].is_float else "")
 
     return rule
 

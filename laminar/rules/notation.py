@@ -189,7 +189,9 @@ def signatures(rule: Rule, call: Call, parts: int, circulating: Mapping[int, Ite
                 continue
             if own > 1 and letter in rule.local or (own > 1 or merged) and letter in uneven:
                 continue
-            found[_split(rule, call, letter, own, sizes)] = None
+            split = _split(rule, call, letter, own, sizes)
+            if not _partial_bool(split, call):
+                found[split] = None
     return [*found, *_partials(rule, call)]
 
 
@@ -232,6 +234,12 @@ def _split(rule: Rule, call: Call, letter: str, own: int, sizes: Mapping[str, in
                 placed[i] = PSUM
     how = "expand" if expanded is not None else rule.local.get(letter, "")
     return Signature(tuple(placed), tuple(made), how)
+
+
+def _partial_bool(signature: Signature, call: Call) -> bool:
+    """Whether a bool would be partial, for which there is no collective."""
+    pairs = zip((*signature.ins, *signature.outs), (*call.ins, *call.outs), strict=True)
+    return any(isinstance(p, Partial) and s is not None and s.dtype == "bool" for p, s in pairs)
 
 
 def _partials(rule: Rule, call: Call) -> list[Signature]:

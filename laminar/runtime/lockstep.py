@@ -74,7 +74,7 @@ def _last_use(program: Program) -> dict[int, list[Ref]]:
 
 def _op(instr: Instr, program: Program, rank: int, memory: dict[Ref, Any], device: torch.device) -> tuple[Any, ...]:
     target, args, kwargs = prepare(instr, program.mesh, rank, device)
-    out = target(*[_fill(a, memory) for a in args], **kwargs)
+    out = target(*[_fill(a, memory) for a in args], **{k: _fill(v, memory) for k, v in kwargs.items()})
     return tuple(out) if isinstance(out, (tuple, list)) else (out,)
 
 

@@ -49,6 +49,8 @@ class Pins:
     """However stored, every op reads it so."""
     stored_byte_s: float = 0.0
     """Seconds charged for each byte of a parameter stored whole."""
+    split: set[Ref] = field(default_factory=set)
+    """Values that ops named in `spread` read in pieces, where there is any way."""
     spread: set[str] = field(default_factory=set)
     """Ops of which every rank must do only a part, where there is any way."""
 
@@ -124,7 +126,9 @@ def _box_s(spec: TensorSpec, a: Sbp, b: Sbp, parts: int, link: Link = WIRE) -> f
         return 0.0
     if spec.dtype == "bool" and Partial("sum") in (a, b):
         return np.inf
-    chain = boxing(spec, (a,), (b,), (parts,), link)
+    chain = boxing(spec, (a,), (b,), (parts,))
+    if any(step.moves and step.kind not in ("all_reduce", "reduce_scatter") for step in chain):
+        link = WIRE
     return chain_s(chain, spec, (parts,), link) + STEP_S * len(chain)
 
 
@@ -278,6 +282,8 @@ class _Axis:
         kept = [s for s in kept if self._arises(node, s)] or kept
         if node.name in pins.spread:
             kept = [s for s in kept if _splits(s)] or kept
+            cut = [i for i, r in enumerate(node.ins) if r in pins.split]
+            kept = [s for s in kept if all(isinstance(s.ins[i], Split) for i in cut)] or kept
         if not kept:
             raise NoRuleError(
                 f"{node.op} can't read or make what is asked for on axis {self.axis}={self.parts}",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from laminar.cost.work import FREE
 from laminar.errors import MeshError, PlanError
 from laminar.ir.codec import Ref
 from laminar.ir.graph import Graph
@@ -123,6 +124,13 @@ def _tensor_pins(graph: Graph) -> Pins:
     for ref in residual_stream(graph):
         pins.values[ref] = B
         pins.read[ref] = B
+    # Weights are read in pieces, also where an op merely turns or casts them first: otherwise splitting
+    # the batch and gathering weights would be cheaper for small ones, which is another pattern.
+    weights = {i.name for i in graph.of_kind("param") if len(i.spec.shape) > 1}
+    for node in graph.nodes:
+        if len(node.ins) == 1 and node.ins[0].name in weights and (node.op in FREE or node.op == "aten._to_copy"):
+            weights.add(node.name)
+    pins.split = {ref for ref in graph.specs if ref.name in weights}
     return pins
 
 
@@ -149,6 +157,9 @@ def residual_stream(graph: Graph) -> set[Ref]:
         for x, y in ((a, b), (b, a)):
             if x.name in number and y.name in number and x != y and above[number[y.name]] >> number[x.name] & 1:
                 stream |= {Ref(node.name), x}
-    return stream
+    # In backward several branches may be added one after the other; only the last sum is the stream.
+    adds = {r for r in stream if r.name in number and graph.by_name[r.name].op == "aten.add.Tensor"}
+    between = {r for r in adds if len(users := graph.users.get(r, [])) == 1 and Ref(users[0].name) in adds}
+    return stream - between
 
 

@@ -1,0 +1,52 @@
+"""As many random plans as one has time for, over all models and meshes of up to eight ranks.
+
+    LAMINAR_FUZZ_PLANS=1000 python -m pytest -m slow tests/fuzz
+
+Seeds count up from LAMINAR_FUZZ_SEED (1000 unless set), so a longer run contains a shorter one, and
+none of them is a plan that `tests/test_random_plans.py` already tries.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+
+import laminar
+from laminar.search.draw import random_plan
+from tests.test_random_plans import explain
+from tests.zoo import NAMES, equal, one_thread, specimen
+
+MESHES = (
+    {"a": 2}, {"a": 3}, {"a": 4}, {"a": 2, "b": 2}, {"a": 3, "b": 2}, {"a": 2, "b": 3}, {"a": 2, "b": 4}, {"a": 4, "b": 2},
+    {"a": 2, "b": 2, "c": 2},
+)  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(0)
+def test_many_random_plans_equal_one_device(capsys: pytest.CaptureFixture[str]) -> None:
+    """Rare combinations are only found by trying many; all failures are shown, not the first alone."""
+    plans = int(os.environ.get("LAMINAR_FUZZ_PLANS", "1000"))
+    first = int(os.environ.get("LAMINAR_FUZZ_SEED", "1000"))
+    failures: list[str] = []
+    began = said = time.monotonic()
+    with one_thread():
+        for i in range(plans):
+            seed = first + i
+            name, axes = NAMES[seed % len(NAMES)], MESHES[seed // len(NAMES) % len(MESHES)]
+            plan = random_plan(specimen(name).graph, laminar.Mesh(axes), seed)
+            one = specimen(name, "f64")
+            if not equal(one, plan):
+                failures.append(explain(name, plan, seed, one))
+            now = time.monotonic()
+            if now - said > 10 or i + 1 == plans or failures:
+                said = now
+                with capsys.disabled():
+                    print(
+                        f"\n{i + 1} of {plans} plans in {now - began:.0f} s, {len(failures)} differ", end="", flush=True
+                    )
+            if len(failures) >= 5:
+                break
+    assert not failures, "\n\n".join([f"{len(failures)} plans differ", *failures])
