@@ -157,9 +157,17 @@ def residual_stream(graph: Graph) -> set[Ref]:
         for x, y in ((a, b), (b, a)):
             if x.name in number and y.name in number and x != y and above[number[y.name]] >> number[x.name] & 1:
                 stream |= {Ref(node.name), x}
-    # In backward several branches may be added one after the other; only the last sum is the stream.
-    adds = {r for r in stream if r.name in number and graph.by_name[r.name].op == "aten.add.Tensor"}
-    between = {r for r in adds if len(users := graph.users.get(r, [])) == 1 and Ref(users[0].name) in adds}
-    return stream - between
+    # Several branches may be added one after the other; only the last sum is the stream.
+    return {_end_of_sum(graph, ref) for ref in stream}
+
+
+def _end_of_sum(graph: Graph, ref: Ref) -> Ref:
+    node = graph.by_name.get(ref.name)
+    if node is None or node.op != "aten.add.Tensor":
+        return ref
+    readers = graph.users.get(ref, [])
+    if len(readers) == 1 and readers[0].op == "aten.add.Tensor" and readers[0].outs == node.outs:
+        return _end_of_sum(graph, Ref(readers[0].name))
+    return ref
 
 
