@@ -276,7 +276,7 @@ class _Axis:
         kept = [
             s
             for s in every
-            if all(pins.read.get(r, p) == p for r, p in zip(node.ins, s.ins, strict=True))
+            if all(self._readable(r, p) for r, p in zip(node.ins, s.ins, strict=True))
             and all(pins.values.get(Ref(node.name, i), p) == p or (isinstance(p, Partial)) for i, p in enumerate(s.outs))
         ]
         kept = [s for s in kept if self._arises(node, s)] or kept
@@ -293,6 +293,11 @@ class _Axis:
                 next="change one placement, or add a rule (docs/add_a_rule.md)",
             )
         return kept
+
+    def _readable(self, ref: Ref, placement: Sbp) -> bool:
+        """Whether a reader may want a value so; one pinned whole may also be read zero-padded, which moves nothing."""
+        pinned = self.pins.read.get(ref, placement)
+        return pinned == placement or (pinned == B and ref in self.pins.values and placement == Partial("sum"))
 
     def _arises(self, node: Node, signature: Signature) -> bool:
         """Whether the partial inputs of a signature can come about: no use in passing on what nobody makes."""
