@@ -74,15 +74,24 @@ def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return F.cross_entropy(model(batch["image"]), batch["label"])
 
 
-def tiny() -> Recipe:
+def recipe(widths: list[int], blocks: int, batch: int, size: int, steps: int) -> Recipe:
     def model() -> ResNet:
         torch.manual_seed(0)
-        return ResNet(widths=[8, 16, 20], blocks=1, classes=10)
+        return ResNet(widths=widths, blocks=blocks, classes=10)
 
     def data() -> Iterator[dict[str, Tensor]]:
-        return images(batch=16, size=16, classes=10)
+        return images(batch=batch, size=size, classes=10)
 
     def optimizer(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=1e-4)
 
-    return Recipe(model=model, loss=loss, data=data, optimizer=optimizer, steps=30)
+    return Recipe(model=model, loss=loss, data=data, optimizer=optimizer, steps=steps)
+
+
+def tiny() -> Recipe:
+    return recipe([8, 16, 20], blocks=1, batch=16, size=16, steps=30)
+
+
+def small() -> Recipe:
+    """2.8M parameters on pictures of 32 by 32."""
+    return recipe([32, 64, 128, 256], blocks=2, batch=32, size=32, steps=200)

@@ -80,13 +80,14 @@ def graph_outputs(graph: Graph, model: nn.Module, batch: Any, key: tuple[int, in
     return run_graph(graph, {i.name: given[i.name].detach().clone() for i in graph.inputs})
 
 
-def close(got: Tensor, want: Tensor, what: str, tol: float) -> None:
+def close(got: Tensor, want: Tensor, what: str, tol: float, floor: float = 1e-2) -> None:
+    """Equal within `tol` of the largest element; some gradients are zero but for rounding, hence the floor."""
     assert got.shape == want.shape, f"{what}: {tuple(got.shape)} for {tuple(want.shape)}"
     assert got.dtype == want.dtype, f"{what}: {got.dtype} for {want.dtype}"
     if not want.is_floating_point():
         assert torch.equal(got, want), what
         return
-    scale = max(float(want.abs().max()), 1e-3) if want.numel() else 1.0
+    scale = max(float(want.abs().max()), floor) if want.numel() else 1.0
     worst = float((got.double() - want.double()).abs().max()) if want.numel() else 0.0
     assert worst <= tol * scale, f"{what} is off by {worst:.2e} of {scale:.2e}"
 
@@ -252,7 +253,7 @@ def _stretch(m: Any, x: Tensor) -> Tensor:
 
 
 def _deep_view(m: Any, x: Tensor) -> Tensor:
-    m.buf.t()[1:].view(-1)[0].add_(2.0) if False else m.buf.t()[1].mul_(2.0)
+    m.buf.t()[1].mul_(2.0)
     m.buf.view(2, 2, 3).permute(2, 0, 1)[0, 1] = 5.0
     m.buf.unsqueeze(0).squeeze(0).diagonal().fill_(1.0)
     return m.a(x) * m.buf.mean()
@@ -321,18 +322,13 @@ def test_buffers_only_read_are_no_outputs() -> None:
     assert not [o for o in graph.outputs if o.kind == "buffer"]
 
 
-@pytest.mark.parametrize("momentum", [0.1, None])
-def test_batch_norm_statistics_and_counter_are_outputs(momentum: float | None) -> None:
+def test_batch_norm_statistics_and_counter_are_outputs() -> None:
     """Statistics are state: a plan that loses them evaluates another model."""
 
     def make() -> nn.Module:
-        return nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4, momentum=momentum), nn.ReLU())
+        return nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
 
-    if momentum is None:
-        with pytest.raises(laminar.CaptureError, match="momentum=None"):
-            capture(made(make), square, draw(3, 2, 6, 6))
-        return
-    graph = same(make, square, draw(3, 2, 6, 6))
+    graph = same(make, square, draw(3, 2, 6, 6), tol=1e-5)
     assert {o.name for o in graph.outputs if o.kind == "buffer"} == {
         "1.running_mean", "1.running_var", "1.num_batches_tracked",
     }  # fmt: skip
@@ -353,7 +349,7 @@ def test_batch_norm_in_its_other_forms(make: Make) -> None:
 
 
 def _relu_(m: Any, x: Tensor) -> Tensor:
-    return F.relu_(m.a(x)).add_(1.0).mul_(0.5)
+    return F.relu_(m.a(x)).clone().add_(1.0).mul_(0.5)
 
 
 def _masked_fill(m: Any, x: Tensor) -> Tensor:
@@ -405,11 +401,17 @@ def _scatter(m: Any, x: Tensor) -> Tensor:
 
 def _many(m: Any, x: Tensor) -> Tensor:
     y = m.a(x).clone()
-    y.clamp_(-1, 1).pow_(2).sqrt_() if False else y.clamp_(-1, 1)
-    y.exp_().log1p_().tanh_().sigmoid_().neg_().abs_()
+    y.clamp_(-1, 1).neg_().abs_().add_(1.5)
+    y = y.exp() + 0
+    y.unsqueeze_(0).transpose_(1, 2).squeeze_(0).t_()
+    y.remainder_(7.0)
     y.sub_(0.1, alpha=2).div_(3).addcmul_(x[:, :2], x[:, 1:]).lerp_(x[:, :2], 0.25)
     y.copy_(y.t().contiguous().t())
-    return y.square_()
+    mask = (x > 0).clone()
+    mask.logical_not_().logical_and_(x < 1)
+    z = x.detach().clone()
+    z.gt_(0.5)
+    return (y * mask[:, :2] * z[:, :2]).sin_()
 
 
 def _accumulate(m: Any, x: Tensor) -> Tensor:
@@ -435,7 +437,11 @@ def _out(m: Any, x: Tensor) -> Tensor:
     y = m.a(x)
     room = torch.empty(3, 6)
     torch.mul(x.t(), 2.0, out=room)
-    return y * room.t()[:, :2]
+    grown = torch.empty(0)
+    torch.add(x, 1.0, out=grown)
+    best, where = torch.empty(6), torch.empty(6, dtype=torch.int64)
+    torch.max(x, 1, out=(best, where))
+    return y * room.t()[:, :2] + grown[:, :2] + (best * where).unsqueeze(1)
 
 
 def _inputs_view(m: Any, x: Tensor) -> Tensor:
@@ -558,9 +564,11 @@ def test_autocast_is_captured_as_a_policy(device: str) -> None:
         warnings.simplefilter("error")
         graph = capture(model, loss(device), batch)
     assert {str(n.outs[0]) for n in graph.nodes if n.op == "aten.addmm"} == {"bf16[5,8]", "bf16[5,4]"}
+    (norm,) = [n for n in graph.nodes if n.op == "aten.native_layer_norm"]
+    assert str(norm.outs[0]) == ("f32[5,8]" if device == "cuda" else "bf16[5,8]"), "GPUs keep norms in float32"
     got, want = graph_outputs(graph, model, batch), eager(make, loss("cpu"), batch, None)
     for name, value in want.items():
-        close(got[name], value, name, 1e-5)
+        close(got[name], value, name, 1e-5 if device == "cpu" else 2e-2)
 
 
 @pytest.mark.parametrize("name", ["attention", "lstm", "batch norm", "conv", "cross entropy"])
@@ -613,10 +621,14 @@ def _region(reentrant: bool, dropout: float = 0.0) -> Make:
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointed_regions_are_recomputed_in_the_graph(reentrant: bool) -> None:
     """The user traded time for memory; sharing the recomputed values would take the memory back."""
-    graph = same(_region(reentrant), square, draw(5, 4))
+    model, batch = made(_region(reentrant)), draw(5, 4)
+    graph = capture(model, square, batch)
+    got, want = graph_outputs(graph, model, batch), eager(lambda: made(_region(reentrant)).eval(), square, batch, None)
+    for name, value in want.items():
+        close(got[name], value, name, 2e-6)
     assert ops(graph, "aten.addmm", "forward") == 3
-    assert ops(graph, "aten.addmm", "recompute") >= 1
-    assert ops(graph, "aten.tanh", "recompute") == 2 or ops(graph, "aten.tanh", "recompute") == 1
+    assert ops(graph, "aten.addmm", "recompute") == 2
+    assert ops(graph, "aten.tanh", "recompute") == 2
     made_in = {n.name: n.phase for n in graph.nodes}
     inside = {n.name for n in graph.nodes if n.op == "aten.tanh" and n.phase == "forward"}
     for node in graph.nodes:
@@ -780,6 +792,10 @@ LAYERS: dict[str, tuple[Make, Any]] = {
     "embedding bag, sums": (lambda: nn.EmbeddingBag(7, 4, mode="sum"), ids(7, 3, 5)),
     "embedding bag, means": (lambda: nn.EmbeddingBag(7, 4, mode="mean", padding_idx=1), ids(7, 3, 5)),
     "embedding bag, maxima": (lambda: nn.EmbeddingBag(7, 4, mode="max"), ids(7, 3, 5)),
+    "embedding bag with offsets, maxima": (
+        lambda: Fn(lambda m, b: m.a(*b), a=nn.EmbeddingBag(7, 4, mode="max", padding_idx=3)),
+        (ids(7, 9), torch.tensor([0, 2, 2, 6])),
+    ),
     "embedding bag with offsets, sums": (
         lambda: Fn(lambda m, b: m.a(*b), a=nn.EmbeddingBag(7, 4, mode="sum")), (ids(7, 9), torch.tensor([0, 2, 2, 6])),
     ),
@@ -866,7 +882,7 @@ LAYERS: dict[str, tuple[Make, Any]] = {
     ),
     "indexing": (
         lambda: Fn(lambda m, x: m.a(x)[torch.tensor([0, 2, 4])][:, None, ::2].expand(3, 2, 2)
-                   + torch.take_along_dim(m.a(x), torch.tensor([[0], [1], [2]]), 1).unsqueeze(-1),
+                   + torch.take_along_dim(m.a(x)[:3], torch.tensor([[0], [1], [2]]), 1).unsqueeze(-1),
                    a=nn.Linear(3, 4)),
         draw(6, 3),
     ),
@@ -882,6 +898,7 @@ LAYERS: dict[str, tuple[Make, Any]] = {
 """What users build models of: a model and its batch."""
 
 
+@pytest.mark.filterwarnings("ignore:LSTM with projections")
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_layer_captured_is_the_layer(name: str) -> None:
     """Users bring torch's own layers first of all."""
@@ -959,7 +976,7 @@ def test_cross_entropy_in_every_form_is_captured(options: dict[str, Any], shape:
         lambda x, y: F.binary_cross_entropy(x.sigmoid(), y.sigmoid()),
         lambda x, y: F.kl_div(x.log_softmax(-1), y.softmax(-1), reduction="batchmean"),
         lambda x, y: F.cross_entropy(x, y.softmax(-1)),
-        lambda x, y: F.gaussian_nll_loss(x, y, torch.ones(4)),
+        lambda x, y: F.gaussian_nll_loss(x, y, torch.linspace(0, 2, 6).unsqueeze(1)),
         lambda x, y: F.poisson_nll_loss(x, y.abs()),
         lambda x, y: F.triplet_margin_loss(x, y, y.flip(0)),
         lambda x, y: F.margin_ranking_loss(x[:, 0], y[:, 0], torch.ones(6)),

@@ -9,7 +9,9 @@ numbers, which makes it the oracle for models with dropout.
 from __future__ import annotations
 
 import math
+import types
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -32,13 +34,25 @@ class Canonical(TorchFunctionMode):
         """Two int64 numbers: seed and step."""
         self.site = 0
         self.drew = False
+        self.failed: Any = None
+        """The innermost function an exception passed through: what the user called, not what ATen calls it."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         handler = HANDLERS.get(func)
-        if handler is None:
-            return func(*args, **kwargs)
-        return handler(self, *args, **kwargs)
+        try:
+            if handler is not None:
+                return handler(self, *args, **kwargs)
+            if func in WIDE and gpu_autocast.active:
+                return _widely(func, args, kwargs)
+            body = body_of(func)
+            if body is None:
+                return func(*args, **kwargs)
+            with self:  # what a function of torch written in Python calls must be caught as well
+                return body(*args, **kwargs)
+        except Exception:
+            self.failed = self.failed or func
+            raise
 
     def uniform(self, shape: Any, dtype: torch.dtype) -> Tensor:
         """A keyed draw in [0, 1); 24 bits, so drawn in float32 and widened."""
@@ -53,6 +67,63 @@ class Canonical(TorchFunctionMode):
         self.drew = True
         wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
         return laminar_ops.normal(tuple(shape), self.key, self.site, wide)
+
+
+_COMPOSED = ("torch.nn.functional", "torch.functional", "torch.nn.init")
+
+
+@lru_cache(maxsize=None)
+def body_of(func: Any) -> Any:
+    """A function of torch's Python code without its question whether a mode wants to run it instead.
+
+    Asked under the mode, `multi_head_attention_forward` hands itself to the mode, and modes are off
+    while they answer: dropout inside would escape. The same code with the question answered "no" can
+    run with the mode on.
+    """
+    code = getattr(func, "__code__", None)
+    asks = [name for name in code.co_names if name.startswith("has_torch_function")] if code else []
+    if not asks or not isinstance(func, types.FunctionType) or func.__module__ not in _COMPOSED:
+        return None  # methods of Tensor ask again on their way to C, and make no draws
+    blind = {**func.__globals__, **dict.fromkeys(asks, lambda *_: False)}
+    body = types.FunctionType(code, blind, func.__name__, func.__defaults__, func.__closure__)
+    body.__kwdefaults__ = func.__kwdefaults__
+    return body
+
+
+# --- autocast --------------------------------------------------------------------------------
+
+
+class _GpuAutocast:
+    """Whether the innermost autocast region was written for a GPU, whose list of float32 ops is longer."""
+
+    def __init__(self) -> None:
+        self.regions: list[bool] = []
+
+    @property
+    def active(self) -> bool:
+        return bool(self.regions) and self.regions[-1]
+
+
+gpu_autocast = _GpuAutocast()
+
+_WIDE_NAMES = """acos asin cosh erfinv exp expm1 log log10 log1p log2 logsumexp pow __pow__ __rpow__ __rdiv__ __rtruediv__
+    reciprocal rsqrt sinh tan softplus softmax softmin log_softmax cumprod cumsum prod sum norm dist cdist pdist renorm
+    layer_norm group_norm rms_norm cosine_similarity interpolate upsample binary_cross_entropy_with_logits
+    cosine_embedding_loss hinge_embedding_loss huber_loss kl_div l1_loss margin_ranking_loss mse_loss multi_margin_loss
+    multilabel_margin_loss nll_loss poisson_nll_loss smooth_l1_loss soft_margin_loss triplet_margin_loss""".split()
+WIDE: frozenset[Any] = frozenset(
+    getattr(place, name) for name in _WIDE_NAMES for place in (torch, F, Tensor) if hasattr(place, name)
+)
+"""Functions that autocast on a GPU runs in float32, after AT_FORALL_FP32 in torch's autocast_mode.h."""
+
+
+def _widely(func: Any, args: Any, kwargs: Any) -> Any:
+    def wide(value: Any) -> Any:
+        narrow = isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
+        return value.float() if narrow else value
+
+    with torch.amp.autocast_mode.autocast("cpu", enabled=False):
+        return func(*map(wide, args), **{key: wide(value) for key, value in kwargs.items()})
 
 
 HANDLERS: dict[Any, Callable[..., Any]] = {}
@@ -148,12 +219,10 @@ def _lstm(
     mode: Canonical, x: Tensor, hx: Any, weights: Any, bias: Any, layers: Any, dropout: Any = 0.0, training: Any = False,
     both: Any = False, batch_first: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    if isinstance(hx, Tensor):
-        raise CaptureError("packed sequences have lengths that depend on data", next="pad, and mask the loss")
+    _refuse_packed(bias)
     h0, c0 = hx
-    if h0.shape[-1] * 4 != weights[1].shape[0] or weights[1].shape[1] != h0.shape[-1]:
-        raise CaptureError("an LSTM with proj_size is not supported", next="write the projection as a Linear")
-    per = 4 if bias else 2
+    projected = h0.shape[-1] != c0.shape[-1]
+    per = (4 if bias else 2) + projected
     y = x.transpose(0, 1) if batch_first else x
     directions = 2 if both else 1
     hs, cs = [], []
@@ -163,7 +232,10 @@ def _lstm(
             k = layer * directions + d
             w = weights[k * per : (k + 1) * per]
             joined = w[2] + w[3] if bias else None
-            out, h, c, _, _ = laminar_ops.lstm(y, h0[k], c0[k], w[0], w[1], joined, d == 1)
+            if projected:
+                out, h, c = _projected_lstm(y, h0[k], c0[k], w[0], w[1], joined, w[-1], d == 1)
+            else:
+                out, h, c, _, _ = laminar_ops.lstm(y, h0[k], c0[k], w[0], w[1], joined, d == 1)
             outs.append(out)
             hs.append(h)
             cs.append(c)
@@ -171,6 +243,54 @@ def _lstm(
         if dropout and training and layer < layers - 1:
             y = _dropout(mode, y, dropout, True)
     return (y.transpose(0, 1) if batch_first else y), torch.stack(hs), torch.stack(cs)
+
+
+def _refuse_packed(bias: Any) -> None:
+    """The packed form takes batch sizes second and weights third, so that its fourth argument is no flag."""
+    if not isinstance(bias, bool):
+        raise CaptureError(
+            "a packed sequence has a layout that depends on the lengths in the batch, which one graph can't hold",
+            next="give the padded tensor to the layer instead, and mask the loss",
+        )
+
+
+def _projected_lstm(
+    x: Tensor, h: Tensor, c: Tensor, w_ih: Tensor, w_hh: Tensor, bias: Tensor | None, w_hr: Tensor, reverse: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One layer whose h is projected, step by step: rare enough to do without an op of its own."""
+    outs: list[Tensor] = []
+    ahead = F.linear(x, w_ih, bias)
+    for t in reversed(range(x.shape[0])) if reverse else range(x.shape[0]):
+        i, f, g, o = (ahead[t] + F.linear(h, w_hh)).chunk(4, -1)
+        c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+        h = F.linear(o.sigmoid() * c.tanh(), w_hr)
+        outs.append(h)
+    return torch.stack(outs[::-1] if reverse else outs), h, c
+
+
+def _recurrent(function: Any) -> None:
+    """GRU and simple RNNs layer by layer, so that dropout between layers is drawn by key."""
+
+    @catches(function)
+    def run(
+        mode: Canonical, x: Tensor, hx: Any, weights: Any, bias: Any, layers: Any, dropout: Any = 0.0, training: Any = False,
+        both: Any = False, batch_first: bool = False,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        _refuse_packed(bias)
+        each = (4 if bias else 2) * (2 if both else 1)
+        states = []
+        for layer in range(layers):
+            h = hx[layer * (2 if both else 1) : (layer + 1) * (2 if both else 1)]
+            w = weights[layer * each : (layer + 1) * each]
+            x, last = function(x, h, w, bias, 1, 0.0, training, both, batch_first)
+            states.append(last)
+            if dropout and training and layer < layers - 1:
+                x = _dropout(mode, x, dropout, True)
+        return x, torch.cat(states)
+
+
+for _function in (torch._VF.gru, torch._VF.rnn_tanh, torch._VF.rnn_relu):  # type: ignore[attr-defined]
+    _recurrent(_function)
 
 
 @catches(F.embedding)
@@ -190,9 +310,9 @@ def _embedding_bag(
     norm_type: float = 2, scale_grad_by_freq: bool = False, mode: str = "mean", sparse: bool = False,
     per_sample_weights: Tensor | None = None, include_last_offset: bool = False, padding_idx: int | None = None,
 ) -> Tensor:  # fmt: skip
-    if mode == "max":
-        raise CaptureError("embedding_bag with mode='max' is not supported", next="use sum or mean")
     rows = _embedding(canonical, input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+    if mode == "max":
+        return _largest(rows, input, offsets, include_last_offset, None if padding_idx is None else padding_idx % weight.shape[0])
     keep = torch.ones(input.shape, dtype=rows.dtype)
     if padding_idx is not None:
         keep = (input != padding_idx % weight.shape[0]).to(rows.dtype)
@@ -203,11 +323,43 @@ def _embedding_bag(
         total, count = rows.sum(1), keep.sum(1)
     else:
         assert offsets is not None
-        starts = offsets[:-1] if include_last_offset else offsets
-        bag = torch.searchsorted(starts, torch.arange(input.shape[0]), right=True) - 1
+        starts, bag = _bags(input, offsets, include_last_offset)
         total = rows.new_zeros(starts.shape[0], weight.shape[1]).index_add(0, bag, rows)
         count = rows.new_zeros(starts.shape[0]).index_add(0, bag, keep)
     return total if mode == "sum" else total / count.clamp(min=1).unsqueeze(-1)
+
+
+def _bags(input: Tensor, offsets: Tensor, include_last: bool) -> tuple[Tensor, Tensor]:
+    """Where bags start, and which bag each entry is in."""
+    starts = offsets[:-1] if include_last else offsets
+    return starts, torch.searchsorted(starts, torch.arange(input.shape[0]), right=True) - 1
+
+
+def _largest(rows: Tensor, input: Tensor, offsets: Tensor | None, include_last: bool, padding: int | None) -> Tensor:
+    """The maximum over each bag; an empty one gives zeros."""
+    if padding is not None:
+        rows = rows.masked_fill((input == padding).unsqueeze(-1), float("-inf"))
+    if input.dim() == 2:
+        out = rows.max(1).values
+    else:
+        assert offsets is not None
+        starts, bag = _bags(input, offsets, include_last)
+        room = rows.new_full((starts.shape[0], rows.shape[-1]), float("-inf"))
+        out = room.scatter_reduce(0, bag.unsqueeze(-1).expand(rows.shape), rows, "amax")
+    return out.masked_fill(out == float("-inf"), 0.0)
+
+
+@catches(F.gaussian_nll_loss)
+def _gaussian_nll(
+    mode: Canonical, input: Tensor, target: Tensor, var: Any, full: bool = False, eps: float = 1e-6, reduction: str = "mean"
+) -> Tensor:
+    """Without torch's look at the data for a negative variance."""
+    var = torch.full_like(input, var) if isinstance(var, float) else var
+    var = var.unsqueeze(-1) if var.shape == input.shape[:-1] else var
+    held = var + (var.clamp(min=eps) - var).detach()  # the gradient passes as if nothing had been clamped
+    loss = 0.5 * (held.log() + (input - target) ** 2 / held)
+    loss = loss + 0.5 * math.log(2 * math.pi) if full else loss
+    return loss.mean() if reduction == "mean" else loss.sum() if reduction == "sum" else loss
 
 
 # --- random draws ----------------------------------------------------------------------------

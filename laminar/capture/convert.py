@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from laminar.capture.torch_ops import find_op, op_name, plain, positional, spec_of
+from laminar.capture.torch_ops import DTYPES, find_op, op_name, plain, positional, spec_of, spread
 from laminar.capture.trace import Origin, Traced
 from laminar.errors import CaptureError
 from laminar.ir.codec import Dtype, Ref
@@ -51,7 +51,12 @@ class _Alias:
 LIKE = {"zeros_like": 0, "ones_like": 1, "new_zeros": 0, "new_ones": 1, "empty_like": 0, "new_empty": 0, "empty": 0,
         "zeros": 0, "ones": 1, "empty_strided": 0, "new_empty_strided": 0, "empty_permuted": 0}  # fmt: skip
 FULL = ("full", "full_like", "new_full")
-SAME = ("alias", "detach", "lift_fresh", "lift", "lift_fresh_copy", "_conj", "resolve_conj", "resolve_neg")
+SAME = ("alias", "detach", "lift_fresh", "lift", "lift_fresh_copy", "resolve_conj", "resolve_neg")
+EAGER = {"_conj": "aten.conj_physical", "_neg_view": "aten.neg"}
+"""Views that only set a bit on the tensor; here they compute."""
+CHECKS = ("_linalg_check_errors", "_assert_async", "_assert_scalar", "_assert_tensor_metadata", "sym_constrain_range",
+          "sym_constrain_range_for_size")  # fmt: skip
+"""Ops that look and make nothing."""
 
 
 @dataclass
@@ -130,6 +135,11 @@ class Converter:
             return self.emit("aten.slice_scatter", (outer, value, d, start, stop, 1), (spec,), origin)
         if op == "aten.unbind.int":
             return self.emit("aten.select_scatter", (outer, value, a[0], view.index), (spec,), origin)
+        if op in ("aten.conj_physical", "aten.neg"):
+            return self.emit(op, (value,), (spec,), origin)
+        if op in ("aten.view_as_real", "aten.view_as_complex"):
+            back = "aten.view_as_complex" if op == "aten.view_as_real" else "aten.view_as_real"
+            return self.emit(back, (value,), (spec,), origin)
         if op == "aten.diagonal":
             return self.emit("aten.diagonal_scatter", (outer, value, *a), (spec,), origin)
         raise CaptureError(f"an in-place change through {op} can't be captured", at=origin.where, next="use the functional form")
@@ -219,6 +229,10 @@ def _call(c: Converter, node: Any, env: dict[Any, Any], origin: Origin) -> Any:
     if name.startswith("aten.") and base_name in SAME:
         source = env[node.args[0]]
         return source if base_name != "lift_fresh_copy" else c.fresh(c.read(source, origin), source.spec)
+    if name.startswith("aten.") and base_name in CHECKS:
+        return None
+    if "inplace_view" in {t.name for t in target.tags}:
+        return _reshaped_in_place(c, node, name, raw, env, lookup, outs, origin)
     if schema.is_mutable:
         return _mutate(c, node, target, raw, env, lookup, origin)
     args = tuple(plain(lookup(a)) for a in raw)
@@ -235,6 +249,8 @@ def _call(c: Converter, node: Any, env: dict[Any, Any], origin: Origin) -> Any:
         if base_name in LIKE and spec.is_float:
             fill = float(fill)
         return c.fresh(c.emit("aten.full", (spec.shape, fill, Dtype(spec.dtype), None, None, None), outs, origin), spec)
+    if name.startswith("aten.") and base_name in EAGER:
+        name = EAGER[base_name]
     alias_of = _viewed(target)
     if alias_of is not None and isinstance(raw[alias_of], torch.fx.Node):
         source = env[raw[alias_of]]
@@ -270,55 +286,98 @@ def _viewed(op: Any) -> int | None:
     return 0 if op._schema.name == "aten::_unsafe_view" else None
 
 
+def _reshaped_in_place(
+    c: Converter, node: Any, name: str, raw: Any, env: dict[Any, Any], lookup: Any, outs: Any, origin: Origin
+) -> _Alias:
+    """`unsqueeze_`, `t_` and the like change how a tensor looks, not what it holds: a view under the old name."""
+    base_name = name.split(".")[1]
+    if base_name in ("resize_", "set_", "resize_as_", "as_strided_", "swapaxes_", "swapdims_") or outs[0] is None:
+        raise CaptureError(f"{name} gives a tensor other memory, which can't be captured", at=origin.where,
+                           next="make a new tensor instead")  # fmt: skip
+    functional = _like(node.target, base_name.removesuffix("_"))
+    source = env[node.args[0]]
+    args = tuple(plain(lookup(a)) for a in raw)
+    ref = c.emit(functional, args, outs, origin)
+    view = _View(functional, args[1:], 0, (outs[0],))
+    return _Alias(source.base, (*source.chain, view), outs[0], ref, source.base.version)
+
+
 def _mutate(c: Converter, node: Any, target: Any, raw: Any, env: dict[Any, Any], lookup: Any, origin: Origin) -> Any:
-    """An in-place op: its functional form, then the new value written through the alias."""
-    written = [i for i, a in enumerate(target._schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
+    """An in-place op, or one with `out=`: its functional form, then the new value written through the alias."""
+    arguments = target._schema.arguments
+    written = [i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
     name = op_name(target)
-    base_name, _, overload = name.removeprefix("aten.").partition(".")
-    if not name.startswith("aten.") or not base_name.endswith("_") or written != [0]:
+    base_name = name.split(".")[1]
+    out_form = all(arguments[i].is_out for i in written)
+    if not name.startswith("aten.") or not (out_form or (base_name.endswith("_") and written == [0])):
         raise CaptureError(f"{name} changes tensors in a way that can't be captured", at=origin.where,
                            next="use a form that returns a new tensor")  # fmt: skip
-    alias = env[node.args[0]]
-    spec = alias.spec
     args = tuple(plain(lookup(a)) for a in raw)
+    targets = [env[raw[i]] for i in written]
+    if out_form:
+        functional = _like(target, base_name)
+        values = _functional(c, functional, args[: len(args) - len(written)], raw, env, origin, name)
+        shown = node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else (node.meta["val"],)
+        for alias, (value, have), now in zip(targets, values, shown, strict=True):
+            spec = spec_of(now)
+            if spec != alias.spec and not alias.chain:  # an empty tensor was given, and was made to fit
+                alias.spec = alias.base.spec = spec
+            c.write(alias, _as(c, value, have, alias.spec, origin), origin)
+        return targets if len(targets) > 1 else targets[0]
+    (alias,) = targets
+    spec = alias.spec
     stem = base_name[:-1]
     if stem == "copy":
-        value = _as(c, args[1], _spec_in(c, env, raw[1]), spec, origin)
+        value = _as(c, args[1], env[raw[1]].spec, spec, origin)
     elif stem in ("fill", "zero") and not (stem == "fill" and isinstance(args[1], Ref)):
         fill = 0 if stem == "zero" else args[1]
         if spec.is_float:
             fill = float(fill)
         value = c.emit("aten.full", (spec.shape, fill, Dtype(spec.dtype), None, None, None), (spec,), origin)
     elif stem == "fill":
-        value = _as(c, args[1], _spec_in(c, env, raw[1]), spec, origin)
+        value = _as(c, args[1], env[raw[1]].spec, spec, origin)
     else:
-        functional = f"aten.{stem}.{overload}" if overload else f"aten.{stem}"
-        try:
-            op = find_op(functional)
-        except AttributeError:
-            raise CaptureError(f"{name} has no form without mutation", at=origin.where) from None
-        aligned = positional(op, args, {})
-        made = _promoted(functional, args, spec, c, env, raw)
-        value = c.emit(functional, tuple(plain(a) for a in aligned), (made,), origin)
-        if made != spec:
-            value = _as(c, value, made, spec, origin)
+        functional = f"aten.{stem}" + "".join(f".{part}" for part in name.split(".")[2:])
+        ((value, have),) = _functional(c, functional, args, raw, env, origin, name)
+        value = _as(c, value, have, spec, origin)
     c.write(alias, value, origin)
     return alias
 
 
-def _spec_in(c: Converter, env: dict[Any, Any], node: Any) -> TensorSpec:
-    return env[node].spec  # type: ignore[no-any-return]
+def _like(target: Any, base_name: str) -> str:
+    """The overload of an op that takes the same arguments, `out` aside, and changes none of them."""
+    wanted = [(a.name, str(a.type)) for a in target._schema.arguments if not a.is_out]
+    packet = getattr(torch.ops.aten, base_name)
+    for overload in packet.overloads():
+        op = getattr(packet, overload)
+        if [(a.name, str(a.type)) for a in op._schema.arguments] == wanted and not op._schema.is_mutable:
+            return op_name(op)
+    return op_name(target)
 
 
-def _promoted(op: str, args: Any, spec: TensorSpec, c: Converter, env: dict[Any, Any], raw: Any) -> TensorSpec:
-    """The spec a functional form really makes: an in-place op keeps its dtype, the other promotes."""
-    others = [env[r].spec for r in raw if isinstance(r, torch.fx.Node)]
-    if op.split(".")[1] in ("add", "sub", "mul", "div") and len(others) > 1:
-        from laminar.capture.torch_ops import DTYPES, NAMES
+def _functional(
+    c: Converter, name: str, args: tuple[Any, ...], raw: Any, env: dict[Any, Any], origin: Origin, was: str
+) -> list[tuple[Ref, TensorSpec]]:
+    """The form without mutation, with the specs it really makes: an in-place op keeps its dtype, the other promotes."""
+    try:
+        op = find_op(name)
+        assert not op._schema.is_mutable
+    except (AttributeError, AssertionError):
+        raise CaptureError(f"{was} has no form without mutation", at=origin.where,
+                           next="use a form that returns a new tensor") from None  # fmt: skip
 
-        kinds = [torch.empty(() if not s.shape else (1,), dtype=DTYPES[s.dtype]) for s in others[:2]]
-        return TensorSpec(spec.shape, NAMES[torch.result_type(*kinds)])
-    return spec
+    def standing(value: Any) -> Any:
+        if isinstance(value, torch.fx.Node):
+            spec = env[value].spec
+            return torch.empty(spec.shape, dtype=DTYPES[spec.dtype], device="meta")
+        return [standing(v) for v in value] if isinstance(value, (tuple, list)) else value
+
+    aligned = positional(op, args, {})
+    some, kwargs = spread(name, positional(op, tuple(standing(v) for v in raw[: len(args)]), {}))
+    made = op(*some, **kwargs)
+    outs = tuple(spec_of(t) for t in (made if isinstance(made, (tuple, list)) else (made,)))
+    ref = c.emit(name, tuple(plain(a) for a in aligned), outs, origin)
+    return [(Ref(ref.name, i), spec) for i, spec in enumerate(outs)]
 
 
 def _as(c: Converter, ref: Any, have: TensorSpec, want: TensorSpec, origin: Origin) -> Ref:

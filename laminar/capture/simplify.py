@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from laminar.capture.convert import constant_of
+from laminar.capture.peephole import peephole
 from laminar.capture.torch_ops import caller, unplain
 from laminar.ir.codec import Dtype, Ref
 from laminar.ir.graph import Constant, Graph, Node, map_refs
@@ -22,7 +23,7 @@ FOLD_BYTES = 16 << 20
 
 def simplify(graph: Graph) -> Graph:
     """All of it, in the order that helps most."""
-    return drop_dead(causal(share(fold(drop_dead(graph)))))
+    return drop_dead(causal(share(peephole(fold(drop_dead(graph))))))
 
 
 def drop_dead(graph: Graph) -> Graph:
@@ -97,16 +98,21 @@ def fold(graph: Graph) -> Graph:
             ref = Ref(node.name, i)
             if spec is None or ref not in needed:
                 continue
-            value = values[ref].contiguous()
+            value = values[ref]
             first = value.reshape(-1)[:1]
-            if value.numel() and bool((value == first).all()):
+            if value.numel() and not value.is_complex() and bool((value == first).all()):
                 name = f"{node.name}_full{i}"
                 fill = first.item()
                 made.append(Node(name, "aten.full", (spec.shape, fill, Dtype(spec.dtype), None, None, None), (spec,),
                                  node.where, node.module, node.phase))  # fmt: skip
             else:
                 name = f"{node.name}_const{i}"
-                constants[name] = constant_of(name, value)
+                small = value[tuple(slice(0, 1) if s == 0 else slice(None) for s in value.stride())]
+                constants[name] = constant_of(name, small)
+                if small.shape != value.shape:  # what was expanded is carried once, and expanded again
+                    source, name = Ref(name), f"{node.name}_expand{i}"
+                    made.append(Node(name, "aten.expand", (source, spec.shape, False), (spec,),
+                                     node.where, node.module, node.phase))  # fmt: skip
             fixed[ref] = Ref(name)
     outputs = tuple(replace(o, ref=fixed.get(o.ref, o.ref)) for o in graph.outputs)
     return replace(graph, nodes=tuple(made), constants=tuple(constants.values()), outputs=outputs)
@@ -152,11 +158,12 @@ def causal(graph: Graph) -> Graph:
 
 def _lower_triangular(mask: Constant) -> bool:
     shape = mask.spec.shape
-    if len(shape) < 2 or shape[-1] != shape[-2] or any(n != 1 for n in shape[:-2]):
+    if len(shape) < 2 or shape[-1] != shape[-2]:
         return False
-    t = _tensor(mask).reshape(shape[-2:])
+    t = _tensor(mask)
     keep = torch.ones(shape[-2:], dtype=torch.bool).tril()
     if t.dtype == torch.bool:
         return bool((t == keep).all())
-    lowest = torch.finfo(t.dtype).min if t.is_floating_point() else 0
-    return t.is_floating_point() and bool((t[keep] == 0).all()) and bool((t[~keep] <= lowest).all())
+    if not t.is_floating_point():
+        return False
+    return bool((t[..., keep] == 0).all()) and bool((t[..., ~keep] <= torch.finfo(t.dtype).min).all())

@@ -9,12 +9,13 @@ forward op behind it, matched by autograd's sequence numbers.
 from __future__ import annotations
 
 import contextlib
+import copy
 import linecache
 import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from torch._subclasses.fake_tensor import (
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from laminar.capture.canonical import Canonical
+from laminar.capture.canonical import Canonical, gpu_autocast
 from laminar.errors import CaptureError, LaminarError
 
 _TORCH = os.path.dirname(torch.__file__)
@@ -51,7 +52,8 @@ class Slot:
     name: str
     kind: str
     tensor: Tensor
-    places: list[tuple[dict[str, Any], str]]
+    places: list[tuple[Any, Any]]
+    """Dicts and lists that hold it, and under which key."""
     aliases: list[str] = field(default_factory=list)
     fake: Any = None
 
@@ -60,15 +62,17 @@ def slots_of(model: nn.Module) -> list[Slot]:
     """Every tensor of a model, tied ones once, in order of first appearance."""
     found: dict[int, Slot] = {}
 
-    def meet(name: str, kind: str, tensor: Tensor, holder: dict[str, Any], key: str) -> None:
+    def meet(name: str, kind: str, tensor: Tensor, holder: Any, key: Any) -> None:
         slot = found.get(id(tensor))
         if slot is None:
             found[id(tensor)] = Slot(name, kind, tensor, [(holder, key)])
-        else:
+            return
+        if not any(h is holder and k == key for h, k in slot.places):
             slot.places.append((holder, key))
+        if name != slot.name and name not in slot.aliases:
             slot.aliases.append(name)
 
-    for path, module in model.named_modules():
+    for path, module in model.named_modules(remove_duplicate=False):
         prefix = f"{path}." if path else ""
         for key, p in module._parameters.items():
             if p is not None:
@@ -79,7 +83,15 @@ def slots_of(model: nn.Module) -> list[Slot]:
         for key, value in module.__dict__.items():
             if isinstance(value, Tensor):
                 meet(prefix + key, "buffer", value, module.__dict__, key)
+            elif isinstance(value, (list, dict)) and key not in _OWN:
+                for at, item in enumerate(value) if isinstance(value, list) else value.items():
+                    if isinstance(item, Tensor):
+                        meet(f"{prefix}{key}.{at}", "buffer", item, value, at)
     return list(found.values())
+
+
+_OWN = frozenset(nn.Module().__dict__)
+"""What every module has of its own: dicts of parameters, buffers, hooks."""
 
 
 def refuse_hooks(slots: list[Slot]) -> None:
@@ -98,6 +110,12 @@ def swapped(model: nn.Module, slots: list[Slot]) -> Iterator[None]:
     """The model with stand-ins; whatever happens, its own tensors and attributes come back."""
     modules = list(model.modules())
     attributes = [(m, dict(m.__dict__), dict(m._buffers)) for m in modules]
+    kept = [
+        (value, copy.copy(value))
+        for m in modules
+        for key, value in m.__dict__.items()
+        if key not in _OWN and type(value) in (list, dict, set)
+    ]
     for slot in slots:
         for holder, key in slot.places:
             holder[key] = slot.fake
@@ -113,6 +131,9 @@ def swapped(model: nn.Module, slots: list[Slot]) -> Iterator[None]:
             m.__dict__.update(attrs)
             m._buffers.clear()
             m._buffers.update(buffers)
+        for value, before in kept:
+            value.clear()
+            (value.extend if isinstance(value, list) else value.update)(before)
         for slot in slots:
             for holder, key in slot.places:
                 holder[key] = slot.tensor
@@ -121,23 +142,22 @@ def swapped(model: nn.Module, slots: list[Slot]) -> Iterator[None]:
 
 
 def _scalars(model: nn.Module) -> dict[str, Any]:
-    return {
-        f"{path}.{key}" if path else key: value
-        for path, module in model.named_modules()
-        for key, value in module.__dict__.items()
-        if type(value) in (int, float, bool, str) and key != "training"
-    }
+    """Numbers and texts that modules keep, in containers too."""
+    out: dict[str, Any] = {}
+    for path, module in model.named_modules():
+        for key, value in module.__dict__.items():
+            if key in _OWN:
+                continue
+            name = f"{path}.{key}" if path else key
+            if type(value) in _PLAIN:
+                out[name] = value
+            elif type(value) in (list, dict, set):
+                items = value.items() if isinstance(value, dict) else [(i, v) for i, v in enumerate(value)]
+                out[name] = [(k, v) for k, v in items if type(v) in _PLAIN]
+    return out
 
 
-def user_line(frame: Any = None) -> str:
-    """The innermost line that is neither torch's nor ours: `model.py:41  self.up(x)`."""
-    frame = frame or sys._getframe(1)
-    while frame is not None:
-        path = frame.f_code.co_filename
-        if not path.startswith((_TORCH, _OURS, "<")):
-            return _line(path, frame.f_lineno)
-        frame = frame.f_back
-    return ""
+_PLAIN = (int, float, bool, str)
 
 
 def _line(path: str, number: int) -> str:
@@ -156,10 +176,15 @@ class Recorder(TorchDispatchMode):
         self.by_sequence: dict[int, Origin] = {}
         self.recomputing = 0
         self.lines: dict[tuple[str, int], str] = {}
+        self.fixed: Origin | None = None
+        """What ops that belong to no line of the user's are told to be."""
+        self.written: dict[tuple[int, str], str] = {}
+        """Where an attribute of a module was assigned last."""
 
-    def _where(self) -> str:
-        frame: Any = sys._getframe(2)
-        while frame is not None:
+    def where(self, depth: int = 2) -> str:
+        """The innermost line that is neither torch's nor ours: `model.py:41  self.up(x)`."""
+        frame: Any = sys._getframe(depth)
+        while frame is not None and frame.f_code.co_name != STEP:
             path = frame.f_code.co_filename
             if not path.startswith((_TORCH, _OURS, "<")):
                 key = (path, frame.f_lineno)
@@ -176,12 +201,14 @@ class Recorder(TorchDispatchMode):
         root = proxy.tracer.graph._root
         last = root.prev
         behind = torch._C._current_autograd_node() if not self.recomputing else None
-        if behind is not None:
+        if self.fixed is not None:
+            origin = self.fixed
+        elif behind is not None:
             old = self.by_sequence.get(behind._sequence_nr(), Origin())
             origin = Origin(old.where, old.module, "backward")
         else:
             phase = "recompute" if self.recomputing else "forward"
-            origin = Origin(self._where(), self.stack[-1] if self.stack else "", phase)
+            origin = Origin(self.where(), self.stack[-1] if self.stack else "", phase)
             self.by_sequence.setdefault(torch.autograd._get_sequence_nr() - 1, origin)
         out = func(*args, **(kwargs or {}))
         node = last.next
@@ -202,40 +229,41 @@ class Recorder(TorchDispatchMode):
 
         inner = torch.utils.checkpoint._checkpoint_without_reentrant_generator
         entry = torch.utils.checkpoint.CheckpointFunction.apply
+        compiling = torch.utils.checkpoint._is_compiling
+        assign = nn.Module.__setattr__
 
-        def contexts(given: Callable[[], Any]) -> Callable[[], Any]:
-            def make() -> Any:
-                forward, again = given()
-                first = canonical.site
-                where = list(self.stack)
+        def generator(fn: Any, preserve: bool, *rest: Any, **kw: Any) -> Any:
+            # Torch runs the region for the first time itself: this is called to run it again.
+            first, where = canonical.site, list(self.stack)
 
-                @contextlib.contextmanager
-                def recompute() -> Iterator[None]:
-                    # The same draws as the first time: the sites start where they started then.
-                    site, canonical.site = canonical.site, first
-                    stack, self.stack = self.stack, list(where)
-                    self.recomputing += 1
-                    try:
-                        with canonical_again(canonical), again:
-                            yield
-                    finally:
-                        self.recomputing -= 1
-                        canonical.site, self.stack = site, stack
+            def again(*args: Any, **kwargs: Any) -> Any:
+                # The same draws as the first time: the sites start where they started then.
+                site, canonical.site = canonical.site, first
+                stack, self.stack = self.stack, list(where)
+                self.recomputing += 1
+                try:
+                    with canonical_again(canonical):
+                        return fn(*args, **kwargs)
+                finally:
+                    self.recomputing -= 1
+                    canonical.site, self.stack = site, stack
 
-                return forward, recompute()
-
-            return make
-
-        def generator(fn: Any, preserve: bool, context_fn: Any, *rest: Any, **kw: Any) -> Any:
-            return inner(fn, False, contexts(context_fn), *rest, **kw)
+            return inner(again, False, *rest, **kw)
 
         def reentrant(function: Any, preserve: bool, *args: Any) -> Any:
             return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False)
+
+        def noted(module: nn.Module, name: str, value: Any) -> None:
+            if type(value) in _PLAIN:
+                self.written[id(module), name] = self.where()
+            assign(module, name, value)
 
         before = torch.nn.modules.module.register_module_forward_pre_hook(enter)
         after = torch.nn.modules.module.register_module_forward_hook(leave)
         torch.utils.checkpoint._checkpoint_without_reentrant_generator = generator
         torch.utils.checkpoint.CheckpointFunction.apply = reentrant  # type: ignore[method-assign, assignment]
+        torch.utils.checkpoint._is_compiling = lambda *_: False  # selective policies then keep what they say
+        nn.Module.__setattr__ = noted  # type: ignore[method-assign, assignment]
         try:
             yield
         finally:
@@ -243,6 +271,8 @@ class Recorder(TorchDispatchMode):
             after.remove()
             torch.utils.checkpoint._checkpoint_without_reentrant_generator = inner
             torch.utils.checkpoint.CheckpointFunction.apply = entry  # type: ignore[method-assign]
+            torch.utils.checkpoint._is_compiling = compiling
+            nn.Module.__setattr__ = assign  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
@@ -254,19 +284,44 @@ def canonical_again(mode: Canonical) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def device_neutral_autocast() -> Iterator[None]:
-    """`torch.autocast("cuda")` means the policy, not the place: tracing happens on fake CPU tensors."""
+def device_neutral() -> Iterator[None]:
+    """What a script says about devices and checks means the policy, not the place.
+
+    Tracing happens on fake CPU tensors, so `torch.autocast("cuda")` becomes autocast for the CPU, with
+    the longer list of float32 ops that GPUs have (see `canonical`). Distributions don't check their
+    arguments, for that would need to look at data.
+    """
     cls = torch.amp.autocast_mode.autocast
-    init = cls.__init__
+    init, enter, leave = cls.__init__, cls.__enter__, cls.__exit__
 
     def neutral(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
-        init(self, "cpu" if device_type == "cuda" else device_type, *args, **kwargs)
+        elsewhere = device_type not in ("cpu", "meta")
+        init(self, "cpu" if elsewhere else device_type, *args, **kwargs)
+        self._elsewhere = elsewhere and self._enabled
+        if elsewhere and not args and kwargs.get("dtype") is None:
+            self.fast_dtype = torch.float16
 
-    cls.__init__ = neutral  # type: ignore[method-assign]
+    def entered(self: Any) -> Any:
+        gpu_autocast.regions.append(getattr(self, "_elsewhere", False))
+        return enter(self)
+
+    def left(self: Any, *exc: Any) -> Any:
+        gpu_autocast.regions.pop()
+        return leave(self, *exc)
+
+    checks = torch.distributions.Distribution._validate_args
+    cls.__init__, cls.__enter__, cls.__exit__ = neutral, entered, left  # type: ignore[method-assign]
+    torch.distributions.Distribution.set_default_validate_args(False)
     try:
         yield
     finally:
-        cls.__init__ = init  # type: ignore[method-assign]
+        cls.__init__, cls.__enter__, cls.__exit__ = init, enter, leave  # type: ignore[method-assign]
+        torch.distributions.Distribution.set_default_validate_args(checks)
+        gpu_autocast.regions.clear()
+
+
+STEP = "laminar_whole_step"
+"""The name of the traced function: frames further out belong to whoever called capture."""
 
 
 @dataclass
@@ -304,7 +359,7 @@ def trace(
     mode: list[Canonical] = []
     outputs: list[tuple[str, str]] = []
 
-    def whole_step(*flat: Tensor) -> list[Tensor]:
+    def laminar_whole_step(*flat: Tensor) -> list[Tensor]:
         params, batch, rng = flat[: len(slots)], flat[len(slots) : -1], flat[-1]
         for slot, t in zip(slots, params, strict=True):
             slot.fake = t
@@ -316,16 +371,14 @@ def trace(
             # torch.compile'd attributes and the like see ordinary tensors from here on.
             loss, metrics = step()
             _check_loss(loss)
-            changed = {k: (before[k], v) for k, v in _scalars(model).items() if k in before and before[k] != v}
-            if changed:
-                name, (old, new) = next(iter(changed.items()))
-                raise CaptureError(
-                    f"forward changes {name} from {old!r} to {new!r}: a side effect that a captured step can't repeat",
-                    next="keep it as a registered buffer, or change it outside the model",
-                )
+            _refuse_side_effects(model, before, recorder)
             trained = [s for s in slots if s.kind == "param" and s.tensor.requires_grad]
             wrt = [s.fake for s in trained]
-            grads = torch.autograd.grad(loss, wrt, allow_unused=True) if wrt else ()
+            # The gradient of the loss by itself belongs to the line that made the loss.
+            recorder.fixed = replace(recorder.by_sequence.get(loss.grad_fn._sequence_nr(), Origin()), phase="backward")
+            one = torch.ones_like(loss)
+            recorder.fixed = None
+            grads = torch.autograd.grad(loss, wrt, one, allow_unused=True)
             results = [loss.detach(), *[m.detach() for m in metrics.values()]]
             outputs.append(("loss", "loss"))
             outputs.extend(("metric", k) for k in metrics)
@@ -336,38 +389,89 @@ def trace(
             for slot in slots:
                 if slot.kind != "buffer":
                     continue
-                holder, place = slot.places[0]
-                now = holder.get(place)
+                now = _held(slot)
                 if isinstance(now, Tensor):
                     results.append(now.detach())
                     outputs.append(("buffer", slot.name))
         return results
 
     try:
-        with fake_mode, device_neutral_autocast(), torch.enable_grad():
-            gm = make_fx(whole_step, tracing_mode="real", _error_on_data_dependent_ops=True, _allow_non_fake_inputs=True,
+        with fake_mode, device_neutral(), torch.enable_grad():
+            gm = make_fx(laminar_whole_step, tracing_mode="real", _error_on_data_dependent_ops=True, _allow_non_fake_inputs=True,
                          decomposition_table=_decompositions())(*[s.fake for s in slots], *fakes, key)  # fmt: skip
     except LaminarError as error:
-        where = _blame(error)
-        if where and "\n  at" not in str(error):
-            raise type(error)(str(error).split("\n")[0], at=where, **_labels(error)) from error
-        raise
+        labels = _labels(error)
+        if "at" in labels:
+            raise
+        found = {"at": _blame(error), "module": _inside(model, recorder)} if recorder.stack else {"at": _blame(error)}
+        raise type(error)(str(error).split("\n")[0], **found, **labels) from error
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        shape = isinstance(error, DynamicOutputShapeException)
-        raise CaptureError(
-            f"{error.func} makes a {'shape' if shape else 'Python value'} that depends on data, which one graph can't hold",
-            at=_blame(error),
-            next="use torch.where or a mask of fixed shape instead, or keep this part out of the model",
-        ) from error
+        raise _data_dependent(error, mode[-1].failed, _inside(model, recorder)) from error
     except Exception as error:
         raise CaptureError(
             f"the model could not be traced: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
             at=_blame(error),
+            module=_inside(model, recorder),
             next="run the model once in plain PyTorch with this batch; if that works, this op needs a report",
         ) from error
     for slot in slots:
         slot.fake = None
     return Traced(gm, slots, outputs, recorder.origins, mode[-1].drew)
+
+
+def _held(slot: Slot) -> Any:
+    """What now stands where a slot's tensor was."""
+    holder, place = slot.places[0]
+    return holder.get(place) if isinstance(holder, dict) else holder[place] if place < len(holder) else None
+
+
+def _inside(model: nn.Module, recorder: Recorder) -> str:
+    """The module that was running."""
+    path = recorder.stack[-1] if recorder.stack else ""
+    return f"{path} ({type(model.get_submodule(path)).__name__})" if path else ""
+
+
+def _refuse_side_effects(model: nn.Module, before: dict[str, Any], recorder: Recorder) -> None:
+    """A Python number changed in forward would change once, at capture, and never again."""
+    for name, new in _scalars(model).items():
+        if name in before and before[name] != new:
+            path, _, key = name.rpartition(".")
+            raise CaptureError(
+                f"forward changes {name} from {before[name]!r} to {new!r}: a side effect that a captured step can't repeat",
+                at=recorder.written.get((id(model.get_submodule(path)), key), ""),
+                next="keep it as a registered buffer, or change it outside the model",
+            )
+
+
+_ASKS = {
+    "__bool__": ("the truth of a tensor (in if, while, assert, and, or) decides what runs next", "torch.where"),
+    "__getitem__": ("indexing with a boolean mask makes a shape", "torch.where, or multiply by the mask"),
+    "masked_select": ("masked_select makes a shape", "torch.where, or multiply by the mask"),
+    "nonzero": ("nonzero makes a shape", "torch.where(condition, a, b), or topk of a fixed size"),
+    "where": ("torch.where(condition) with one argument makes a shape", "torch.where(condition, a, b)"),
+    "unique": ("unique makes a shape", "one_hot and sums of fixed size"),
+    "repeat_interleave": ("repeat_interleave by a tensor makes a shape", "a fixed number of repeats"),
+}
+"""What a user wrote when torch says that an output depends on data: the complaint, and a form that works."""
+
+
+def _data_dependent(error: Any, called: Any, module: str) -> CaptureError:
+    name = getattr(called, "__name__", "")
+    shape = isinstance(error, DynamicOutputShapeException)
+    if shape:
+        what = f"{error.func} makes a shape"
+    else:
+        what = f"{name.strip('_') if name in _NUMBERS else 'a call'}() takes a Python number out of a tensor"
+    what, instead = _ASKS.get(name, (what, "a tensor in its place, with torch.where or a mask of fixed shape"))
+    return CaptureError(
+        f"{what}: it depends on data, and one graph holds one path and one set of shapes",
+        at=_blame(error),
+        module=module,
+        next=f"use {instead}; or keep this part out of the model",
+    )
+
+
+_NUMBERS = ("item", "tolist", "__float__", "__int__", "__index__", "__complex__", "numpy", "__array__")
 
 
 def _labels(error: LaminarError) -> dict[str, str]:

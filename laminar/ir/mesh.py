@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 from laminar.errors import MeshError
 
@@ -52,11 +53,7 @@ class Mesh:
 
     def coords(self, rank: int) -> tuple[int, ...]:
         """Where a rank stands on each axis."""
-        out = []
-        for size in reversed(self.sizes):
-            rank, at = divmod(rank, size)
-            out.append(at)
-        return tuple(reversed(out))
+        return _coords(self.sizes, rank)
 
     def rank(self, coords: tuple[int, ...]) -> int:
         """The rank that stands at `coords`."""
@@ -73,12 +70,7 @@ class Mesh:
 
     def group(self, axes: tuple[int, ...], coords: tuple[int, ...]) -> tuple[int, ...]:
         """Ranks that differ from the one at `coords` on `axes` only, in mesh order."""
-        out = []
-        for rank in range(self.ranks):
-            other = self.coords(rank)
-            if all(a in axes or other[a] == coords[a] for a in range(len(self.sizes))):
-                out.append(rank)
-        return tuple(out)
+        return _group(self.sizes, axes, coords)
 
     def __str__(self) -> str:
         return "Mesh(" + ", ".join(f"{n}={s}" for n, s in zip(self.names, self.sizes, strict=True)) + ")"
@@ -86,3 +78,22 @@ class Mesh:
     def to_json(self) -> dict[str, int]:
         """Axis names to sizes, in order."""
         return dict(zip(self.names, self.sizes, strict=True))
+
+
+@lru_cache(maxsize=1 << 16)
+def _coords(sizes: tuple[int, ...], rank: int) -> tuple[int, ...]:
+    out = []
+    for size in reversed(sizes):
+        rank, at = divmod(rank, size)
+        out.append(at)
+    return tuple(reversed(out))
+
+
+@lru_cache(maxsize=1 << 16)
+def _group(sizes: tuple[int, ...], axes: tuple[int, ...], coords: tuple[int, ...]) -> tuple[int, ...]:
+    out = []
+    for rank in range(math.prod(sizes)):
+        other = _coords(sizes, rank)
+        if all(a in axes or other[a] == coords[a] for a in range(len(sizes))):
+            out.append(rank)
+    return tuple(out)

@@ -127,6 +127,7 @@ class _Build:
     def _op(self, instr: Instr) -> None:
         target, args, kwargs = prepare(instr, self.mesh, self.rank, self.device)
         filled = tuple(self._fill(a) for a in args)
+        kwargs = {k: self._fill(v) for k, v in kwargs.items()}
         if instr.name in self.into:
             bucket, i = self.into[instr.name]
             kwargs = {**kwargs, "out": self.keep(f"{instr.name}_out", bucket.views[i])}

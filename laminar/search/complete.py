@@ -51,6 +51,8 @@ class Pins:
     """Seconds charged for each byte of a parameter stored whole."""
     split: set[Ref] = field(default_factory=set)
     """Values that ops named in `spread` read in pieces, where there is any way."""
+    sums: set[str] = field(default_factory=set)
+    """Ops whose results stay partial, where there is any way."""
     spread: set[str] = field(default_factory=set)
     """Ops of which every rank must do only a part, where there is any way."""
 
@@ -280,6 +282,8 @@ class _Axis:
             and all(pins.values.get(Ref(node.name, i), p) == p or (isinstance(p, Partial)) for i, p in enumerate(s.outs))
         ]
         kept = [s for s in kept if self._arises(node, s)] or kept
+        if node.name in pins.sums:
+            kept = [s for s in kept if any(isinstance(p, Partial) for p in s.outs)] or kept
         if node.name in pins.spread:
             kept = [s for s in kept if _splits(s)] or kept
             cut = [i for i, r in enumerate(node.ins) if r in pins.split]

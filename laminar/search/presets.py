@@ -16,7 +16,7 @@ from laminar.ir.codec import Ref
 from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh
 from laminar.ir.plan import Plan
-from laminar.ir.sbp import B, NdSbp, Sbp, Split, no_rank_empty
+from laminar.ir.sbp import B, NdSbp, Partial, Sbp, Split, no_rank_empty
 from laminar.rules.signing import follow
 from laminar.search.complete import Pins, Seeds, completed, match, storable
 
@@ -103,16 +103,21 @@ def _data_pins(graph: Graph, mesh: Mesh, axis: int) -> Pins:
     for ref in graph.specs:
         if ref.name in trained:
             pins.read[ref] = B
-    pins.spread = _batched(graph, pins, parts)
+    _follow_batch(graph, pins, parts)
     return pins
 
 
-def _batched(graph: Graph, pins: Pins, parts: int) -> set[str]:
-    """Ops the split of the batch reaches if every op simply follows its inputs."""
+def _follow_batch(graph: Graph, pins: Pins, parts: int) -> None:
+    """Pin what comes out if every op simply follows its inputs: who works on a part of the batch, and which
+    values are sums over it. Otherwise a small batch would make the solver move activations instead of
+    gradients, which can be cheaper but is not what data parallel means."""
     given: dict[Ref, NdSbp] = {Ref(i.name): (pins.inputs[i.name],) for i in graph.inputs}
     given |= {Ref(c.name): (B,) for c in graph.constants}
-    placings = follow(graph.nodes, given, graph.specs, (parts,))
-    return {p.node.name for p in placings if any(isinstance(nd[0], Split) for nd in (*p.ins, *p.outs))}
+    for p in follow(graph.nodes, given, graph.specs, (parts,)):
+        if any(isinstance(nd[0], Split) for nd in (*p.ins, *p.outs)):
+            pins.spread.add(p.node.name)
+        if any(isinstance(nd[0], Partial) for nd in p.outs):
+            pins.sums.add(p.node.name)
 
 
 def _tensor_pins(graph: Graph) -> Pins:
