@@ -139,7 +139,10 @@ def worker(rank: int, world: int, folder: str, name: str, rounds: int, calls: in
     outs = step(*local)
     run_ddp()
     grads = {o.name: t for o, t in zip(program.outputs, outs, strict=True) if o.kind == "grad"}
-    worst = max(float((grads[n] - p.grad).abs().max() / p.grad.abs().max().clamp(min=1e-6)) for n, p in ddp.module.named_parameters())
+    worst = max(
+        float((grads[n] - p.grad).abs().max() / p.grad.abs().max().clamp(min=1e-6))
+        for n, p in ddp.module.named_parameters()
+    )
 
     def side(run):  # type: ignore[no-untyped-def]
         def go() -> None:
@@ -151,7 +154,9 @@ def worker(rank: int, world: int, folder: str, name: str, rounds: int, calls: in
 
     times = paired({"laminar": side(lambda: step(*local)), "ddp": side(run_ddp)}, rounds, 1)
     if rank == 0:
-        Path(folder, "times").write_bytes(pickle.dumps((times, program.counts(), worst, sum(p.numel() for p in model.parameters()))))
+        Path(folder, "times").write_bytes(
+            pickle.dumps((times, program.counts(), worst, sum(p.numel() for p in model.parameters())))
+        )
     dist.barrier()
     dist.destroy_process_group()
 
@@ -167,7 +172,10 @@ def main() -> None:
     context = multiprocessing.get_context("spawn")
     for name in given.models or MODELS:
         with tempfile.TemporaryDirectory() as folder:
-            jobs = [context.Process(target=worker, args=(r, given.world, folder, name, given.rounds, given.calls)) for r in range(given.world)]
+            jobs = [
+                context.Process(target=worker, args=(r, given.world, folder, name, given.rounds, given.calls))
+                for r in range(given.world)
+            ]
             for job in jobs:
                 job.start()
             for job in jobs:

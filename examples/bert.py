@@ -63,9 +63,7 @@ class Layer(nn.Module):
 class BERT(nn.Module):
     """Ids, segments and a word mask, all (batch, tokens), to logits (batch, tokens, vocab)."""
 
-    def __init__(
-        self, *, layers: int, d: int, heads: int, vocab: int, tokens: int, dropout: float = 0.1
-    ) -> None:
+    def __init__(self, *, layers: int, d: int, heads: int, vocab: int, tokens: int, dropout: float = 0.1) -> None:
         super().__init__()
         self.words = nn.Embedding(vocab, d, padding_idx=PAD)
         self.segments = nn.Embedding(2, d)

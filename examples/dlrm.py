@@ -45,9 +45,7 @@ class DLRM(nn.Module):
         return self.top(torch.cat([dense, dots[:, row, column]], dim=1)).squeeze(1)
 
 
-def clicks(
-    batch: int, numbers: int, tables: list[int], bag_rows: int, bag: int
-) -> Iterator[dict[str, Tensor]]:
+def clicks(batch: int, numbers: int, tables: list[int], bag_rows: int, bag: int) -> Iterator[dict[str, Tensor]]:
     """Samples clicked by a rule that weighs two numbers and one id, without end."""
     rng = torch.Generator().manual_seed(1)
     taste = torch.randn(tables[0], generator=rng)

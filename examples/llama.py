@@ -56,9 +56,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(heads * self.head_d, d, bias=False)
 
     def forward(self, x: Tensor, rotary: Rotary) -> Tensor:
-        q, k, v = (
-            proj(x).unflatten(-1, (-1, self.head_d)).transpose(1, 2) for proj in (self.q, self.k, self.v)
-        )
+        q, k, v = (proj(x).unflatten(-1, (-1, self.head_d)).transpose(1, 2) for proj in (self.q, self.k, self.v))
         y = F.scaled_dot_product_attention(rotary(q), rotary(k), v, is_causal=True, enable_gqa=True)
         return self.out(y.transpose(1, 2).flatten(2))
 
@@ -88,9 +86,7 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    def __init__(
-        self, *, layers: int, d: int, heads: int, kv_heads: int, hidden: int, vocab: int, tokens: int
-    ) -> None:
+    def __init__(self, *, layers: int, d: int, heads: int, kv_heads: int, hidden: int, vocab: int, tokens: int) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocab, d)
         self.rotary = Rotary(tokens, d // heads)

@@ -69,10 +69,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         b, t, d = x.shape
-        q, k, v = (
-            part.view(b, t, self.heads, -1).transpose(1, 2)
-            for part in self.qkv(self.norm1(x)).chunk(3, dim=-1)
-        )
+        q, k, v = (part.view(b, t, self.heads, -1).transpose(1, 2) for part in self.qkv(self.norm1(x)).chunk(3, dim=-1))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(y.transpose(1, 2).reshape(b, t, d))
         mixed, balance = self.experts(self.norm2(x))
@@ -82,9 +79,7 @@ class Block(nn.Module):
 class MoE(nn.Module):
     """Token ids to logits, and the sum of the balance losses of all blocks."""
 
-    def __init__(
-        self, *, layers: int, d: int, heads: int, hidden: int, experts: int, vocab: int, tokens: int
-    ) -> None:
+    def __init__(self, *, layers: int, d: int, heads: int, hidden: int, experts: int, vocab: int, tokens: int) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocab, d)
         self.position = nn.Parameter(0.02 * torch.randn(tokens, d))

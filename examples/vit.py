@@ -43,9 +43,7 @@ class Block(nn.Module):
 class ViT(nn.Module):
     """Images (batch, 3, size, size) to logits (batch, classes)."""
 
-    def __init__(
-        self, *, size: int, patch: int, layers: int, d: int, heads: int, hidden: int, classes: int
-    ) -> None:
+    def __init__(self, *, size: int, patch: int, layers: int, d: int, heads: int, hidden: int, classes: int) -> None:
         super().__init__()
         self.patches = nn.Conv2d(3, d, patch, stride=patch)
         self.class_token = nn.Parameter(0.02 * torch.randn(1, 1, d))

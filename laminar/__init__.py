@@ -40,7 +40,33 @@ _WHERE = {
     "plans": "laminar.api",
     "verify": "laminar.api",
 }
-__all__ = sorted([*_WHERE, "__version__"])  # noqa: PLE0605
+__all__ = [
+    "B",
+    "BatchError",
+    "CaptureError",
+    "Graph",
+    "GraphError",
+    "LaminarError",
+    "Link",
+    "Loss",
+    "Mesh",
+    "MeshError",
+    "NoRuleError",
+    "P",
+    "PlacementError",
+    "Plan",
+    "PlanError",
+    "Program",
+    "Recipe",
+    "RecipeError",
+    "S",
+    "TensorSpec",
+    "capture",
+    "load_recipe",
+    "lower",
+    "plans",
+    "verify",
+]
 
 
 def _tame_onednn() -> None:

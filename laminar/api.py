@@ -48,7 +48,11 @@ def load_recipe(name: str) -> Recipe:
     spec.loader.exec_module(module)
     make = getattr(module, function, None)
     if make is None:
-        here = [k for k, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == spec.name and not k.startswith("_")]
+        here = [
+            k
+            for k, v in vars(module).items()
+            if callable(v) and getattr(v, "__module__", "") == spec.name and not k.startswith("_")
+        ]
         raise RecipeError(f"{path_text} has no {function}", allowed="  ".join(here))
     recipe = make()
     if not isinstance(recipe, Recipe):

@@ -11,11 +11,11 @@ import torch
 
 import laminar
 from laminar.api import inputs_of, load_recipe
+from laminar.ir.graph import widen
 from laminar.runtime.module import Step
 from laminar.runtime.reference import constants_of, run_graph
 from laminar.runtime.transport import Null
 from laminar.runtime.verify import error_of, verify_program, widened
-from laminar.ir.graph import widen
 
 pytestmark = [
     pytest.mark.gpu,

@@ -88,7 +88,7 @@ def test_a_failing_plan_shrinks_to_what_makes_it_fail() -> None:
     """Of two hundred placed ops, the two at fault are left."""
     graph, mesh = specimen("gpt.py:tiny").graph, laminar.Mesh({"a": 2})
     plan = random_plan(graph, mesh, 0)
-    guilty = [item for item in placed(plan) if item[0] == "ops"][30:90:59] + [("inputs", placed(plan)[0][1])]
+    guilty = [*[item for item in placed(plan) if item[0] == "ops"][30:90:59], ("inputs", placed(plan)[0][1])]
     small = shrink(plan, lambda p: set(guilty) <= set(placed(p)))
     assert set(placed(small)) == set(guilty)
     assert equal(specimen("gpt.py:tiny", "f64"), small)

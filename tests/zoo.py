@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +76,7 @@ def wide(one: Specimen) -> Specimen:
     return Specimen(one.name, graph, inputs, constants, run_graph(graph, inputs, constants), "f64")
 
 
-@lru_cache(maxsize=None)
+@cache
 def specimen(name: str, dtype: str = "f32") -> Specimen:
     """A model of the zoo; its plans are made for the float32 graph, whatever they are checked in."""
     return captured(recipe(name), name) if dtype == "f32" else wide(specimen(name))

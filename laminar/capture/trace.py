@@ -24,10 +24,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     FakeTensorMode,
 )
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from laminar.capture.canonical import Canonical, gpu_autocast
 from laminar.errors import CaptureError, LaminarError
@@ -184,7 +186,7 @@ class Recorder(TorchDispatchMode):
     def where(self, depth: int = 2) -> str:
         """The innermost line that is neither torch's nor ours: `model.py:41  self.up(x)`."""
         frame: Any = sys._getframe(depth)
-        while frame is not None and frame.f_code.co_name != STEP:
+        while frame is not None and frame.f_code.co_name not in STEPS:
             path = frame.f_code.co_filename
             if not path.startswith((_TORCH, _OURS, "<")):
                 key = (path, frame.f_lineno)
@@ -320,8 +322,8 @@ def device_neutral() -> Iterator[None]:
         gpu_autocast.regions.clear()
 
 
-STEP = "laminar_whole_step"
-"""The name of the traced function: frames further out belong to whoever called capture."""
+STEPS = ("laminar_whole_step", "_refuse_carried")
+"""Functions that run a step: frames further out belong to whoever called capture."""
 
 
 @dataclass
@@ -358,6 +360,7 @@ def trace(
     recorder = Recorder(names)
     mode: list[Canonical] = []
     outputs: list[tuple[str, str]] = []
+    left: list[_Left] = []
 
     def laminar_whole_step(*flat: Tensor) -> list[Tensor]:
         params, batch, rng = flat[: len(slots)], flat[len(slots) : -1], flat[-1]
@@ -372,6 +375,7 @@ def trace(
             loss, metrics = step()
             _check_loss(loss)
             _refuse_side_effects(model, before, recorder)
+            left.extend(_left_behind(model))
             trained = [s for s in slots if s.kind == "param" and s.tensor.requires_grad]
             wrt = [s.fake for s in trained]
             # The gradient of the loss by itself belongs to the line that made the loss.
@@ -399,6 +403,8 @@ def trace(
         with fake_mode, device_neutral(), torch.enable_grad():
             gm = make_fx(laminar_whole_step, tracing_mode="real", _error_on_data_dependent_ops=True, _allow_non_fake_inputs=True,
                          decomposition_table=_decompositions())(*[s.fake for s in slots], *fakes, key)  # fmt: skip
+            if left:
+                _refuse_carried(model, step, slots, left, key)
     except LaminarError as error:
         labels = _labels(error)
         if "at" in labels:
@@ -443,6 +449,74 @@ def _refuse_side_effects(model: nn.Module, before: dict[str, Any], recorder: Rec
             )
 
 
+@dataclass
+class _Left:
+    """An attribute that holds tensors of the step after it: left lying about, or state of the next step."""
+
+    module: nn.Module
+    key: str
+    name: str
+    value: Any
+
+
+def _left_behind(model: nn.Module) -> list[_Left]:
+    found = []
+    for path, module in model.named_modules():
+        for key, value in module.__dict__.items():
+            if key not in _OWN and any(isinstance(t, FakeTensor) for t in _tensors_in(value)):
+                held = type(value)(value) if type(value) in (list, dict) else value
+                found.append(_Left(module, key, f"{path}.{key}" if path else key, held))
+    return found
+
+
+def _tensors_in(value: Any, depth: int = 2) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif depth and isinstance(value, (list, tuple, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(item, depth - 1)
+
+
+class _Spy(TorchDispatchMode):
+    """Refuses to have certain tensors read."""
+
+    def __init__(self, marked: dict[int, str], recorder: Recorder) -> None:
+        super().__init__()
+        self.marked, self.recorder = marked, recorder
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for value in tree_leaves((args, kwargs)):
+            if id(value) in self.marked:
+                raise CaptureError(
+                    f"forward leaves a tensor in {self.marked[id(value)]}, and the next step reads it: state that a graph of "
+                    "one step would lose",
+                    at=self.recorder.where(),
+                    next="give it a first value with register_buffer, so that it goes in and out of every step",
+                )
+        return func(*args, **(kwargs or {}))
+
+
+def _refuse_carried(model: nn.Module, step: Callable[[], Any], slots: list[Slot], left: list[_Left], key: Tensor) -> None:
+    """Run forward again on what it left behind: whoever reads that carries state in a way no graph shows.
+
+    Tensors at the places of slots are state too, but known: they are inputs and outputs already.
+    """
+    known = {id(slot.fake) for slot in slots}
+    recorder = Recorder({})
+    again = Canonical(key)
+    with swapped(model, slots):
+        marked: dict[int, str] = {}
+        for item in left:
+            places = {p for slot in slots for holder, p in slot.places if holder is item.module.__dict__}
+            if item.key in places:
+                continue
+            item.module.__dict__[item.key] = item.value
+            marked.update({id(t): item.name for t in _tensors_in(item.value) if isinstance(t, FakeTensor) and id(t) not in known})
+        if marked:
+            with recorder.following(again), again, _Spy(marked, recorder):
+                step()
+
+
 _ASKS = {
     "__bool__": ("the truth of a tensor (in if, while, assert, and, or) decides what runs next", "torch.where"),
     "__getitem__": ("indexing with a boolean mask makes a shape", "torch.where, or multiply by the mask"),
@@ -450,6 +524,8 @@ _ASKS = {
     "nonzero": ("nonzero makes a shape", "torch.where(condition, a, b), or topk of a fixed size"),
     "where": ("torch.where(condition) with one argument makes a shape", "torch.where(condition, a, b)"),
     "unique": ("unique makes a shape", "one_hot and sums of fixed size"),
+    "_pack_padded_sequence": ("the layout of a packed sequence follows the lengths in the batch",
+                              "the padded tensor, and mask the loss"),
     "repeat_interleave": ("repeat_interleave by a tensor makes a shape", "a fixed number of repeats"),
 }
 """What a user wrote when torch says that an output depends on data: the complaint, and a form that works."""

@@ -47,9 +47,9 @@ def flops(call: Call) -> float:
 
 
 FREE = frozenset(
-    "aten." + n
-    for n in "view _unsafe_view reshape t permute transpose.int unsqueeze squeeze squeeze.dim expand slice.Tensor "
-    "select.int split.Tensor split_with_sizes unbind.int alias detach".split()
+    f"aten.{name}"
+    for name in """view _unsafe_view reshape t permute transpose.int unsqueeze squeeze squeeze.dim expand slice.Tensor
+    select.int split.Tensor split_with_sizes unbind.int alias detach""".split()
 )
 """Ops that only look at memory in another way."""
 

@@ -238,11 +238,11 @@ def check(graph: Graph) -> None:
 
     made: set[Ref] = set()
     names: set[str] = set()
-    for item in (*graph.inputs, *graph.constants):
-        if item.name in names:
-            fail(f"two inputs or constants are called %{item.name}")
-        names.add(item.name)
-        made.add(Ref(item.name))
+    for name in [*(i.name for i in graph.inputs), *(c.name for c in graph.constants)]:
+        if name in names:
+            fail(f"two inputs or constants are called %{name}")
+        names.add(name)
+        made.add(Ref(name))
     for i in graph.inputs:
         if i.kind not in INPUT_KINDS:
             fail(f"%{i.name} is of unknown kind {i.kind!r}", allowed="  ".join(INPUT_KINDS))

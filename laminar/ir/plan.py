@@ -151,13 +151,17 @@ class Plan:
 
     def explain(self) -> str:
         """What is spread how, which collectives follow and why, and what was not split."""
-        lines = [f"plan {self.hash[:12]} ({self.name}) for graph {self.graph_hash[:12]} on {self.mesh}, {self.mesh.ranks} ranks"]
+        lines = [
+            f"plan {self.hash[:12]} ({self.name}), graph {self.graph_hash[:12]}, {self.mesh}, {self.mesh.ranks} ranks"
+        ]
         lines += ["", "inputs, grouped by placement"]
         groups: dict[str, list[str]] = {}
         for name, nd in self.inputs.items():
             groups.setdefault(show(nd), []).append(name)
         for placement, names in sorted(groups.items(), key=lambda g: -len(g[1])):
-            lines.append(f"  {placement:<28} {len(names):>4}  {', '.join(names[:4])}{', ...' if len(names) > 4 else ''}")
+            lines.append(
+                f"  {placement:<28} {len(names):>4}  {', '.join(names[:4])}{', ...' if len(names) > 4 else ''}"
+            )
         account = self.account
         if "collectives" in account:
             lines += ["", f"collectives per step: {account['count']}, {account['bytes']:,} bytes received per rank"]
@@ -166,7 +170,10 @@ class Plan:
                     f"  {row['kind']:<15} over {row['axes']:<8} x{row['count']:<4} {row['bytes']:>14,} B  {row['why']}"
                 )
         if "parameter_bytes" in account:
-            lines += ["", f"parameters per rank: {account['parameter_bytes']:,} of {account['parameter_bytes_whole']:,} bytes"]
+            lines += [
+                "",
+                f"parameters per rank: {account['parameter_bytes']:,} of {account['parameter_bytes_whole']:,} bytes",
+            ]
         if "cost_s" in account:
             lines.append(f"cost (assumed machine, no overlap): {account['cost_s'] * 1e3:.3f} ms; "
                          f"all replicated: {account['replicated_s'] * 1e3:.3f} ms")  # fmt: skip
@@ -175,7 +182,7 @@ class Plan:
             lines += ["", "computed whole on every rank, because nothing says how to split them"]
             for row in account["unsplit"]:
                 lines.append(f"  {row['op']:<28} {row['share']:6.2%} of the work  {row['where']}")
-        return "\n".join(line for line in lines if line is not None)
+        return "\n".join(lines)
 
     def __str__(self) -> str:
         return f"Plan({self.hash[:12]}, {self.name}, {self.mesh}, {len(self.ops)} ops)"

@@ -170,7 +170,9 @@ class Program:
                 size = f" {instr.bytes:,} B" if instr.moves else ""
                 lines.append(f"  %{instr.name}: {outs} = {instr.kind}[{axes}]({names}){size}  <- {instr.why}")
             else:
-                lines.append(f"  %{instr.name}: {outs} = {instr.op}({names})" + (f"    # {instr.where}" if instr.where else ""))
+                lines.append(
+                    f"  %{instr.name}: {outs} = {instr.op}({names})" + (f"    # {instr.where}" if instr.where else "")
+                )
         for o in self.outputs:
             lines.append(f"  return {o.kind} {o.name} = {o.ref}: {o.placed.local(self.mesh)} {show(o.placed.nd)}")
         return "\n".join(lines)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import numpy as np
 
@@ -73,7 +73,7 @@ def show(nd: Sequence[Sbp]) -> str:
     return str(nd[0]) if len(nd) == 1 else f"[{', '.join(map(str, nd))}]"
 
 
-@lru_cache(maxsize=None)
+@cache
 def parse(text: str) -> Sbp:
     """The inverse of `str` on one axis."""
     kind, _, rest = text.strip().partition("(")
@@ -119,12 +119,16 @@ def local_shape(shape: tuple[int, ...], nd: NdSbp, sizes: tuple[int, ...], coord
     return tuple(out)
 
 
-def local_spec(spec: TensorSpec, nd: NdSbp, sizes: tuple[int, ...], coords: tuple[int, ...] | None = None) -> TensorSpec:
+def local_spec(
+    spec: TensorSpec, nd: NdSbp, sizes: tuple[int, ...], coords: tuple[int, ...] | None = None
+) -> TensorSpec:
     """The spec a rank holds; without coords, that of the first rank, which holds the most."""
     return TensorSpec(local_shape(spec.shape, nd, sizes, coords or (0,) * len(sizes)), spec.dtype)
 
 
-def local_indices(shape: tuple[int, ...], nd: NdSbp, sizes: tuple[int, ...], coords: tuple[int, ...]) -> list[np.ndarray]:
+def local_indices(
+    shape: tuple[int, ...], nd: NdSbp, sizes: tuple[int, ...], coords: tuple[int, ...]
+) -> list[np.ndarray]:
     """For each dim, which global indices a rank holds, in its local order."""
     index = [np.arange(n) for n in shape]
     for placement, parts, part in zip(nd, sizes, coords, strict=True):

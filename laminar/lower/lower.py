@@ -8,6 +8,7 @@ gathered parameter need not stay in memory between the two.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,7 +27,7 @@ from laminar.rules.expand import expand
 from laminar.rules.notation import call_of
 from laminar.rules.signing import Probed, follow, probed_signatures, resolve
 
-LOCAL_DIM = {
+LOCAL_DIM: dict[str, Callable[[Any, Any, Any], tuple[str, int, int]]] = {
     "laminar.embedding_at": lambda args, ins, outs: ("in", 0, 0),
     "laminar.embedding_backward_at": lambda args, ins, outs: ("out", 0, 0),
     "laminar.gather_at": lambda args, ins, outs: ("in", 0, args[1] % len(ins[0].shape)),

@@ -34,10 +34,10 @@ def bucket(program: Program, limit_bytes: int) -> Program:
         members.sort(key=lambda i: ready.get(i.refs[0].name, -1))
         run: list[Instr] = []
         size = 0
-        for instr in [*members, None]:
+        for member in [*members, None]:
             # Small tensors right behind each other; the last bucket of backward is kept small by the
             # order itself: what is ready last is reduced last.
-            if run and (instr is None or size + instr.bytes > limit_bytes):
+            if run and (member is None or size + member.bytes > limit_bytes):
                 merged = _merge(run, len(program.instrs) + len(renamed))
                 for k, old in enumerate(run):
                     renamed[Ref(old.name)] = Ref(merged.name, k)
@@ -45,9 +45,9 @@ def bucket(program: Program, limit_bytes: int) -> Program:
                 at = max(ready.get(i.refs[0].name, -1) for i in run)
                 placed_at.setdefault(at, []).append(merged)
                 run, size = [], 0
-            if instr is not None:
-                run.append(instr)
-                size += instr.bytes
+            if member is not None:
+                run.append(member)
+                size += member.bytes
     out: list[Instr] = list(placed_at.get(-1, []))
     for k, instr in enumerate(program.instrs):
         if instr.name not in dropped:

@@ -28,9 +28,29 @@ def drop_unused(program: Program) -> Program:
     return replace(program, instrs=tuple(reversed(kept)))
 
 
+def _issued_early(program: Program) -> list[Instr]:
+    """Collectives moved up towards the point where their inputs are ready, at most a window, order kept.
+
+    Gathers of parameters come out ahead of the ops that need them, which is prefetching.
+    """
+    ready: dict[str, int] = {}
+    slots: list[tuple[int, int, Instr]] = []
+    last = -1
+    for k, instr in enumerate(program.instrs):
+        at = k
+        if instr.moves:
+            made = max((ready.get(r.name, -1) for r in instr.refs), default=-1)
+            at = max(made + 1, k - WINDOW, last)
+            last = at
+        ready[instr.name] = at
+        slots.append((at, k, instr))
+    # At one place collectives that were moved up go first: what stood there does not depend on them.
+    return [instr for _, _, instr in sorted(slots, key=lambda s: (s[0], not s[2].moves, s[1]))]
+
+
 def overlap(program: Program) -> Program:
     """The same instructions, with independent work between a collective and its first reader."""
-    pending = list(program.instrs)
+    pending = _issued_early(program)
     flying: set[str] = set()
     out: list[Instr] = []
     done: set[str] = {i.name for i in program.inputs} | {c.name for c in program.constants}

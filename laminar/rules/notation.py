@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 from laminar.ir.codec import Ref
@@ -132,7 +132,7 @@ def _before(factors: tuple[str, ...], position: int, sizes: Mapping[str, int]) -
 Dims = tuple[tuple[str, ...], ...]
 
 
-@lru_cache(maxsize=None)
+@cache
 def parse_rule(text: str) -> tuple[tuple[Dims, ...], tuple[Dims, ...]]:
     """The factors of every dim of every tensor, inputs and outputs."""
 
@@ -185,9 +185,9 @@ def signatures(rule: Rule, call: Call, parts: int, circulating: Mapping[int, Ite
             continue
         merged = letter in rule.even.split() or any(letter in f and len(f) > 1 for dims in (*ins, *outs) for f in dims)
         for own in sorted({1, *circulating.get(size, ())}):
-            if size % own or (own > 1 or merged) and size % (own * parts) or not no_rank_empty(size, parts):
+            if size % own or ((own > 1 or merged) and size % (own * parts)) or not no_rank_empty(size, parts):
                 continue
-            if own > 1 and letter in rule.local or (own > 1 or merged) and letter in uneven:
+            if (own > 1 and letter in rule.local) or ((own > 1 or merged) and letter in uneven):
                 continue
             split = _split(rule, call, letter, own, sizes)
             if not _partial_bool(split, call):
@@ -288,7 +288,10 @@ def localise(call: Call, signature: Signature, parts: int) -> Call:
     placed = (*signature.ins, *signature.outs)
     shapes = call.least or tuple(s.shape if s else () for s in (*call.ins, *call.outs))
     least = tuple(
-        tuple(split_size(n, p, parts, parts - 1) if isinstance(p, Split) and p.dim == d else n for d, n in enumerate(shape))
+        tuple(
+            split_size(n, p, parts, parts - 1) if isinstance(p, Split) and p.dim == d else n
+            for d, n in enumerate(shape)
+        )
         for shape, p in zip(shapes, placed, strict=True)
     )
     uneven = any(shape != (s.shape if s else ()) for shape, s in zip(least, (*ins, *outs), strict=True))
@@ -365,7 +368,8 @@ def _convolution_backward(call: Call, ins: Any, outs: Any) -> tuple[Any, ...]:
 
 
 SIZED: dict[str, Callable[[Call, Any, Any], tuple[Any, ...]]] = {
-    **{f"aten.{name}": _size(1) for name in ("view", "_unsafe_view", "reshape", "view_copy", "expand", "select_backward",
+    **{f"aten.{name}": _size(1) for name in ("view", "_unsafe_view", "reshape", "view_copy", "expand",
+                                              "select_backward",
                                             "diagonal_backward", "unfold_backward")},
     **{name: _size(0) for name in ("aten.full", "aten.zeros", "aten.ones", "laminar.uniform", "laminar.normal")},
     **{f"aten.{k}_backward": _size(2) for k in ("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d",

@@ -40,7 +40,9 @@ def _fits(signature: Signature, call: Call, parts: int) -> bool:
     """Probed signatures only speak of dims that divide."""
     pairs = [*zip(signature.ins, call.ins, strict=True), *zip(signature.outs, call.outs, strict=True)]
     return all(
-        not isinstance(p, Split) or spec is None or (spec.shape[p.dim] % parts == 0 and no_rank_empty(spec.shape[p.dim], parts))
+        not isinstance(p, Split)
+        or spec is None
+        or (spec.shape[p.dim] % parts == 0 and no_rank_empty(spec.shape[p.dim], parts))
         for p, spec in pairs
     )
 
@@ -66,7 +68,9 @@ def blocks_in(graph: Graph) -> Blocks:
 
 
 @lru_cache(maxsize=1 << 17)
-def _resolve(call: Call, ins: tuple[NdSbp, ...], outs: tuple[NdSbp, ...], sizes: tuple[int, ...], probed: Probed) -> Any:
+def _resolve(
+    call: Call, ins: tuple[NdSbp, ...], outs: tuple[NdSbp, ...], sizes: tuple[int, ...], probed: Probed
+) -> Any:
     chosen: list[Signature] = []
     local = call
     for axis, parts in enumerate(sizes):
@@ -79,7 +83,8 @@ def _resolve(call: Call, ins: tuple[NdSbp, ...], outs: tuple[NdSbp, ...], sizes:
             (
                 s
                 for s in options(local, parts, blocks, probed)
-                if s.ins == want_in and all(o is None or a == b for a, b, o in zip(s.outs, want_out, call.outs, strict=True))
+                if s.ins == want_in
+                and all(o is None or a == b for a, b, o in zip(s.outs, want_out, call.outs, strict=True))
             ),
             None,
         )
@@ -149,11 +154,10 @@ def follow(
             outs[node.name].append(chosen.outs)
             calls[node.name] = localise(call, chosen, parts)
             arises = eager and not any(isinstance(p, Partial) for p in chosen.ins)
-            here.update({Ref(node.name, i): B if arises and isinstance(p, Partial) else p for i, p in enumerate(chosen.outs)})
-    return [
-        Placing(n, tuple(zip(*ins[n.name], strict=True)), tuple(zip(*outs[n.name], strict=True)))  # type: ignore[arg-type]
-        for n in nodes
-    ]
+            here.update(
+                {Ref(node.name, i): B if arises and isinstance(p, Partial) else p for i, p in enumerate(chosen.outs)}
+            )
+    return [Placing(n, tuple(zip(*ins[n.name], strict=True)), tuple(zip(*outs[n.name], strict=True))) for n in nodes]
 
 
 def _closest(call: Call, have: tuple[Sbp, ...], parts: int) -> Signature:

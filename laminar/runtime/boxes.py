@@ -76,8 +76,8 @@ class Box:
         """What goes to each rank of the group, for all-to-all and reduce-scatter."""
         if self.kind == "all_to_all" and self.give[0] == self.take[0]:
             mine = self._opened(self.at)
-            return [x.index_select(self.give[0], torch.from_numpy(np.flatnonzero(np.isin(mine, self._taken(j)))).to(x.device))
-                    for j in range(len(self.ranks))]  # fmt: skip
+            picks = [np.flatnonzero(np.isin(mine, self._taken(j))) for j in range(len(self.ranks))]
+            return [x.index_select(self.give[0], torch.from_numpy(p).to(x.device)) for p in picks]
         return cut(x, *self.take, len(self.ranks))
 
     def incoming_shapes(self) -> list[tuple[int, ...]]:

@@ -20,12 +20,10 @@ from laminar.ir.program import Instr
 from laminar.ir.sbp import Split, chunk, local_indices
 from laminar.rules.notation import Call, local_args
 
-FAST = (
-    "mm addmm bmm baddbmm add.Tensor sub.Tensor mul.Tensor div.Tensor add.Scalar mul.Scalar div.Scalar t permute "
-    "unsqueeze transpose.int sum.dim_IntList sum embedding relu exp log sqrt rsqrt tanh sigmoid neg clone "
-    "native_layer_norm _softmax _log_softmax where.self pow.Tensor_Scalar amax amin convolution cat stack gather "
-    "masked_fill.Scalar index_select cos sin maximum minimum abs"
-).split()
+FAST = """mm addmm bmm baddbmm add.Tensor sub.Tensor mul.Tensor div.Tensor add.Scalar mul.Scalar div.Scalar t permute
+    unsqueeze transpose.int sum.dim_IntList sum embedding relu exp log sqrt rsqrt tanh sigmoid neg clone
+    native_layer_norm _softmax _log_softmax where.self pow.Tensor_Scalar amax amin convolution cat stack gather
+    masked_fill.Scalar index_select cos sin maximum minimum abs""".split()
 BOUND: dict[str, Callable[..., Any]] = {f"aten.{n}": getattr(torch, n.split(".")[0]) for n in FAST}
 BOUND |= {
     "aten.view": torch.reshape,

@@ -26,8 +26,10 @@ Watcher = Callable[[Instr, list[tuple[Any, ...]]], None]
 
 def constant_tensor(const: Constant, device: torch.device | str = "cpu") -> Tensor:
     """A constant as a tensor; floating ones come as written, whatever the graph was widened to."""
-    return torch.frombuffer(bytearray(const.data), dtype=DTYPES[const.spec.dtype]).reshape(const.spec.shape).to(device) \
-        if const.data else torch.empty(const.spec.shape, dtype=DTYPES[const.spec.dtype], device=device)  # fmt: skip
+    dtype = DTYPES[const.spec.dtype]
+    if not const.data:
+        return torch.empty(const.spec.shape, dtype=dtype, device=device)
+    return torch.frombuffer(bytearray(const.data), dtype=dtype).reshape(const.spec.shape).to(device)
 
 
 def run(
@@ -49,7 +51,11 @@ def run(
     last = _last_use(program)
     with torch.no_grad():
         for k, instr in enumerate(program.instrs):
-            results = _box(instr, program, memory) if instr.kind else [_op(instr, program, r, memory[r], device) for r in ranks]
+            results = (
+                _box(instr, program, memory)
+                if instr.kind
+                else [_op(instr, program, r, memory[r], device) for r in ranks]
+            )
             for r in ranks:
                 memory[r].update({Ref(instr.name, i): v for i, v in enumerate(results[r])})
             if watch is not None:
@@ -64,7 +70,7 @@ def _last_use(program: Program) -> dict[int, list[Ref]]:
     keep = {o.ref for o in program.outputs}
     last: dict[Ref, int] = {}
     for k, instr in enumerate(program.instrs):
-        last.update({r: k for r in instr.refs})
+        last.update(dict.fromkeys(instr.refs, k))
     out: dict[int, list[Ref]] = {}
     for ref, k in last.items():
         if ref not in keep:
@@ -104,5 +110,3 @@ def _box(instr: Instr, program: Program, memory: list[dict[Ref, Any]]) -> list[t
                         sent[q] = boxes[q].outgoing(memory[q][ref])
                 out[r].append(box.combine([sent[q][box.at] for q in box.ranks]))
     return [tuple(o) for o in out]
-
-

@@ -8,7 +8,7 @@ in place. Weight gradients that go into a bucket are written there by the produc
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from laminar.runtime.local import prepare
 from laminar.runtime.lockstep import constant_tensor
 from laminar.runtime.transport import Bucket, Groups, Null
 
-INTO = {"aten.mm": torch.mm, "aten.bmm": torch.bmm, "aten.addmm": torch.addmm}
+INTO: dict[str, Callable[..., Any]] = {"aten.mm": torch.mm, "aten.bmm": torch.bmm, "aten.addmm": torch.addmm}
 """Ops that can write their result where they are told."""
 
 
@@ -53,7 +53,9 @@ class Step:
 
 
 class _Build:
-    def __init__(self, program: Program, transport: Groups | Null, constants: Mapping[str, Tensor], ranges: bool) -> None:
+    def __init__(
+        self, program: Program, transport: Groups | Null, constants: Mapping[str, Tensor], ranges: bool
+    ) -> None:
         self.program, self.transport = program, transport
         self.mesh, self.rank, self.device = program.mesh, transport.rank, transport.device
         self.graph = fx.Graph()
@@ -160,7 +162,10 @@ class _Build:
         maker = self.makers.get(ref.name)
         if maker is None or maker.kind or maker.op in FREE or self.uses[ref] > 1:
             return False
-        return not maker.op.startswith(("aten.clone", "aten.contiguous", "laminar.")) and maker.op not in ("aten._to_copy", "aten.reshape")
+        return not maker.op.startswith(("aten.clone", "aten.contiguous", "laminar.")) and maker.op not in (
+            "aten._to_copy",
+            "aten.reshape",
+        )
 
     def _await(self, ref: Ref) -> None:
         if ref.name not in self.waiting:

@@ -2,12 +2,15 @@
 
 The op is run on whole inputs and on shards; a candidate (one dim of each input split or not, one
 dim of each output split, or the output partial) is kept only if the shards reproduce the whole on
-several random draws. Slow and certain, and only for ops nobody wrote a rule for.
+several random draws. Slow, and only for ops nobody wrote a rule for. In float64 where the op can, so
+that a weak coupling between elements does not pass for rounding. Not covered: ops larger than
+`LARGEST`, ops with no kernel on this machine, and maxima (an output that is P(max)).
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +30,9 @@ DRAWS = 3
 PARTS = 2
 LARGEST = 1 << 22
 """Elements beyond which an op is not probed but computed whole."""
+MOST = 256
+"""Candidates beyond which an op is not probed."""
+CLOSE = {torch.float64: 1e-9, torch.float32: 1e-5}
 AXIS = Mesh({"probe": PARTS})
 
 
@@ -40,21 +46,21 @@ def probe(graph: Graph) -> Graph:
             continue
         key = repr((call.op, call.args, call.ins, call.outs))
         if key not in found:
-            found[key] = _signatures(node, [graph.specs[r] for r in node.ins])
+            found[key] = signatures_of(node, [graph.specs[r] for r in node.ins])
         rows.append((node.name, found[key]))
     return replace(graph, probed=tuple(rows)) if rows else graph
 
 
-def _signatures(node: Node, ins: list[TensorSpec]) -> list[list[list[str]]]:
+def signatures_of(node: Node, ins: list[TensorSpec]) -> list[list[list[str]]]:
+    """Every way to split an op that reproduced the whole: placements read and made, as text."""
     outs = [o for o in node.outs if o is not None]
     if len(outs) != len(node.outs) or sum(s.numel for s in (*ins, *outs)) > LARGEST or not ins:
         return []
-    try:
-        draws = [_draw(node, ins, seed) for seed in range(DRAWS)]
-    except Exception:
-        return []
-    options = [[B, *[Split(d) for d, n in enumerate(s.shape) if n % PARTS == 0 and n > 1]] for s in ins]
-    if len(list(itertools.islice(itertools.product(*options), 257))) > 256:
+    draws = _draws(node, ins, wide=True) or _draws(node, ins, wide=False)
+    options: list[list[Sbp]] = [
+        [B, *[Split(d) for d, n in enumerate(s.shape) if n % PARTS == 0 and n > 1]] for s in ins
+    ]
+    if not draws or math.prod(map(len, options)) > MOST:
         return []
     kept = []
     for placed in itertools.product(*options):
@@ -66,7 +72,15 @@ def _signatures(node: Node, ins: list[TensorSpec]) -> list[list[list[str]]]:
     return kept
 
 
-def _draw(node: Node, ins: list[TensorSpec], seed: int) -> tuple[list[Tensor], list[Tensor]]:
+def _draws(node: Node, ins: list[TensorSpec], wide: bool) -> list[tuple[list[Tensor], list[Tensor]]]:
+    """Several inputs and the op on each, or nothing if it can't be run."""
+    try:
+        return [_draw(node, ins, seed, wide) for seed in range(DRAWS)]
+    except Exception:  # whatever a user's op raises on random numbers, it is computed whole
+        return []
+
+
+def _draw(node: Node, ins: list[TensorSpec], seed: int, wide: bool) -> tuple[list[Tensor], list[Tensor]]:
     """Random inputs (integers small enough to be indices), and the op on them."""
     g = torch.Generator().manual_seed(seed)
     tensors = []
@@ -75,11 +89,17 @@ def _draw(node: Node, ins: list[TensorSpec], seed: int) -> tuple[list[Tensor], l
         if dtype == torch.bool:
             tensors.append(torch.rand(spec.shape, generator=g) < 0.5)
         elif dtype.is_floating_point:
-            tensors.append(torch.randn(spec.shape, generator=g, dtype=torch.float64).to(dtype))
+            tensors.append(
+                torch.randn(spec.shape, generator=g, dtype=torch.float64).to(torch.float64 if wide else dtype)
+            )
         else:
             low = max(min((n for s in ins for n in s.shape if n > 1), default=2), 2)
             tensors.append(torch.randint(0, low, spec.shape, generator=g, dtype=dtype))
-    return tensors, _run(node, tensors)
+    whole = _run(node, tensors)
+    for got, spec in zip(whole, node.outs, strict=True):
+        if spec is None or tuple(got.shape) != spec.shape:
+            raise ValueError(f"{node.op} makes {tuple(got.shape)} for {spec}")
+    return tensors, whole
 
 
 def _run(node: Node, tensors: list[Tensor]) -> list[Tensor]:
@@ -101,7 +121,10 @@ def _outputs(node: Node, placed: tuple[Sbp, ...], draws: list[tuple[list[Tensor]
     made: list[list[Sbp]] | None = None
     for tensors, whole in draws:
         try:
-            ranks = [_run(node, [shard(t, (p,), AXIS, r) for t, p in zip(tensors, placed, strict=True)]) for r in range(PARTS)]
+            ranks = [
+                _run(node, [shard(t, (p,), AXIS, r) for t, p in zip(tensors, placed, strict=True)])
+                for r in range(PARTS)
+            ]
         except Exception:
             return None
         here = []
@@ -127,7 +150,6 @@ def _agrees(pieces: list[Tensor], want: Tensor, p: Sbp) -> bool:
     if isinstance(p, Split) and want.shape[p.dim] % PARTS:
         return False
     if want.is_floating_point():
-        return bool(torch.allclose(got, want, rtol=1e-5, atol=1e-6, equal_nan=True))
+        tol = CLOSE.get(want.dtype, 2e-2)
+        return bool(torch.allclose(got, want, rtol=tol, atol=tol * 0.1, equal_nan=True))
     return torch.equal(got, want)
-
-

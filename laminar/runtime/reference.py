@@ -43,5 +43,3 @@ def _torch(arg: Any) -> Any:
     if isinstance(arg, tuple):
         return [_torch(a) for a in arg]
     return arg if isinstance(arg, Tensor) else unplain(arg)
-
-

@@ -33,6 +33,7 @@ class Exchange(Protocol):
 
     def start(self, *x: Tensor) -> Any:
         """Hand over the local tensors; what comes back is only good for `finish`."""
+        ...
 
     def finish(self, handle: Any) -> Any:
         """The result: one tensor, or a tuple where several were merged."""
@@ -84,7 +85,8 @@ class AllGather:
         self.even = all(shape == box.sources[0] for shape in box.sources)
         self.flat = self.even and box.give == (0, 1)
 
-    def start(self, x: Tensor) -> Any:
+    def start(self, *given: Tensor) -> Any:
+        (x,) = given
         if not self.even and x.shape[self.box.give[0]] < self.long:
             d = self.box.give[0]
             room = x.new_zeros((*x.shape[:d], self.long, *x.shape[d + 1 :]))
@@ -114,7 +116,8 @@ class AllToAll:
         self.shapes = box.incoming_shapes()
         self.sizes = [torch.Size(s).numel() for s in self.shapes]
 
-    def start(self, x: Tensor) -> Any:
+    def start(self, *given: Tensor) -> Any:
+        (x,) = given
         sent = [p.reshape(-1) for p in self.box.outgoing(x)]
         buffer = torch.cat(sent)
         out = x.new_empty(sum(self.sizes))
@@ -213,5 +216,3 @@ def join(rank: int, world: int, address: str, backend: str = "gloo", timeout_s: 
     """Join a process group rendezvous on this machine through a file."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group(backend, f"file://{address}", timedelta(seconds=timeout_s), world, rank)
-
-

@@ -105,7 +105,9 @@ def verify_program(
             outs = lockstep.run(program, inputs, constants)
         else:
             outs = run_processes(program, inputs, constants, device)
-        largest = max([float(v.abs().max()) for k, v in want.items() if k.startswith("grad:") and v.numel()], default=0.0)
+        largest = max(
+            [float(v.abs().max()) for k, v in want.items() if k.startswith("grad:") and v.numel()], default=0.0
+        )
         for o in program.outputs:
             key = f"{o.kind}:{o.name}"
             got = assemble([r[key] for r in outs], o.placed.spec.shape, o.placed.nd, program.mesh)
@@ -144,11 +146,15 @@ def first_difference(
                 got = assemble([r[i] for r in results], placed.spec.shape, placed.nd, program.mesh)
                 error = error_of(got.to(want.dtype), want, 1e-300)
             except (RuntimeError, ValueError, IndexError) as broken:
-                found.append(f"%{instr.name} = {instr.op}: {placed.spec} {show(placed.nd)} can't be put together: {broken}")
+                found.append(
+                    f"%{instr.name} = {instr.op}: {placed.spec} {show(placed.nd)} can't be put together: {broken}"
+                )
                 return
             if error > max(tol, 1e-12) * 10:
                 where = f"\n    at {instr.where}" if instr.where else ""
-                found.append(f"%{instr.name} = {instr.op}: {placed.spec} {show(placed.nd)} is off by {error:.1e}{where}")
+                found.append(
+                    f"%{instr.name} = {instr.op}: {placed.spec} {show(placed.nd)} is off by {error:.1e}{where}"
+                )
                 return
 
     lockstep.run(program, inputs, constants, look)

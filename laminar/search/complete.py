@@ -135,7 +135,9 @@ def _box_s(spec: TensorSpec, a: Sbp, b: Sbp, parts: int, link: Link = WIRE) -> f
 
 
 @lru_cache(maxsize=1 << 16)
-def _table(spec: TensorSpec, rows: tuple[Sbp, ...], columns: tuple[Sbp, ...], parts: int, link: Link = WIRE) -> np.ndarray:
+def _table(
+    spec: TensorSpec, rows: tuple[Sbp, ...], columns: tuple[Sbp, ...], parts: int, link: Link = WIRE
+) -> np.ndarray:
     return np.array([[_box_s(spec, a, b, parts, link) for b in columns] for a in rows])
 
 
@@ -279,7 +281,9 @@ class _Axis:
             s
             for s in every
             if all(self._readable(r, p) for r, p in zip(node.ins, s.ins, strict=True))
-            and all(pins.values.get(Ref(node.name, i), p) == p or (isinstance(p, Partial)) for i, p in enumerate(s.outs))
+            and all(
+                pins.values.get(Ref(node.name, i), p) == p or (isinstance(p, Partial)) for i, p in enumerate(s.outs)
+            )
         ]
         kept = [s for s in kept if self._arises(node, s)] or kept
         if node.name in pins.sums:
@@ -320,7 +324,9 @@ class _Axis:
             found.update({s.ins[i]: None for s in signatures[node.name] if isinstance(s.ins[i], Split)})
         return tuple(found)
 
-    def _output_wants(self, made: dict[Ref, tuple[int, tuple[Sbp, ...], TensorSpec]]) -> dict[Ref, list[tuple[int, tuple[Sbp, ...]]]]:
+    def _output_wants(
+        self, made: dict[Ref, tuple[int, tuple[Sbp, ...], TensorSpec]]
+    ) -> dict[Ref, list[tuple[int, tuple[Sbp, ...]]]]:
         """Outputs as readers: a gradient is wanted as its parameter is stored, the loss whole."""
         wants: dict[Ref, list[tuple[int, tuple[Sbp, ...]]]] = {}
         for out in self.graph.outputs:

@@ -93,10 +93,11 @@ class MinSum:
             scope = tuple(sorted(neighbours[v]))
             place = {u: i for i, u in enumerate((*scope, v))}
             parts = sorted((scopes[f][1], tuple(place[u] for u in scopes[f][0])) for f in touching[v])
-            key = (tuple(parts), tuple(self.sizes[u] for u in (*scope, v)),
-                   tuple(a.tobytes() if len(a) != self.sizes[u] else b"" for u in (*scope, v) for a in (allowed[u],)))  # fmt: skip
+            every = (*scope, v)
+            cut = tuple(allowed[u].tobytes() if len(allowed[u]) != self.sizes[u] else b"" for u in every)
+            key = (tuple(parts), tuple(self.sizes[u] for u in every), cut)
             if key not in memo:
-                memo[key] = self._eliminate(parts, (*scope, v), allowed)
+                memo[key] = self._eliminate(parts, every, allowed)
             table, best = memo[key]
             steps.append((v, scope, best))
             for f in list(touching[v]):
@@ -121,7 +122,9 @@ class MinSum:
             values[v] = int(best[tuple(values[u] for u in scope)])
         return Solution(values, constant, exact)
 
-    def _eliminate(self, parts: list[tuple[int, tuple[int, ...]]], scope: tuple[int, ...], allowed: list[Table]) -> tuple[int, Table]:
+    def _eliminate(
+        self, parts: list[tuple[int, tuple[int, ...]]], scope: tuple[int, ...], allowed: list[Table]
+    ) -> tuple[int, Table]:
         """Sum the tables over `scope` (the last variable goes), minimise over it."""
         shape = tuple(self.sizes[u] for u in scope)
         total = np.zeros(shape)
@@ -136,7 +139,9 @@ class MinSum:
         best = total.argmin(-1)
         return self.intern(np.take_along_axis(total, best[..., None], -1)[..., 0]), best
 
-    def _halve(self, v: int, allowed: list[Table], touching: list[set[int]], scopes: dict[int, tuple[tuple[int, ...], int]]) -> None:
+    def _halve(
+        self, v: int, allowed: list[Table], touching: list[set[int]], scopes: dict[int, tuple[tuple[int, ...], int]]
+    ) -> None:
         """Keep the half of a variable's values that look cheapest from its own tables."""
         score = np.zeros(self.sizes[v])
         for f in touching[v]:

@@ -71,7 +71,9 @@ def tensor_parallel(graph: Graph, mesh: Mesh, axis: str | None = None) -> Plan:
     if axis is None:
         others = [n for n in mesh.names if n not in DATA_AXES]
         if len(others) != 1 and "tp" not in mesh.names:
-            raise MeshError(f"which axis of {mesh} is tensor parallel?", next='name it: tensor_parallel(graph, mesh, axis="...")')
+            raise MeshError(
+                f"which axis of {mesh} is tensor parallel?", next='name it: tensor_parallel(graph, mesh, axis="...")'
+            )
         axis = "tp" if "tp" in mesh.names else others[0]
     at = mesh.axis(axis)
     pins = [_tensor_pins(graph) if a == at else _data_pins(graph, mesh, a) for a in range(len(mesh.sizes))]
@@ -96,7 +98,12 @@ def _data_pins(graph: Graph, mesh: Mesh, axis: int) -> Pins:
     whole = {i.name for i in graph.inputs if i.kind in ("param", "buffer", "rng")} | {c.name for c in graph.constants}
     trained = {i.name for i in graph.inputs if i.kind in ("param", "buffer")}
     for node in graph.nodes:
-        if node.ins and node.phase != "backward" and all(r.name in whole for r in node.ins) and not node.op.startswith("laminar."):
+        if (
+            node.ins
+            and node.phase != "backward"
+            and all(r.name in whole for r in node.ins)
+            and not node.op.startswith("laminar.")
+        ):
             whole.add(node.name)
             if any(r.name in trained for r in node.ins):
                 trained.add(node.name)
@@ -174,5 +181,3 @@ def _end_of_sum(graph: Graph, ref: Ref) -> Ref:
     if len(readers) == 1 and readers[0].op == "aten.add.Tensor" and readers[0].outs == node.outs:
         return _end_of_sum(graph, Ref(readers[0].name))
     return ref
-
-
