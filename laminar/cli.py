@@ -11,13 +11,14 @@ import argparse
 import contextlib
 import itertools
 import json
+import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from laminar.errors import LaminarError, PlanError
+from laminar.errors import LaminarError, MeshError, PlanError, RecipeError
 from laminar.ir.mesh import Mesh
 from laminar.ir.plan import Plan
 from laminar.ir.sbp import parse
@@ -67,7 +68,9 @@ def parse_mesh(text: str) -> Mesh:
     for part in text.split(","):
         name, equals, size = part.partition("=")
         if not equals or not size.strip().isdigit():
-            raise PlanError(f"{text!r} is not a mesh", next="write axes as dp=2,tp=4")
+            raise MeshError(f"{text!r} is not a mesh", next="write axes as dp=2,tp=4")
+        if name.strip() in axes:
+            raise MeshError(f"{text!r} names axis {name.strip()} twice", next="write axes as dp=2,tp=4")
         axes[name.strip()] = int(size)
     return Mesh(axes)
 
@@ -92,17 +95,24 @@ def _captured(args: argparse.Namespace) -> tuple[Any, Any, Any, Any]:
     from laminar.api import capture, load_recipe
 
     recipe = load_recipe(args.recipe)
-    batch = next(iter(recipe.data()))
+    batch = next(iter(recipe.data()), None)
+    if batch is None:
+        raise RecipeError(f"{args.recipe} gives no batch", next="data() must yield at least one")
     with working("capturing", args.json):
-        if args.verb == "verify":
-            model = recipe.model()
-        else:
-            import torch
-
-            with torch.device("meta"):
-                model = recipe.model()
+        model = recipe.model() if args.verb == "verify" else _on_meta(recipe.model)
         graph = capture(model, recipe.loss, batch)
     return recipe, model, batch, graph
+
+
+def _on_meta(make: Callable[[], Any]) -> Any:
+    """A model without its weights; one that looks at them while it is made is made for real."""
+    import torch
+
+    try:
+        with torch.device("meta"):
+            return make()
+    except (RuntimeError, NotImplementedError):
+        return make()
 
 
 def do_capture(args: argparse.Namespace) -> int:
@@ -178,7 +188,8 @@ def do_plan(args: argparse.Namespace) -> int:
     if args.program:
         from laminar.lower.lower import lower
 
-        print(lower(graph, plan))
+        program = lower(graph, plan)
+        print(json.dumps({"plan": plan.hash, "program": program.to_json()}) if args.json else program)
     elif args.json:
         print(json.dumps({"plan": plan.hash, "graph": graph.hash, "mesh": mesh.to_json(), **plan.account}))
     else:
@@ -265,9 +276,14 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # whoever read our output has seen enough
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+        return 0
     except Exception as error:
         if args.debug:
             raise
+        if args.json:
+            print(json.dumps({"error": type(error).__name__, "message": str(error)}))
         print(f"{type(error).__name__}: {error}\n  next  --debug shows the traceback", file=sys.stderr)
         return 2
 

@@ -126,7 +126,7 @@ MOST = {1: 100_000, 2: 500, 3: 400}
 
 @pytest.mark.parametrize(("sizes", "shape"), [(m, s) for m, shapes in SHAPES.items() for s in shapes], ids=str)
 def test_every_chain_arrives(sizes: tuple[int, ...], shape: tuple[int, ...]) -> None:
-    """Split, whole, partial (sum, max, min), with blocks, uneven and empty pieces: no element is lost or counted twice."""
+    """Blocks, terms of a sum or an extreme, uneven and empty pieces: no element is lost or counted twice."""
     chance = random.Random(str((sizes, shape)))
     spec, mesh = TensorSpec(shape, "i64"), Mesh(dict(zip("abc", sizes, strict=False)))
     every = placements(spec, sizes, ("sum", "max", "min"))

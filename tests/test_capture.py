@@ -30,7 +30,7 @@ from laminar.api import load_recipe
 from laminar.capture.cache import Captures
 from laminar.capture.canonical import Canonical
 from laminar.capture.capture import capture, check_batch, state_of
-from laminar.capture.trace import slots_of
+from laminar.capture.slots import slots_of
 from laminar.errors import BatchError
 from laminar.ir.graph import Graph
 from laminar.runtime.reference import run_graph
@@ -104,7 +104,10 @@ def same(make: Make, loss: Step, batch: Any, tol: float = 2e-6) -> Graph:
     assert {k for k in want if not k.startswith("buffer:")} == {
         k for k in got if not k.startswith(("buffer:", "metric:"))
     }
+    left = {f"buffer:{s.name}" for s in slots_of(model) if s.plain} - {f"buffer:{i.name}" for i in graph.inputs}
     for name, value in want.items():
+        if name in left:
+            continue  # a plain attribute that no step reads
         if name.startswith("buffer:") and name not in got:
             assert torch.equal(value, kept[name.removeprefix("buffer:")]), f"the graph forgets to change {name}"
         else:
@@ -505,6 +508,34 @@ def test_an_attribute_written_before_it_is_read_is_no_state() -> None:
     capture(model, square, draw(4, 3))
     assert model.last is None
     same(Leaves, square, draw(4, 3))
+    model(draw(7, 3))
+    graph = capture(model, square, draw(4, 3))
+    assert model.last.shape == (7, 2), "capture puts back what lay there"
+    assert not graph.of_kind("buffer"), "and takes it for no state of the step"
+
+
+def test_tensors_in_lists_and_dicts_are_inputs_by_name() -> None:
+    """Tables per level, caches per key: read or changed, they are the model's."""
+
+    class Lists(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ParameterList([nn.Parameter(torch.ones(3)), nn.Parameter(torch.full((3,), 2.0))])
+            self.named = nn.ParameterDict({"w": nn.Parameter(torch.ones(3))})
+            self.tables = [torch.tensor([1.0, 2.0, 3.0]), torch.tensor([3.0, 2.0, 1.0])]
+            self.seen = {"mean": torch.zeros(3), "names": ["a"]}
+            self.all = [*self.parts, self.named["w"]]
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen["mean"] = self.seen["mean"] * 0.9 + x.mean(0)
+            return x * self.parts[0] * self.tables[0] + self.parts[1] * self.tables[1] + self.all[2]
+
+    graph = same(Lists, square, draw(4, 3))
+    assert [i.name for i in graph.inputs if i.kind in ("param", "buffer")] == [
+        "tables.0", "tables.1", "seen.mean", "parts.0", "parts.1", "named.w",
+    ]  # fmt: skip
+    assert [o.name for o in graph.outputs if o.kind == "buffer"] == ["seen.mean"]
+    assert not any(i.aliases for i in graph.inputs)
 
 
 def test_tensors_from_closures_and_numpy_are_constants() -> None:
@@ -678,6 +709,42 @@ def test_nested_checkpoints_and_several_arguments_are_followed() -> None:
         close(got[name], value, name, 2e-6)
 
 
+def test_selective_checkpointing_keeps_what_the_policy_says() -> None:
+    """The products are saved, the cheap rest is computed again."""
+    from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        keep = op == torch.ops.aten.addmm.default
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        def region(y: Tensor) -> Tensor:
+            return m.b(torch.tanh(m.a(y)).sin()).sin()
+
+        def contexts() -> Any:
+            return create_selective_checkpoint_contexts(policy)
+
+        return checkpoint(region, x, use_reentrant=False, context_fn=contexts)  # type: ignore[return-value]
+
+    graph = same(lambda: Fn(forward, a=nn.Linear(4, 4), b=nn.Linear(4, 4)), square, draw(5, 4))
+    assert ops(graph, "aten.addmm", "recompute") == 0 and ops(graph, "aten.tanh", "recompute") == 1
+
+
+def test_gradient_checkpointing_of_hugging_face_models_is_kept() -> None:
+    """One flag of theirs, and the same graph as if the regions had been written by hand."""
+    pytest.importorskip("transformers")
+    recipe = load_recipe(str(EXAMPLES / "hf.py:gpt2"))
+    batch = next(iter(recipe.data()))
+    model = recipe.model()
+    plain = capture(model, recipe.loss, batch)
+    model.gradient_checkpointing_enable()
+    graph = capture(model, recipe.loss, batch)
+    assert ops(plain, "aten.addmm", "recompute") == 0 and ops(graph, "aten.addmm", "recompute") >= 4
+    want = graph_outputs(plain, model, batch)
+    for name, value in graph_outputs(graph, model, batch).items():
+        close(value, want[name], name, 1e-5)
+
+
 # --- functions, norms, layers --------------------------------------------------------------------
 
 
@@ -699,6 +766,90 @@ class Straight(torch.autograd.Function):
 def test_a_custom_autograd_function_keeps_its_own_backward() -> None:
     """Straight-through estimators and gradient reversal exist only in their backward."""
     same(lambda: Fn(lambda m, x: m.b(Straight.apply(m.a(x), 4.0)), a=nn.Linear(3, 4), b=nn.Linear(4, 2)), square, draw(6, 3))
+
+
+def _penalty(model: nn.Module, x: Tensor) -> Tensor:
+    x = x.clone().requires_grad_()
+    out = torch.tanh(model(x))
+    (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    return out.square().mean() + (slope.norm(dim=1) - 1).square().mean()
+
+
+def _functional(model: nn.Module, x: Tensor) -> Tensor:
+    params = dict(model.named_parameters())
+    shifted = {k: v + 0.1 for k, v in params.items()}
+    each = torch.func.vmap(torch.func.grad(lambda r: torch.tanh(torch.func.functional_call(model, shifted, (r,))).sum()))
+    return each(x).square().mean()
+
+
+def _inner_step(model: nn.Module, x: Tensor) -> Tensor:
+    params = dict(model.named_parameters())
+    inner = torch.func.functional_call(model, params, (x[:3],)).square().mean()
+    grads = torch.autograd.grad(inner, list(params.values()), create_graph=True)
+    tuned = {k: v - 0.1 * g for (k, v), g in zip(params.items(), grads, strict=True)}
+    return torch.func.functional_call(model, tuned, (x[3:],)).square().mean()
+
+
+def _teacher(model: nn.Module, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        aim = model[0](x).softmax(-1)  # type: ignore[index]
+    return F.kl_div(model(x).log_softmax(-1), aim @ torch.ones(4, 2), reduction="batchmean")
+
+
+def _two_parts(model: nn.Module, x: Tensor) -> Tensor:
+    out = model(x)
+    return out.mean() + sum((p**2).sum() for p in model.parameters()) * 0.01
+
+
+@pytest.mark.parametrize(
+    "loss", [_penalty, _functional, _inner_step, _teacher, _two_parts], ids=lambda f: f.__name__.strip("_")
+)
+def test_losses_that_differentiate_or_call_functionally_are_captured(loss: Step) -> None:
+    """Gradient penalties, meta-learning and distillation are steps like any other."""
+    same(lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), loss, draw(6, 3), tol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_compiled_model_is_traced_through() -> None:
+    """Scripts compile their model first; what it computes is what is captured."""
+    model = made(lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)))
+    plain = capture(model, square, draw(6, 3))
+    compiled = capture(torch.compile(model), square, draw(6, 3))  # type: ignore[arg-type]
+    assert [n.op for n in compiled.nodes] == [n.op for n in plain.nodes]
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:1", torch.device("cuda", 0), 0], ids=str)
+def test_devices_named_in_the_code_do_not_matter(device: Any) -> None:
+    """A model written for a GPU is captured on a laptop, and the graph is the same."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        x = x.to(device).to(device, torch.float32, non_blocking=True)
+        y = m.a(x) + torch.ones(2, device=device) + torch.arange(2, device=device)
+        z = torch.tensor([1.0, 2.0], device=device) + x.new_zeros(2, device=device)
+        return y * z.cuda().to(y) + torch.zeros_like(y, device=device)
+
+    def plain(m: Any, x: Tensor) -> Tensor:
+        return (m.a(x) + torch.ones(2) + torch.arange(2)) * torch.tensor([1.0, 2.0])
+
+    model, x = made(lambda: Fn(forward, a=nn.Linear(3, 2))), draw(4, 3)
+    got = graph_outputs(capture(model, square, x), model, x)
+    want = eager(lambda: Fn(plain, a=nn.Linear(3, 2)), square, x, None)
+    for name, value in want.items():
+        close(got[name], value, name, 2e-6)
+
+
+def test_capture_leaves_random_numbers_where_they_were() -> None:
+    """A captured run and a plain one must be able to start from the same seed."""
+    import random
+
+    torch.manual_seed(3)
+    random.seed(3)
+    np.random.seed(3)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5))
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index, union-attr]
+    capture(model, square, draw(6, 3))
+    after = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index, union-attr]
+    assert torch.equal(before[0], after[0]) and before[1:] == after[1:]
 
 
 def _weight_norm_old() -> nn.Module:

@@ -17,7 +17,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from laminar.capture import library as library  # registers the canonical ops
 from laminar.errors import CaptureError
@@ -28,10 +30,13 @@ laminar_ops = torch.ops.laminar
 class Canonical(TorchFunctionMode):
     """Canonical ops and keyed draws for everything run inside."""
 
-    def __init__(self, key: Tensor) -> None:
+    def __init__(self, key: Tensor, neutral: bool = False) -> None:
         super().__init__()
         self.key = key
         """Two int64 numbers: seed and step."""
+        self.neutral = neutral
+        """Whether devices named in the code are taken to be wherever the tensors are."""
+        self.copies: dict[int, tuple[Tensor, Tensor]] = {}
         self.site = 0
         self.drew = False
         self.failed: Any = None
@@ -39,6 +44,10 @@ class Canonical(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self.neutral:
+            if func in _MOVES:
+                return args[0]
+            args, kwargs = _anywhere(func, tuple(map(self.here, args)), kwargs)
         handler = HANDLERS.get(func)
         try:
             if handler is not None:
@@ -53,6 +62,20 @@ class Canonical(TorchFunctionMode):
         except Exception:
             self.failed = self.failed or func
             raise
+
+    def here(self, value: Any) -> Any:
+        """A tensor from outside, which lies wherever it was made, as one on the CPU: it becomes a constant."""
+        if isinstance(value, (list, tuple)) and any(isinstance(v, Tensor) for v in value):
+            return type(value)(map(self.here, value)) if type(value) in (list, tuple) else value
+        if not isinstance(value, Tensor) or isinstance(value, FakeTensor) or value.device.type == "cpu":
+            return value
+        if value.is_meta:
+            raise CaptureError("a tensor from outside the model lives on meta, so it has no values to keep",
+                               next="register it as a buffer of the model")  # fmt: skip
+        if id(value) not in self.copies:
+            with _disable_current_modes():
+                self.copies[id(value)] = (value, value.cpu())
+        return self.copies[id(value)][1]
 
     def uniform(self, shape: Any, dtype: torch.dtype) -> Tensor:
         """A keyed draw in [0, 1); 24 bits, so drawn in float32 and widened."""
@@ -88,6 +111,22 @@ def body_of(func: Any) -> Any:
     body = types.FunctionType(code, blind, func.__name__, func.__defaults__, func.__closure__)
     body.__kwdefaults__ = func.__kwdefaults__
     return body
+
+
+# --- devices ---------------------------------------------------------------------------------
+
+_MOVES = (Tensor.cuda, Tensor.cpu, Tensor.pin_memory)
+
+
+def _anywhere(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """A call without the devices it names: a graph is about values, and tracing happens on fake CPU tensors."""
+    if kwargs.get("device") is not None:
+        kwargs = {**kwargs, "device": torch.device("cpu")}
+    if func is Tensor.to:
+        args = tuple(torch.device("cpu") if isinstance(a, (torch.device, str)) else a for a in args)
+        if len(args) > 1 and type(args[1]) is int:  # .to(0) is the first GPU
+            args = (args[0], torch.device("cpu"), *args[2:])
+    return args, kwargs
 
 
 # --- autocast --------------------------------------------------------------------------------
@@ -365,14 +404,20 @@ def _gaussian_nll(
 # --- random draws ----------------------------------------------------------------------------
 
 
-@catches(F.dropout, torch.dropout, torch.dropout_)
+@catches(F.dropout, torch.dropout)
 def _dropout(mode: Canonical, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     if not training or p == 0:
         return input
     if p == 1:
-        return input * 0
+        return input.mul_(0) if inplace else input * 0
     keep = mode.uniform(input.shape, torch.float32) >= p
-    return input * (keep.to(input.dtype) * (1.0 / (1.0 - p)))
+    scale = keep.to(input.dtype) * (1.0 / (1.0 - p))
+    return input.mul_(scale) if inplace else input * scale
+
+
+@catches(torch.dropout_, torch.feature_dropout_, torch.alpha_dropout_, torch.feature_alpha_dropout_, torch.rrelu_)
+def _in_place(mode: Canonical, *args: Any, **kwargs: Any) -> Tensor:
+    raise CaptureError("a dropout function whose name ends in _ is not captured", next="call F.dropout(..., inplace=True)")
 
 
 @catches(F.dropout1d, F.dropout2d, F.dropout3d, torch.feature_dropout)
@@ -380,7 +425,8 @@ def _feature_dropout(mode: Canonical, input: Tensor, p: float = 0.5, training: b
     if not training or p == 0:
         return input
     shape = (*input.shape[:2], *[1] * (input.dim() - 2))
-    return input * ((mode.uniform(shape, torch.float32) >= p).to(input.dtype) * (1.0 / (1.0 - p)))
+    scale = (mode.uniform(shape, torch.float32) >= p).to(input.dtype) * (1.0 / (1.0 - p))
+    return input.mul_(scale) if inplace else input * scale
 
 
 @catches(F.alpha_dropout, torch.alpha_dropout, F.feature_alpha_dropout, torch.feature_alpha_dropout)
@@ -390,7 +436,8 @@ def _alpha_dropout(mode: Canonical, input: Tensor, p: float = 0.5, training: boo
     low = -1.7580993408473766
     a = (1 / math.sqrt((1 - p) * (1 + p * low * low))) if p < 1 else 0.0
     keep = (mode.uniform(input.shape, torch.float32) >= p).to(input.dtype)
-    return (input * keep + low * (1 - keep)) * a + (-a * low * p)
+    out = (input * keep + low * (1 - keep)) * a + (-a * low * p)
+    return input.copy_(out) if inplace else out
 
 
 @catches(F.rrelu, torch.rrelu)
@@ -399,7 +446,8 @@ def _rrelu(mode: Canonical, input: Tensor, lower: float = 0.125, upper: float = 
     slope: Any = (lower + upper) / 2
     if training:
         slope = mode.uniform(input.shape, torch.float32).to(input.dtype) * (upper - lower) + lower
-    return torch.where(input >= 0, input, input * slope)
+    out = torch.where(input >= 0, input, input * slope)
+    return input.copy_(out) if inplace else out
 
 
 def _shape(size: Any) -> tuple[int, ...]:

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from laminar.capture.convert import convert
 from laminar.capture.simplify import simplify
+from laminar.capture.slots import slots_of
 from laminar.capture.torch_ops import spec_of
-from laminar.capture.trace import slots_of, trace
+from laminar.capture.trace import trace
 from laminar.errors import BatchError, CaptureError
 from laminar.ir.graph import Graph
 

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 
 from laminar.capture.torch_ops import DTYPES, find_op, op_name, plain, positional, spec_of, spread
-from laminar.capture.trace import Origin, Traced
+from laminar.capture.origins import Origin
+from laminar.capture.slots import Slot, sharing
+from laminar.capture.trace import Traced
 from laminar.errors import CaptureError
 from laminar.ir.codec import Dtype, Ref
 from laminar.ir.graph import Constant, Graph, Input, Node, Output
@@ -27,6 +29,8 @@ class _Base:
     spec: TensorSpec
     version: int = 0
     constant: bool = False
+    param: str = ""
+    """For a parameter its name: nothing may write to it."""
 
 
 @dataclass
@@ -96,6 +100,12 @@ class Converter:
     def write(self, alias: _Alias, value: Ref, origin: Origin) -> None:
         """Make `value` the alias's new value, in its base too."""
         base = alias.base
+        if base.param:
+            raise CaptureError(
+                f"parameter {base.param} is changed in place, which only the optimizer may do",
+                at=origin.where,
+                next="compute a new weight from it, or change it between steps",
+            )
         if base.constant:
             raise CaptureError(
                 "a tensor from outside the model is changed in place",
@@ -138,8 +148,8 @@ class Converter:
         if op in ("aten.conj_physical", "aten.neg"):
             return self.emit(op, (value,), (spec,), origin)
         if op in ("aten.view_as_real", "aten.view_as_complex"):
-            back = "aten.view_as_complex" if op == "aten.view_as_real" else "aten.view_as_real"
-            return self.emit(back, (value,), (spec,), origin)
+            other = "aten.view_as_complex" if op == "aten.view_as_real" else "aten.view_as_real"
+            return self.emit(other, (value,), (spec,), origin)
         if op == "aten.diagonal":
             return self.emit("aten.diagonal_scatter", (outer, value, *a), (spec,), origin)
         raise CaptureError(f"an in-place change through {op} can't be captured", at=origin.where, next="use the functional form")
@@ -161,6 +171,7 @@ def convert(traced: Traced, leaves: dict[str, torch.Tensor], batch_tree: str) ->
         trainable = slot.kind == "param" and slot.tensor.requires_grad
         inputs.append(Input(slot.name, slot.kind, spec, trainable, tuple(slot.aliases)))
         env[node] = c.fresh(Ref(slot.name), spec)
+        env[node].base.param = slot.name if slot.kind == "param" else ""
     for node, (name, leaf) in zip(holders[len(traced.slots) : -1], leaves.items(), strict=True):
         inputs.append(Input(name, "batch", spec_of(leaf)))
         env[node] = c.fresh(Ref(name), spec_of(leaf))
@@ -169,6 +180,7 @@ def convert(traced: Traced, leaves: dict[str, torch.Tensor], batch_tree: str) ->
     if traced.draws:
         inputs.append(Input("rng", "rng", key))
     outputs: list[Output] = []
+    slots, together = {slot.name: slot for slot in traced.slots}, sharing(traced.slots)
     for node in traced.graph.graph.nodes:
         origin = traced.origins.get(node.name, Origin(phase="backward"))
         if node.op == "get_attr":
@@ -181,8 +193,29 @@ def convert(traced: Traced, leaves: dict[str, torch.Tensor], batch_tree: str) ->
                 ref = c.read(env[result], origin)
                 if kind == "buffer" and ref == Ref(name):
                     continue  # nothing was written to it
+                if kind == "buffer" and not _is_state(c, slots[name], env[result].spec, together):
+                    continue
                 outputs.append(Output(name, kind, ref))
+    read = {r.name for n in c.nodes for r in n.ins} | {o.ref.name for o in outputs}
+    inputs = [i for i in inputs if i.name in read or i.name not in slots or not slots[i.name].plain]
     return Graph(tuple(inputs), tuple(c.constants.values()), tuple(c.nodes), tuple(outputs), batch_tree)
+
+
+def _is_state(c: Converter, slot: Slot, now: TensorSpec, together: dict[str, str]) -> bool:
+    """Whether the new value of a buffer is wanted: that of a plain attribute only if a step reads the old one."""
+    if slot.plain and not any(r.name == slot.name for n in c.nodes for r in n.ins):
+        return False
+    if now != spec_of(slot.tensor):
+        raise CaptureError(
+            f"forward changes buffer {slot.name} from {spec_of(slot.tensor)} to {now}: every step would need another graph",
+            next="give it its full size and dtype from the start",
+        )
+    if slot.name in together:
+        raise CaptureError(
+            f"forward changes buffer {slot.name}, which lies in the same memory as {together[slot.name]}",
+            next="give each its own memory with .clone(), or keep one and view it in forward",
+        )
+    return True
 
 
 def _constant(c: Converter, node: Any, traced: Traced) -> _Alias:
@@ -190,10 +223,27 @@ def _constant(c: Converter, node: Any, traced: Traced) -> _Alias:
     for part in node.target.split("."):
         tensor = getattr(tensor, part)
     name = f"const_{len(c.constants)}"
+    where = next((traced.origins[u.name].where for u in node.users if u.name in traced.origins), "")
+    _refuse_outside(tensor, where)
     c.constants[name] = constant_of(name, tensor)
     alias = c.fresh(Ref(name), c.constants[name].spec)
     alias.base.constant = True
     return alias
+
+
+def _refuse_outside(tensor: torch.Tensor, where: str) -> None:
+    """Tensors of neither model nor batch become constants, if that is what they are."""
+    nbytes = tensor.numel() * tensor.element_size()
+    if tensor.requires_grad and tensor.is_leaf:
+        raise CaptureError("a trainable tensor from outside the model is read: it would get no gradient", at=where,
+                           next="make it a parameter of the model")  # fmt: skip
+    if nbytes > LARGEST_CONSTANT:
+        raise CaptureError(f"a tensor of {nbytes >> 20} MB from outside the model is read, too large for a constant", at=where,
+                           next="make it a buffer, or its module a submodule, of the model")  # fmt: skip
+
+
+LARGEST_CONSTANT = 64 << 20
+"""Bytes; a graph is written to disk and sent to every rank, constants included."""
 
 
 def constant_of(name: str, tensor: torch.Tensor) -> Constant:

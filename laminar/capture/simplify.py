@@ -107,9 +107,9 @@ def fold(graph: Graph) -> Graph:
                                  node.where, node.module, node.phase))  # fmt: skip
             else:
                 name = f"{node.name}_const{i}"
-                small = value[tuple(slice(0, 1) if s == 0 else slice(None) for s in value.stride())]
-                constants[name] = constant_of(name, small)
-                if small.shape != value.shape:  # what was expanded is carried once, and expanded again
+                once = value[tuple(slice(0, 1) if s == 0 else slice(None) for s in value.stride())]
+                constants[name] = constant_of(name, once)
+                if once.shape != value.shape:  # what was expanded is carried once, and expanded again
                     source, name = Ref(name), f"{node.name}_expand{i}"
                     made.append(Node(name, "aten.expand", (source, spec.shape, False), (spec,),
                                      node.where, node.module, node.phase))  # fmt: skip

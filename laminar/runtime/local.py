@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from laminar.capture import kernels
 from laminar.capture.torch_ops import find_op, spread, unplain
@@ -24,6 +25,13 @@ FAST = """mm addmm bmm baddbmm add.Tensor sub.Tensor mul.Tensor div.Tensor add.S
     unsqueeze transpose.int sum.dim_IntList sum embedding relu exp log sqrt rsqrt tanh sigmoid neg clone
     native_layer_norm _softmax _log_softmax where.self pow.Tensor_Scalar amax amin convolution cat stack gather
     masked_fill.Scalar index_select cos sin maximum minimum abs""".split()
+
+
+def nll_loss2d_backward(grad: Tensor, x: Tensor, *rest: Any) -> Tensor:
+    """Torch's own lays its result out like `x` and then insists that it be contiguous."""
+    return find_op("aten.nll_loss2d_backward")(grad, x.contiguous(), *rest)  # type: ignore[no-any-return]
+
+
 BOUND: dict[str, Callable[..., Any]] = {f"aten.{n}": getattr(torch, n.split(".")[0]) for n in FAST}
 BOUND |= {
     "aten.view": torch.reshape,
@@ -32,6 +40,7 @@ BOUND |= {
     "aten.gelu": torch._C._nn.gelu,
     "aten.silu": torch._C._nn.silu,
     "aten.slice.Tensor": find_op("aten.slice.Tensor"),
+    "aten.nll_loss2d_backward": nll_loss2d_backward,
 }
 """Fast spellings. Views become reshapes, because boxing may have changed strides."""
 

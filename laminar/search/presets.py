@@ -81,8 +81,21 @@ def tensor_parallel(graph: Graph, mesh: Mesh, axis: str | None = None) -> Plan:
 
 
 def seeded(graph: Graph, mesh: Mesh, seeds: Seeds) -> Plan:
-    """A few tensors placed by name pattern, the rest completed at least cost."""
-    return completed(graph, mesh, match(graph, mesh, seeds), "seeded")
+    """A few tensors placed by name pattern, the rest completed at least cost.
+
+    A split that is asked for is used: ops it reaches by itself are not computed whole on every rank,
+    and products read seeded weights in pieces, even where gathering a small tensor first would be
+    cheaper. Only where the batch is split by sample on the same axis are pieces of weights mere storage.
+    """
+    pins = match(graph, mesh, seeds)
+    batch = {i.name for i in graph.of_kind("batch")}
+    for axis, parts in enumerate(mesh.sizes):
+        here = pins[axis]
+        _follow_inputs(graph, here, parts, sums=False)
+        if not any(here.inputs.get(name) == Split(0) for name in batch):
+            here.split = _weights(graph, {n for n, p in here.inputs.items() if isinstance(p, Split)} - batch)
+            here.spread |= {n.name for n in graph.nodes if n.op in PRODUCTS and any(r in here.split for r in n.ins)}
+    return completed(graph, mesh, pins, "seeded")
 
 
 def _data_pins(graph: Graph, mesh: Mesh, axis: int) -> Pins:
@@ -110,20 +123,20 @@ def _data_pins(graph: Graph, mesh: Mesh, axis: int) -> Pins:
     for ref in graph.specs:
         if ref.name in trained:
             pins.read[ref] = B
-    _follow_batch(graph, pins, parts)
+    # Otherwise a small batch would make the solver move activations instead of gradients, which can be
+    # cheaper but is not what data parallel means.
+    _follow_inputs(graph, pins, parts, sums=True)
     return pins
 
 
-def _follow_batch(graph: Graph, pins: Pins, parts: int) -> None:
-    """Pin what comes out if every op simply follows its inputs: who works on a part of the batch, and which
-    values are sums over it. Otherwise a small batch would make the solver move activations instead of
-    gradients, which can be cheaper but is not what data parallel means."""
-    given: dict[Ref, NdSbp] = {Ref(i.name): (pins.inputs[i.name],) for i in graph.inputs}
+def _follow_inputs(graph: Graph, pins: Pins, parts: int, sums: bool) -> None:
+    """Pin what comes out if every op simply follows its inputs: who works on a part, and which values are sums."""
+    given: dict[Ref, NdSbp] = {Ref(i.name): (pins.inputs.get(i.name, B),) for i in graph.inputs}
     given |= {Ref(c.name): (B,) for c in graph.constants}
     for p in follow(graph.nodes, given, graph.specs, (parts,)):
-        if any(isinstance(nd[0], Split) for nd in (*p.ins, *p.outs)):
+        if p.node.op not in FREE and any(isinstance(nd[0], Split) for nd in (*p.ins, *p.outs)):
             pins.spread.add(p.node.name)
-        if any(isinstance(nd[0], Partial) for nd in p.outs):
+        if sums and any(isinstance(nd[0], Partial) for nd in p.outs):
             pins.sums.add(p.node.name)
 
 
@@ -138,12 +151,17 @@ def _tensor_pins(graph: Graph) -> Pins:
         pins.read[ref] = B
     # Weights are read in pieces, also where an op merely turns or casts them first: otherwise splitting
     # the batch and gathering weights would be cheaper for small ones, which is another pattern.
-    weights = {i.name for i in graph.of_kind("param") if len(i.spec.shape) > 1}
-    for node in graph.nodes:
-        if len(node.ins) == 1 and node.ins[0].name in weights and (node.op in FREE or node.op == "aten._to_copy"):
-            weights.add(node.name)
-    pins.split = {ref for ref in graph.specs if ref.name in weights}
+    pins.split = _weights(graph, {i.name for i in graph.of_kind("param")})
     return pins
+
+
+def _weights(graph: Graph, names: set[str]) -> set[Ref]:
+    """The matrices among some parameters, also turned, reshaped or cast."""
+    found = {i.name for i in graph.inputs if i.name in names and len(i.spec.shape) > 1}
+    for node in graph.nodes:
+        if len(node.ins) == 1 and node.ins[0].name in found and (node.op in FREE or node.op == "aten._to_copy"):
+            found.add(node.name)
+    return {ref for ref in graph.specs if ref.name in found}
 
 
 def residual_stream(graph: Graph) -> set[Ref]:

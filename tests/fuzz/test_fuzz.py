@@ -18,10 +18,10 @@ from laminar.search.draw import random_plan
 from tests.test_random_plans import explain
 from tests.zoo import NAMES, equal, one_thread, specimen
 
-MESHES = (
-    {"a": 2}, {"a": 3}, {"a": 4}, {"a": 2, "b": 2}, {"a": 3, "b": 2}, {"a": 2, "b": 3}, {"a": 2, "b": 4}, {"a": 4, "b": 2},
-    {"a": 2, "b": 2, "c": 2},
-)  # fmt: skip
+MESHES = [
+    dict(zip("abc", sizes, strict=False))
+    for sizes in ((2,), (3,), (4,), (2, 2), (3, 2), (2, 3), (2, 4), (4, 2), (2, 2, 2))
+]
 
 
 @pytest.mark.slow

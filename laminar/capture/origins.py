@@ -1,0 +1,189 @@
+"""Whose line an op is: noted while tracing, for every op forward, recomputed or backward.
+
+A forward op belongs to the innermost line that is neither torch's nor ours, and to the module that
+runs. A backward op belongs to the forward op behind it, matched by autograd's sequence numbers. An op
+run again by `torch.utils.checkpoint` is marked, and draws the random numbers it drew the first time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import linecache
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import nn
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from laminar.capture.canonical import Canonical
+from laminar.capture.slots import PLAIN
+
+_TORCH = os.path.dirname(torch.__file__)
+_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+STEPS = ("laminar_whole_step", "refuse_carried")
+"""Functions that run a step: frames further out belong to whoever called capture."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a traced op comes from."""
+
+    where: str = ""
+    module: str = ""
+    phase: str = "forward"
+
+
+def is_users(path: str) -> bool:
+    """Whether a file is neither torch's nor ours."""
+    return not path.startswith((_TORCH, _OURS, "<"))
+
+
+def show_line(path: str, number: int) -> str:
+    """`model/blocks.py:41  self.up(x)`."""
+    short = os.sep.join(path.split(os.sep)[-2:])
+    return f"{short}:{number}  {linecache.getline(path, number).strip()}"
+
+
+def blame(error: BaseException) -> str:
+    """The user's line an exception passed through last, inside the step."""
+    best = ""
+    for frame, number in traceback.walk_tb(error.__traceback__):
+        if frame.f_code.co_name in STEPS:
+            best = ""
+        elif is_users(frame.f_code.co_filename):
+            best = show_line(frame.f_code.co_filename, number)
+    if isinstance(error.__cause__, BaseException) and not best:
+        return blame(error.__cause__)
+    return best
+
+
+class Recorder(TorchDispatchMode):
+    """Notes the origin of every traced op."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.names = {id(m): path for path, m in model.named_modules()}
+        self.stack: list[str] = []
+        self.origins: dict[str, Origin] = {}
+        self.by_sequence: dict[int, Origin] = {}
+        self.recomputing = 0
+        self.lines: dict[tuple[str, int], str] = {}
+        self.fixed: Origin | None = None
+        """What ops that belong to no line of the user's are told to be."""
+        self.written: dict[tuple[int, str], str] = {}
+        """Where an attribute of a module was assigned last."""
+
+    def where(self, depth: int = 2) -> str:
+        """The user's line that is running."""
+        frame: Any = sys._getframe(depth)
+        while frame is not None and frame.f_code.co_name not in STEPS:
+            path = frame.f_code.co_filename
+            if is_users(path):
+                key = (path, frame.f_lineno)
+                if key not in self.lines:
+                    self.lines[key] = show_line(*key)
+                return self.lines[key]
+            frame = frame.f_back
+        return ""
+
+    @property
+    def inside(self) -> str:
+        """The module that is running, with its class."""
+        path = self.stack[-1] if self.stack else ""
+        return f"{path} ({type(self.model.get_submodule(path)).__name__})" if path else ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        proxy = get_proxy_mode()
+        if proxy is None:
+            return func(*args, **(kwargs or {}))
+        root = proxy.tracer.graph._root
+        last = root.prev
+        behind = torch._C._current_autograd_node() if not self.recomputing else None
+        if self.fixed is not None:
+            origin = self.fixed
+        elif behind is not None:
+            old = self.by_sequence.get(behind._sequence_nr(), Origin())
+            origin = Origin(old.where, old.module, "backward")
+        else:
+            phase = "recompute" if self.recomputing else "forward"
+            origin = Origin(self.where(), self.stack[-1] if self.stack else "", phase)
+            self.by_sequence.setdefault(torch.autograd._get_sequence_nr() - 1, origin)
+        out = func(*args, **(kwargs or {}))
+        node = last.next
+        while node is not root:
+            self.origins[node.name] = origin
+            node = node.next
+        return out
+
+    @contextlib.contextmanager
+    def following(self, canonical: Canonical) -> Iterator[None]:
+        """Follow which module runs, and tell recomputation from first computation."""
+
+        def enter(module: nn.Module, args: Any) -> None:
+            self.stack.append(self.names.get(id(module), self.stack[-1] if self.stack else ""))
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            self.stack.pop()
+
+        inner = torch.utils.checkpoint._checkpoint_without_reentrant_generator
+        entry = torch.utils.checkpoint.CheckpointFunction.apply
+        compiling = torch.utils.checkpoint._is_compiling
+        assign = nn.Module.__setattr__
+
+        def generator(fn: Any, preserve: bool, *rest: Any, **kw: Any) -> Any:
+            # Torch runs the region for the first time itself: this is called to run it again.
+            first, where = canonical.site, list(self.stack)
+
+            def again(*args: Any, **kwargs: Any) -> Any:
+                # The same draws as the first time: the sites start where they started then.
+                site, canonical.site = canonical.site, first
+                stack, self.stack = self.stack, list(where)
+                self.recomputing += 1
+                try:
+                    with canonical_again(canonical):
+                        return fn(*args, **kwargs)
+                finally:
+                    self.recomputing -= 1
+                    canonical.site, self.stack = site, stack
+
+            return inner(again, False, *rest, **kw)
+
+        def reentrant(function: Any, preserve: bool, *args: Any) -> Any:
+            return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False)
+
+        def noted(module: nn.Module, name: str, value: Any) -> None:
+            if type(value) in PLAIN:
+                self.written[id(module), name] = self.where()
+            assign(module, name, value)
+
+        before = torch.nn.modules.module.register_module_forward_pre_hook(enter)
+        after = torch.nn.modules.module.register_module_forward_hook(leave)
+        torch.utils.checkpoint._checkpoint_without_reentrant_generator = generator
+        torch.utils.checkpoint.CheckpointFunction.apply = reentrant  # type: ignore[method-assign, assignment]
+        torch.utils.checkpoint._is_compiling = lambda *_: False  # selective policies then keep what they say
+        nn.Module.__setattr__ = noted  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            before.remove()
+            after.remove()
+            torch.utils.checkpoint._checkpoint_without_reentrant_generator = inner
+            torch.utils.checkpoint.CheckpointFunction.apply = entry  # type: ignore[method-assign]
+            torch.utils.checkpoint._is_compiling = compiling
+            nn.Module.__setattr__ = assign  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def canonical_again(mode: Canonical) -> Iterator[None]:
+    """Recomputation runs inside backward, where function modes are not active: enter the same one."""
+    active = any(m is mode for m in torch.overrides._get_current_function_mode_stack())
+    with contextlib.nullcontext() if active else mode:
+        yield

@@ -1,0 +1,230 @@
+"""What one graph can't hold, refused by name instead of captured wrongly.
+
+A step that decides by looking at data, counts in Python, draws from Python's own random numbers,
+rewrites its weights, or hands state to the next step behind our back would be captured once and be
+wrong from then on. Each of these is recognised here, with the user's line where there is one.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from laminar.capture.canonical import Canonical
+from laminar.capture.origins import Recorder, blame
+from laminar.capture.slots import OWN, Slot, scalars, swapped
+from laminar.errors import CaptureError, LaminarError
+
+
+def refuse_hooks(slots: list[Slot]) -> None:
+    """Hooks on parameters would silently not run: refuse them by name."""
+    for slot in slots:
+        hooks = slot.tensor._backward_hooks or getattr(slot.tensor, "_post_accumulate_grad_hooks", None)
+        if slot.kind == "param" and hooks:
+            raise CaptureError(
+                f"parameter {slot.name} has a hook, which a captured graph would not run",
+                next="remove the hook, or do its work in the loss",
+            )
+
+
+def refuse_layouts(slots: list[Slot], leaves: dict[str, Tensor]) -> None:
+    """Only dense tensors have a place in a graph."""
+    for name, tensor in [*((s.name, s.tensor) for s in slots), *leaves.items()]:
+        lazy = isinstance(tensor, nn.parameter.UninitializedTensorMixin)
+        if lazy or tensor.layout != torch.strided or tensor.is_quantized:
+            kind = "not initialised yet" if lazy else "quantized" if tensor.is_quantized else str(tensor.layout)
+            raise CaptureError(
+                f"{name} is {kind}, a graph holds dense tensors",
+                next="run the model once, so that lazy layers know their shapes" if lazy else "give a dense tensor",
+            )
+
+
+def refuse_loss(loss: Any) -> None:
+    """A loss that has no gradient to give."""
+    if not isinstance(loss, Tensor):
+        raise CaptureError(f"the loss is a {type(loss).__name__}, not a tensor", next="return a scalar tensor or laminar.Loss")
+    if loss.dim() != 0:
+        raise CaptureError(
+            f"the loss is a tensor of shape {tuple(loss.shape)}, not a scalar", next="reduce it, with .mean() or .sum()"
+        )
+    if loss.is_complex() or not loss.is_floating_point():
+        raise CaptureError(f"the loss is {loss.dtype}, not a real number", next="return a floating scalar")
+    if not loss.requires_grad:
+        raise CaptureError("the loss does not depend on any trainable parameter", next="check detach() and no_grad()")
+
+
+# --- side effects ----------------------------------------------------------------------------
+
+
+class Before:
+    """What Python kept before the step ran: compared afterwards, and put back."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.scalars = scalars(model)
+        self.drawn = random.getstate(), np.random.get_state(legacy=True)
+
+    def refuse_changes(self, slots: list[Slot], recorder: Recorder) -> None:
+        """A Python number changed in forward would change once, at capture, and never again."""
+        for name, new in scalars(self.model).items():
+            if name in self.scalars and self.scalars[name] != new:
+                path, _, key = name.rpartition(".")
+                raise CaptureError(
+                    f"forward changes {name} from {self.scalars[name]!r} to {new!r}: "
+                    "a side effect that a captured step can't repeat",
+                    at=recorder.written.get((id(self.model.get_submodule(path)), key), ""),
+                    next="keep it as a registered buffer, or change it outside the model",
+                )
+        for slot in slots:
+            if slot.kind == "param" and slot.now is not slot.fake:
+                raise CaptureError(
+                    f"forward puts another tensor in the place of parameter {slot.name}",
+                    next="compute a weight from the parameter under another name",
+                )
+        if random.getstate() != self.drawn[0] or _numpy_drew(self.drawn[1]):
+            which = "numpy" if random.getstate() == self.drawn[0] else "Python"
+            raise CaptureError(
+                f"forward draws random numbers from {which}, which would be the same in every captured step",
+                next="draw with torch.rand, randn, bernoulli or dropout",
+            )
+
+    def restore_draws(self) -> None:
+        """Capture must not move anybody's random numbers on."""
+        random.setstate(self.drawn[0])
+        np.random.set_state(self.drawn[1])
+
+
+def _numpy_drew(before: Any) -> bool:
+    now: Any = np.random.get_state(legacy=True)
+    return now[2:] != before[2:] or not np.array_equal(now[1], before[1])
+
+
+# --- state behind our back -------------------------------------------------------------------
+
+
+@dataclass
+class Left:
+    """An attribute that holds tensors of the step after it: left lying about, or state of the next step."""
+
+    module: nn.Module
+    key: str
+    name: str
+    value: Any
+
+
+def left_behind(model: nn.Module, slots: list[Slot]) -> list[Left]:
+    """Attributes with tensors that this step made, where no slot is."""
+    places = {(id(holder), key) for slot in slots for holder, key in slot.places}
+    found = []
+    for path, module in model.named_modules():
+        for key, value in module.__dict__.items():
+            if key in OWN or (id(module.__dict__), key) in places:
+                continue
+            known = {at for holder, at in places if holder == id(value)} if type(value) in (list, dict) else set()
+            items = [v for k, v in _items(value) if k not in known]
+            if any(isinstance(t, FakeTensor) for item in items for t in _tensors_in(item)):
+                held = type(value)(value) if type(value) in (list, dict) else value
+                found.append(Left(module, key, f"{path}.{key}" if path else key, held))
+    return found
+
+
+def _items(value: Any) -> list[tuple[Any, Any]]:
+    if isinstance(value, dict):
+        return list(value.items())
+    return list(enumerate(value)) if isinstance(value, (list, tuple)) else [(None, value)]
+
+
+def _tensors_in(value: Any, depth: int = 2) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif depth and isinstance(value, (list, tuple, dict)):
+        for _, item in _items(value):
+            yield from _tensors_in(item, depth - 1)
+
+
+class _Spy(TorchDispatchMode):
+    """Refuses to have certain tensors read."""
+
+    def __init__(self, marked: dict[int, str], recorder: Recorder) -> None:
+        super().__init__()
+        self.marked, self.recorder = marked, recorder
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for value in tree_leaves((args, kwargs)):
+            if id(value) in self.marked:
+                raise CaptureError(
+                    f"forward leaves a tensor in {self.marked[id(value)]}, and the next step reads it: "
+                    "state that a graph of one step would lose",
+                    at=self.recorder.where(),
+                    next="give it a first value with register_buffer, so that it goes in and out of every step",
+                )
+        return func(*args, **(kwargs or {}))
+
+
+def refuse_carried(model: nn.Module, step: Callable[[], Any], slots: list[Slot], left: list[Left], key: Tensor) -> None:
+    """Run forward again on what it left behind: whoever reads that carries state in a way no graph shows."""
+    known = {id(slot.fake) for slot in slots}
+    recorder, again = Recorder(model), Canonical(key)
+    with swapped(model, slots):
+        marked: dict[int, str] = {}
+        for item in left:
+            item.module.__dict__[item.key] = item.value
+            made = [t for t in _tensors_in(item.value) if isinstance(t, FakeTensor) and id(t) not in known]
+            marked.update({id(t): item.name for t in made})
+        with recorder.following(again), again, _Spy(marked, recorder):
+            step()
+
+
+# --- what depends on data --------------------------------------------------------------------
+
+_ASKS = {
+    "__bool__": ("the truth of a tensor (in if, while, assert, and, or) decides what runs next", "torch.where"),
+    "__getitem__": ("indexing with a boolean mask makes a shape", "torch.where, or multiply by the mask"),
+    "masked_select": ("masked_select makes a shape", "torch.where, or multiply by the mask"),
+    "nonzero": ("nonzero makes a shape", "torch.where(condition, a, b), or topk of a fixed size"),
+    "where": ("torch.where(condition) with one argument makes a shape", "torch.where(condition, a, b)"),
+    "unique": ("unique makes a shape", "one_hot and sums of fixed size"),
+    "repeat_interleave": ("repeat_interleave by a tensor makes a shape", "a fixed number of repeats"),
+    "_pack_padded_sequence": (
+        "the layout of a packed sequence follows the lengths in the batch",
+        "the padded tensor, and mask the loss",
+    ),
+}
+"""What a user wrote when torch says that an output depends on data: the complaint, and a form that works."""
+_NUMBERS = ("item", "tolist", "__float__", "__int__", "__index__", "__complex__", "numpy", "__array__")
+
+
+def data_dependent(error: Any, called: Any, module: str) -> CaptureError:
+    """Torch's complaint in the words of what the user called."""
+    name = getattr(called, "__name__", "")
+    if isinstance(error, DynamicOutputShapeException):
+        what = f"{error.func} makes a shape"
+    else:
+        what = f"{name.strip('_') if name in _NUMBERS else 'a call'}() takes a Python number out of a tensor"
+    what, instead = _ASKS.get(name, (what, "a tensor in its place, with torch.where or a mask of fixed shape"))
+    return CaptureError(
+        f"{what}: it depends on data, and one graph holds one path and one set of shapes",
+        at=blame(error),
+        module=module,
+        next=f"use {instead}; or keep this part out of the model",
+    )
+
+
+def located(error: LaminarError, module: str) -> LaminarError:
+    """The same refusal with line and module, where it had none."""
+    labels = {}
+    for line in str(error).split("\n")[1:]:
+        label, _, text = line.strip().partition("  ")
+        labels[label] = text.strip()
+    if "at" in labels:
+        return error
+    return type(error)(str(error).split("\n")[0], at=blame(error), module=module, **labels)
