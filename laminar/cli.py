@@ -34,6 +34,9 @@ examples
 A recipe is a Python function that returns laminar.Recipe(...), named path/to/file.py:function.
 """
 
+WHOLE = "computed whole on every rank"
+PRESETS = ["data_parallel", "zero1", "zero2", "zero3", "tensor_parallel"]
+
 
 @contextlib.contextmanager
 def working(what: str, quiet: bool) -> Iterator[None]:
@@ -131,7 +134,7 @@ def do_capture(args: argparse.Namespace) -> int:
     rows = [
         {
             "op": n.op, "node": n.name, "where": n.where, "share": flops(c) / total,
-            "how": f"probed, {len(probed[n.name])} signatures" if probed.get(n.name) else "computed whole on every rank",
+            "how": f"probed, {len(found)} signatures" if (found := probed.get(n.name)) else WHOLE,
         }
         for n, c in calls
         if rule_for(c) is None
@@ -152,7 +155,7 @@ def do_capture(args: argparse.Namespace) -> int:
         print(json.dumps(summary))
         return 0
     print(f"graph {graph.hash[:12]}: {len(graph.nodes)} ops "
-          f"({', '.join(f'{v} {k}' for k, v in summary['phases'].items() if v)}), "  # type: ignore[attr-defined]
+          f"({', '.join(f'{v} {k}' for k, v in summary['phases'].items() if v)}), "
           f"{summary['parameters']:,} parameters in {len(params)} tensors, {total:.3g} operations a step")  # fmt: skip
     for i in graph.of_kind("batch"):
         print(f"  {i.name}: {i.spec}")
@@ -218,8 +221,8 @@ def do_verify(args: argparse.Namespace) -> int:
         whole = [inputs_of(graph, model, b, step=i) for i, b in enumerate(batches)]
         report = verify_program(graph, plan, whole, args.dtype, args.ranks)
     if args.json:
-        print(json.dumps({"ok": report.ok, "max_rel_error": report.max_rel_error, "tolerance": report.tolerance,
-                          "worst": report.worst, "losses": report.losses, "first_difference": report.first_difference}))  # fmt: skip
+        fields = ("ok", "max_rel_error", "tolerance", "worst", "losses", "first_difference")
+        print(json.dumps({key: getattr(report, key) for key in fields}))
     else:
         print(report)
     return 0 if report.ok else 1
@@ -241,14 +244,16 @@ def parser() -> argparse.ArgumentParser:
         return p
 
     p = verb("capture", do_capture, "write down forward, loss and backward of one step as a graph", True)
-    p.add_argument("--report", action="store_true", help="list names, and ops without a rule with their share of the work")
+    p.add_argument(
+        "--report", action="store_true", help="list names, and ops without a rule with their share of the work"
+    )
     p.add_argument("-o", "--output", metavar="FILE", help="save the graph as JSON")
     p = verb("plan", do_plan, "decide how every tensor lies on a mesh", True)
     p.add_argument("--mesh", required=True, help="axes and sizes, such as dp=2,tp=4")
-    p.add_argument("--preset", default="data_parallel", choices=["data_parallel", "zero1", "zero2", "zero3", "tensor_parallel"],
+    p.add_argument("--preset", default="data_parallel", choices=PRESETS,
                    help="a plan with a name (default: data_parallel)")  # fmt: skip
     p.add_argument("--seed", action="append", default=[], metavar="PATTERN=AXIS:S(0)",
-                   help="place tensors by name pattern and complete the rest at least cost; may be given several times")  # fmt: skip
+                   help="place tensors by name pattern, complete the rest at least cost; may be repeated")  # fmt: skip
     p.add_argument("--program", action="store_true", help="print the program every rank runs")
     p.add_argument("-o", "--output", metavar="FILE", help="save the plan")
     p = verb("explain", do_explain, "say what a saved plan does and why", False)

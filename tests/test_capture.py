@@ -431,7 +431,7 @@ def _types(m: Any, x: Tensor) -> Tensor:
     half.copy_(m.a(x))
     half += x[:, :2]
     count = torch.zeros(6, dtype=torch.int64)
-    count += (x[:, 0] > 0)
+    count += x[:, 0] > 0
     count.add_(1)
     return half.float() * count.unsqueeze(1)
 
@@ -673,7 +673,10 @@ def test_dropout_in_a_checkpointed_region_draws_the_same_numbers_twice(reentrant
     """Two draws would make the gradient that of another function."""
     batch, model = draw(50, 4), made(_region(reentrant, 0.5))
     graph = capture(model, square, batch)
-    sites = {p: {n.args[2] for n in graph.nodes if n.op == "laminar.uniform" and n.phase == p} for p in ("forward", "recompute")}
+    sites = {
+        p: {n.args[2] for n in graph.nodes if n.op == "laminar.uniform" and n.phase == p}
+        for p in ("forward", "recompute")
+    }
     assert sites["recompute"] == {1} and sites["forward"] == {1, 2}
 
     def plain() -> nn.Module:
@@ -765,7 +768,11 @@ class Straight(torch.autograd.Function):
 
 def test_a_custom_autograd_function_keeps_its_own_backward() -> None:
     """Straight-through estimators and gradient reversal exist only in their backward."""
-    same(lambda: Fn(lambda m, x: m.b(Straight.apply(m.a(x), 4.0)), a=nn.Linear(3, 4), b=nn.Linear(4, 2)), square, draw(6, 3))
+    same(
+        lambda: Fn(lambda m, x: m.b(Straight.apply(m.a(x), 4.0)), a=nn.Linear(3, 4), b=nn.Linear(4, 2)),
+        square,
+        draw(6, 3),
+    )
 
 
 def _penalty(model: nn.Module, x: Tensor) -> Tensor:
@@ -778,7 +785,9 @@ def _penalty(model: nn.Module, x: Tensor) -> Tensor:
 def _functional(model: nn.Module, x: Tensor) -> Tensor:
     params = dict(model.named_parameters())
     shifted = {k: v + 0.1 for k, v in params.items()}
-    each = torch.func.vmap(torch.func.grad(lambda r: torch.tanh(torch.func.functional_call(model, shifted, (r,))).sum()))
+    each = torch.func.vmap(
+        torch.func.grad(lambda r: torch.tanh(torch.func.functional_call(model, shifted, (r,))).sum())
+    )
     return each(x).square().mean()
 
 
@@ -853,7 +862,9 @@ def test_capture_leaves_random_numbers_where_they_were() -> None:
 
 
 def _weight_norm_old() -> nn.Module:
-    return nn.Sequential(torch.nn.utils.weight_norm(nn.Linear(3, 4)), nn.Tanh(), torch.nn.utils.weight_norm(nn.Linear(4, 2)))
+    return nn.Sequential(
+        torch.nn.utils.weight_norm(nn.Linear(3, 4)), nn.Tanh(), torch.nn.utils.weight_norm(nn.Linear(4, 2))
+    )
 
 
 def _spectral_norm_old() -> nn.Module:
@@ -1000,8 +1011,8 @@ LAYERS: dict[str, tuple[Make, Any]] = {
         draw(2, 5, 3, 4),
     ),
     "dropouts": (
-        lambda: nn.Sequential(nn.Conv2d(2, 4, 1), nn.Dropout2d(0.4), nn.Dropout(0.3, inplace=True), nn.AlphaDropout(0.2),
-                              nn.RReLU(), nn.FeatureAlphaDropout(0.2)),
+        lambda: nn.Sequential(nn.Conv2d(2, 4, 1), nn.Dropout2d(0.4), nn.Dropout(0.3, inplace=True),
+                              nn.AlphaDropout(0.2), nn.RReLU(inplace=True), nn.FeatureAlphaDropout(0.2)),
         draw(6, 2, 4, 4),
     ),
     "gumbel softmax": (
@@ -1027,7 +1038,8 @@ LAYERS: dict[str, tuple[Make, Any]] = {
     ),
     "tensor methods": (
         lambda: Fn(lambda m, x: m.a(x).roll(1, 0).flip(1).cumsum(0).topk(2, dim=1)[0].sort(0)[0].repeat(1, 2).tril()
-                   .logsumexp(0).unsqueeze(0) + torch.stack([m.a(x).amax(1), m.a(x).var(1), m.a(x).norm(dim=1)], 1).sum(),
+                   .logsumexp(0).unsqueeze(0)
+                   + torch.stack([m.a(x).amax(1), m.a(x).var(1), m.a(x).norm(dim=1)], 1).sum(),
                    a=nn.Linear(3, 4)),
         draw(6, 3),
     ),
@@ -1171,9 +1183,7 @@ def gpt(**config: int) -> tuple[nn.Module, Step, dict[str, Tensor]]:
     spec.loader.exec_module(module)
     with torch.device("meta"):
         model = module.GPT(module.Config(**config))
-        batch = {
-            key: torch.empty(config["batch"], config["tokens"], dtype=torch.int64) for key in ("ids", "target")
-        }
+        batch = {key: torch.empty(config["batch"], config["tokens"], dtype=torch.int64) for key in ("ids", "target")}
     return model, module.loss, batch
 
 
@@ -1260,7 +1270,9 @@ def test_every_backward_op_names_the_line_of_its_forward_op(tiny_gpt: Graph) -> 
         ("position.weight", "x = self.embed(ids) + self.position(positions)", "position"),
     ],
 )
-def test_a_gradient_names_the_line_and_module_of_its_layer(tiny_gpt: Graph, parameter: str, text: str, module: str) -> None:
+def test_a_gradient_names_the_line_and_module_of_its_layer(
+    tiny_gpt: Graph, parameter: str, text: str, module: str
+) -> None:
     """Matched by autograd's own bookkeeping, so checked against the source by hand."""
     (out,) = [o for o in tiny_gpt.outputs if o.kind == "grad" and o.name == parameter]
     node = tiny_gpt.by_name[out.ref.name]

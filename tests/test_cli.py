@@ -127,7 +127,9 @@ def stubborn():
         made = Model()
         made.scale = float(made.a.weight.abs().sum())
         return made
-    return Recipe(model=model, loss=lambda m, b: (m.a(b) * m.scale).square().mean(), data=lambda: iter([torch.ones(4, 4)]))
+    def loss(m, b):
+        return (m.a(b) * m.scale).square().mean()
+    return Recipe(model=model, loss=loss, data=lambda: iter([torch.ones(4, 4)]))
 '''
 
 
@@ -174,8 +176,8 @@ def test_seeds_place_tensors_by_pattern(said: Any, tmp_path: Path) -> None:
     weights = [line for line in said("capture", MLP, "--report")[1].split() if line.endswith(".weight:")]
     name = weights[0].rstrip(":")
     path = tmp_path / "plan.json"
-    code, out, _ = said("plan", MLP, "--mesh", "dp=2,tp=2", "--seed", f"{name}=tp:S(0);dp:B", "--seed", "batch.*=dp:S(0)",
-                        "-o", str(path), "--json")  # fmt: skip
+    seeds = ("--seed", f"{name}=tp:S(0);dp:B", "--seed", "batch.*=dp:S(0)")
+    code, out, _ = said("plan", MLP, "--mesh", "dp=2,tp=2", *seeds, "-o", str(path), "--json")
     data = json.loads(out)
     assert code == 0 and data["graph"] == graph["graph"] and data["mesh"] == {"dp": 2, "tp": 2}
     assert Plan.load(path).inputs[name][1] == S(0)
@@ -265,7 +267,12 @@ def test_errors_of_the_recipe_itself_are_shown_in_one_line(said: Any, own: Path)
 def test_a_refusal_to_capture_names_the_line(said: Any, own: Path) -> None:
     """The same words as in Python."""
     code, _, err = said("capture", f"{own}:looks")
-    assert code == 2 and err.startswith("CaptureError: the truth of a tensor") and "own.py:" in err and "y.sum() > 0" in err
+    assert (
+        code == 2
+        and err.startswith("CaptureError: the truth of a tensor")
+        and "own.py:" in err
+        and "y.sum() > 0" in err
+    )
 
 
 def test_errors_are_json_where_json_was_asked_for(said: Any) -> None:
@@ -310,7 +317,9 @@ def test_meshes_and_seeds_are_read_as_written() -> None:
 
 
 def process(*argv: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "laminar", *argv], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        [sys.executable, "-m", "laminar", *argv], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
 
 
 def test_the_installed_command_captures(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import types
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from laminar.capture import library as library  # registers the canonical ops
 from laminar.errors import CaptureError
 
-laminar_ops = torch.ops.laminar
+laminar_ops: Any = torch.ops.laminar
 
 
 class Canonical(TorchFunctionMode):
@@ -47,7 +47,9 @@ class Canonical(TorchFunctionMode):
         if self.neutral:
             if func in _MOVES:
                 return args[0]
-            args, kwargs = _anywhere(func, tuple(map(self.here, args)), kwargs)
+            if getattr(func, "__name__", "") != "__get__":  # a shape may be asked for anywhere
+                args = tuple(map(self.here, args))
+            args, kwargs = _anywhere(func, args, kwargs)
         handler = HANDLERS.get(func)
         try:
             if handler is not None:
@@ -82,20 +84,20 @@ class Canonical(TorchFunctionMode):
         self.site += 1
         self.drew = True
         wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
-        return laminar_ops.uniform(tuple(shape), self.key, self.site, wide)
+        return laminar_ops.uniform(tuple(shape), self.key, self.site, wide)  # type: ignore[no-any-return]
 
     def normal(self, shape: Any, dtype: torch.dtype) -> Tensor:
         """A keyed standard normal draw."""
         self.site += 1
         self.drew = True
         wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
-        return laminar_ops.normal(tuple(shape), self.key, self.site, wide)
+        return laminar_ops.normal(tuple(shape), self.key, self.site, wide)  # type: ignore[no-any-return]
 
 
 _COMPOSED = ("torch.nn.functional", "torch.functional", "torch.nn.init")
 
 
-@lru_cache(maxsize=None)
+@cache
 def body_of(func: Any) -> Any:
     """A function of torch's Python code without its question whether a mode wants to run it instead.
 
@@ -105,7 +107,7 @@ def body_of(func: Any) -> Any:
     """
     code = getattr(func, "__code__", None)
     asks = [name for name in code.co_names if name.startswith("has_torch_function")] if code else []
-    if not asks or not isinstance(func, types.FunctionType) or func.__module__ not in _COMPOSED:
+    if code is None or not asks or not isinstance(func, types.FunctionType) or func.__module__ not in _COMPOSED:
         return None  # methods of Tensor ask again on their way to C, and make no draws
     blind = {**func.__globals__, **dict.fromkeys(asks, lambda *_: False)}
     body = types.FunctionType(code, blind, func.__name__, func.__defaults__, func.__closure__)
@@ -145,7 +147,8 @@ class _GpuAutocast:
 
 gpu_autocast = _GpuAutocast()
 
-_WIDE_NAMES = """acos asin cosh erfinv exp expm1 log log10 log1p log2 logsumexp pow __pow__ __rpow__ __rdiv__ __rtruediv__
+_WIDE_NAMES = """acos asin cosh erfinv exp expm1 log log10 log1p log2 logsumexp pow __pow__ __rpow__ __rdiv__
+    __rtruediv__
     reciprocal rsqrt sinh tan softplus softmax softmin log_softmax cumprod cumsum prod sum norm dist cdist pdist renorm
     layer_norm group_norm rms_norm cosine_similarity interpolate upsample binary_cross_entropy_with_logits
     cosine_embedding_loss hinge_embedding_loss huber_loss kl_div l1_loss margin_ranking_loss mse_loss multi_margin_loss
@@ -192,7 +195,9 @@ def _attention(
         if attn_mask is not None and attn_mask.is_floating_point():
             attn_mask = attn_mask.to(dtype)
     scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
-    lead = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3]) if query.dim() > 3 else ()
+    lead: tuple[int, ...] = (
+        torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3]) if query.dim() > 3 else ()
+    )
     plain = dropout_p > 0 or (attn_mask is not None and attn_mask.requires_grad) or query.dim() not in (3, 4)
     if plain:
         if enable_gqa and key.shape[-3] != query.shape[-3]:
@@ -203,23 +208,27 @@ def _attention(
             keep = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
             scores = scores.masked_fill(~keep, float("-inf"))
         if attn_mask is not None:
-            scores = scores.masked_fill(~attn_mask, float("-inf")) if attn_mask.dtype == torch.bool else scores + attn_mask
+            scores = (
+                scores.masked_fill(~attn_mask, float("-inf")) if attn_mask.dtype == torch.bool else scores + attn_mask
+            )
         p = torch.softmax(scores, -1)
-        return _dropout(mode, p, dropout_p, True) @ value
+        return _dropout(mode, p, dropout_p, True) @ value  # type: ignore[no-any-return]
     shape = (*query.shape[:-1], value.shape[-1])
     if query.dim() == 3:
         query, key, value = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
         if attn_mask is not None and attn_mask.dim() == 3:
             attn_mask = attn_mask.unsqueeze(1)
     else:
-        query, key, value = (t if t.shape[0] == lead[0] else t.expand(lead[0], *t.shape[1:]) for t in (query, key, value))
+        query, key, value = (
+            t if t.shape[0] == lead[0] else t.expand(lead[0], *t.shape[1:]) for t in (query, key, value)
+        )
         if key.shape[1] == 1 and query.shape[1] != 1 and not enable_gqa:
             key, value = (t.expand(-1, query.shape[1], -1, -1) for t in (key, value))
     if attn_mask is not None:
         attn_mask = attn_mask.detach()
         while attn_mask.dim() < 4:
             attn_mask = attn_mask.unsqueeze(0)
-    return laminar_ops.attention(query, key, value, attn_mask, is_causal, scale)[0].reshape(shape)
+    return laminar_ops.attention(query, key, value, attn_mask, is_causal, scale)[0].reshape(shape)  # type: ignore[no-any-return]
 
 
 # --- batch norm ------------------------------------------------------------------------------
@@ -227,8 +236,9 @@ def _attention(
 
 @catches(F.batch_norm)
 def _batch_norm(
-    mode: Canonical, input: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None = None,
-    bias: Tensor | None = None, training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
+    mode: Canonical, input: Tensor, running_mean: Tensor | None, running_var: Tensor | None,
+    weight: Tensor | None = None, bias: Tensor | None = None, training: bool = False, momentum: float = 0.1,
+    eps: float = 1e-5,
 ) -> Tensor:  # fmt: skip
     channels = [1, -1] + [1] * (input.dim() - 2)
     if training:
@@ -253,10 +263,10 @@ def _batch_norm(
 # --- recurrent and embedding layers ----------------------------------------------------------
 
 
-@catches(torch._VF.lstm)  # type: ignore[attr-defined]
+@catches(torch._VF.lstm)
 def _lstm(
-    mode: Canonical, x: Tensor, hx: Any, weights: Any, bias: Any, layers: Any, dropout: Any = 0.0, training: Any = False,
-    both: Any = False, batch_first: bool = False,
+    mode: Canonical, x: Tensor, hx: Any, weights: Any, bias: Any, layers: Any, dropout: Any = 0.0,
+    training: Any = False, both: Any = False, batch_first: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     _refuse_packed(bias)
     h0, c0 = hx
@@ -312,8 +322,8 @@ def _recurrent(function: Any) -> None:
 
     @catches(function)
     def run(
-        mode: Canonical, x: Tensor, hx: Any, weights: Any, bias: Any, layers: Any, dropout: Any = 0.0, training: Any = False,
-        both: Any = False, batch_first: bool = False,
+        mode: Canonical, x: Tensor, hx: Any, weights: Any, bias: Any, layers: Any, dropout: Any = 0.0,
+        training: Any = False, both: Any = False, batch_first: bool = False,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         _refuse_packed(bias)
         each = (4 if bias else 2) * (2 if both else 1)
@@ -328,7 +338,7 @@ def _recurrent(function: Any) -> None:
         return x, torch.cat(states)
 
 
-for _function in (torch._VF.gru, torch._VF.rnn_tanh, torch._VF.rnn_relu):  # type: ignore[attr-defined]
+for _function in (torch._VF.gru, torch._VF.rnn_tanh, torch._VF.rnn_relu):
     _recurrent(_function)
 
 
@@ -338,20 +348,25 @@ def _embedding(
     norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = False,
 ) -> Tensor:  # fmt: skip
     if max_norm is not None:
-        raise CaptureError("embedding with max_norm rewrites its table in forward", next="clip the table after the step")
+        raise CaptureError(
+            "embedding with max_norm rewrites its table in forward", next="clip the table after the step"
+        )
     padding = -1 if padding_idx is None else padding_idx % weight.shape[0]
     return torch.embedding(weight, input, padding, scale_grad_by_freq, False)
 
 
 @catches(F.embedding_bag)
 def _embedding_bag(
-    canonical: Canonical, /, input: Tensor, weight: Tensor, offsets: Tensor | None = None, max_norm: float | None = None,
-    norm_type: float = 2, scale_grad_by_freq: bool = False, mode: str = "mean", sparse: bool = False,
+    canonical: Canonical, /, input: Tensor, weight: Tensor, offsets: Tensor | None = None,
+    max_norm: float | None = None, norm_type: float = 2, scale_grad_by_freq: bool = False, mode: str = "mean",
+    sparse: bool = False,
     per_sample_weights: Tensor | None = None, include_last_offset: bool = False, padding_idx: int | None = None,
 ) -> Tensor:  # fmt: skip
     rows = _embedding(canonical, input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
     if mode == "max":
-        return _largest(rows, input, offsets, include_last_offset, None if padding_idx is None else padding_idx % weight.shape[0])
+        return _largest(
+            rows, input, offsets, include_last_offset, None if padding_idx is None else padding_idx % weight.shape[0]
+        )
     keep = torch.ones(input.shape, dtype=rows.dtype)
     if padding_idx is not None:
         keep = (input != padding_idx % weight.shape[0]).to(rows.dtype)
@@ -365,7 +380,7 @@ def _embedding_bag(
         starts, bag = _bags(input, offsets, include_last_offset)
         total = rows.new_zeros(starts.shape[0], weight.shape[1]).index_add(0, bag, rows)
         count = rows.new_zeros(starts.shape[0]).index_add(0, bag, keep)
-    return total if mode == "sum" else total / count.clamp(min=1).unsqueeze(-1)
+    return total if mode == "sum" else total / count.clamp(min=1).unsqueeze(-1)  # type: ignore[no-any-return]
 
 
 def _bags(input: Tensor, offsets: Tensor, include_last: bool) -> tuple[Tensor, Tensor]:
@@ -390,7 +405,13 @@ def _largest(rows: Tensor, input: Tensor, offsets: Tensor | None, include_last: 
 
 @catches(F.gaussian_nll_loss)
 def _gaussian_nll(
-    mode: Canonical, input: Tensor, target: Tensor, var: Any, full: bool = False, eps: float = 1e-6, reduction: str = "mean"
+    mode: Canonical,
+    input: Tensor,
+    target: Tensor,
+    var: Any,
+    full: bool = False,
+    eps: float = 1e-6,
+    reduction: str = "mean",
 ) -> Tensor:
     """Without torch's look at the data for a negative variance."""
     var = torch.full_like(input, var) if isinstance(var, float) else var
@@ -398,7 +419,7 @@ def _gaussian_nll(
     held = var + (var.clamp(min=eps) - var).detach()  # the gradient passes as if nothing had been clamped
     loss = 0.5 * (held.log() + (input - target) ** 2 / held)
     loss = loss + 0.5 * math.log(2 * math.pi) if full else loss
-    return loss.mean() if reduction == "mean" else loss.sum() if reduction == "sum" else loss
+    return loss.mean() if reduction == "mean" else loss.sum() if reduction == "sum" else loss  # type: ignore[no-any-return]
 
 
 # --- random draws ----------------------------------------------------------------------------
@@ -417,11 +438,15 @@ def _dropout(mode: Canonical, input: Tensor, p: float = 0.5, training: bool = Tr
 
 @catches(torch.dropout_, torch.feature_dropout_, torch.alpha_dropout_, torch.feature_alpha_dropout_, torch.rrelu_)
 def _in_place(mode: Canonical, *args: Any, **kwargs: Any) -> Tensor:
-    raise CaptureError("a dropout function whose name ends in _ is not captured", next="call F.dropout(..., inplace=True)")
+    raise CaptureError(
+        "a dropout function whose name ends in _ is not captured", next="call F.dropout(..., inplace=True)"
+    )
 
 
 @catches(F.dropout1d, F.dropout2d, F.dropout3d, torch.feature_dropout)
-def _feature_dropout(mode: Canonical, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+def _feature_dropout(
+    mode: Canonical, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor:
     if not training or p == 0:
         return input
     shape = (*input.shape[:2], *[1] * (input.dim() - 2))
@@ -430,7 +455,9 @@ def _feature_dropout(mode: Canonical, input: Tensor, p: float = 0.5, training: b
 
 
 @catches(F.alpha_dropout, torch.alpha_dropout, F.feature_alpha_dropout, torch.feature_alpha_dropout)
-def _alpha_dropout(mode: Canonical, input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False) -> Tensor:
+def _alpha_dropout(
+    mode: Canonical, input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False
+) -> Tensor:
     if not training or p == 0:
         return input
     low = -1.7580993408473766
@@ -465,12 +492,16 @@ def _kind(dtype: torch.dtype | None, like: Tensor | None = None) -> torch.dtype:
 
 @catches(torch.rand)
 def _rand(mode: Canonical, *size: Any, dtype: Any = None, requires_grad: bool = False, **_: Any) -> Tensor:
-    return _made(mode.uniform(_shape(_.get("size", size)) if size or "size" in _ else (), _kind(dtype)), dtype, requires_grad)
+    return _made(
+        mode.uniform(_shape(_.get("size", size)) if size or "size" in _ else (), _kind(dtype)), dtype, requires_grad
+    )
 
 
 @catches(torch.randn)
 def _randn(mode: Canonical, *size: Any, dtype: Any = None, requires_grad: bool = False, **_: Any) -> Tensor:
-    return _made(mode.normal(_shape(_.get("size", size)) if size or "size" in _ else (), _kind(dtype)), dtype, requires_grad)
+    return _made(
+        mode.normal(_shape(_.get("size", size)) if size or "size" in _ else (), _kind(dtype)), dtype, requires_grad
+    )
 
 
 @catches(torch.rand_like)
@@ -487,11 +518,13 @@ def _randn_like(mode: Canonical, input: Tensor, *, dtype: Any = None, **_: Any) 
 def _randint(mode: Canonical, low: int, high: Any = None, size: Any = None, *, dtype: Any = None, **_: Any) -> Tensor:
     if size is None:
         low, high, size = 0, low, high
-    return (mode.uniform(tuple(size), torch.float64) * (high - low)).floor().to(dtype or torch.int64) + low
+    return (mode.uniform(tuple(size), torch.float64) * (high - low)).floor().to(dtype or torch.int64) + low  # type: ignore[no-any-return]
 
 
 @catches(torch.randint_like)
-def _randint_like(mode: Canonical, input: Tensor, low: int, high: int | None = None, *, dtype: Any = None, **_: Any) -> Tensor:
+def _randint_like(
+    mode: Canonical, input: Tensor, low: int, high: int | None = None, *, dtype: Any = None, **_: Any
+) -> Tensor:
     low, high = (0, low) if high is None else (low, high)
     return ((mode.uniform(input.shape, torch.float64) * (high - low)).floor() + low).to(dtype or input.dtype)
 
@@ -510,8 +543,10 @@ def _bernoulli(mode: Canonical, input: Tensor, p: Any = None, *, generator: Any 
 @catches(torch.normal)
 def _normal(mode: Canonical, mean: Any, std: Any = 1.0, size: Any = None, **_: Any) -> Tensor:
     shape = size if size is not None else (mean.shape if isinstance(mean, Tensor) else std.shape)
-    dtype = mean.dtype if isinstance(mean, Tensor) else std.dtype if isinstance(std, Tensor) else torch.get_default_dtype()
-    return mode.normal(shape, dtype).to(dtype) * std + mean
+    dtype = (
+        mean.dtype if isinstance(mean, Tensor) else std.dtype if isinstance(std, Tensor) else torch.get_default_dtype()
+    )
+    return mode.normal(shape, dtype).to(dtype) * std + mean  # type: ignore[no-any-return]
 
 
 @catches(Tensor.bernoulli_)
@@ -520,7 +555,9 @@ def _bernoulli_(mode: Canonical, input: Tensor, p: Any = 0.5, *, generator: Any 
 
 
 @catches(Tensor.uniform_)
-def _uniform_(mode: Canonical, input: Tensor, a: float = 0.0, b: float = 1.0, *, generator: Any = None, **kw: Any) -> Tensor:
+def _uniform_(
+    mode: Canonical, input: Tensor, a: float = 0.0, b: float = 1.0, *, generator: Any = None, **kw: Any
+) -> Tensor:
     a, b = kw.get("from", a), kw.get("to", b)
     return input.copy_(mode.uniform(input.shape, input.dtype) * (b - a) + a)
 
@@ -538,6 +575,8 @@ def _exponential_(mode: Canonical, input: Tensor, lambd: float = 1.0, *, generat
 @catches(torch.multinomial, Tensor.multinomial)
 def _multinomial(mode: Canonical, input: Tensor, num_samples: int, replacement: bool = False, **_: Any) -> Tensor:
     if replacement and num_samples > 1:
-        raise CaptureError("multinomial with replacement has no keyed form", next="draw one sample, or without replacement")
+        raise CaptureError(
+            "multinomial with replacement has no keyed form", next="draw one sample, or without replacement"
+        )
     noise = -torch.log(-torch.log1p(-mode.uniform(input.shape, torch.float32)).clamp(min=1e-30)).clamp(min=-1e30)
     return (torch.log(input) + noise).topk(num_samples, -1).indices

@@ -74,7 +74,9 @@ def check_batch(graph: Graph, batch: Any) -> dict[str, Tensor]:
         )
     for name, spec in want.items():
         if spec_of(leaves[name]) != spec:
-            raise BatchError(f"{name} is {spec_of(leaves[name])}, captured as {spec}", next="capture again with such a batch")
+            raise BatchError(
+                f"{name} is {spec_of(leaves[name])}, captured as {spec}", next="capture again with such a batch"
+            )
     return leaves
 
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from laminar.capture.torch_ops import DTYPES, find_op, op_name, plain, positional, spec_of, spread
 from laminar.capture.origins import Origin
 from laminar.capture.slots import Slot, sharing
+from laminar.capture.torch_ops import DTYPES, find_op, op_name, plain, positional, spec_of, spread
 from laminar.capture.trace import Traced
 from laminar.errors import CaptureError
 from laminar.ir.codec import Dtype, Ref
@@ -55,6 +55,8 @@ class _Alias:
 LIKE = {"zeros_like": 0, "ones_like": 1, "new_zeros": 0, "new_ones": 1, "empty_like": 0, "new_empty": 0, "empty": 0,
         "zeros": 0, "ones": 1, "empty_strided": 0, "new_empty_strided": 0, "empty_permuted": 0}  # fmt: skip
 FULL = ("full", "full_like", "new_full")
+RESHAPES = ("aten.view", "aten._unsafe_view", "aten.reshape", "aten.unsqueeze", "aten.squeeze", "aten.squeeze.dim",
+            "aten.squeeze.dims")  # fmt: skip
 SAME = ("alias", "detach", "lift_fresh", "lift", "lift_fresh_copy", "resolve_conj", "resolve_neg")
 EAGER = {"_conj": "aten.conj_physical", "_neg_view": "aten.neg"}
 """Views that only set a bit on the tensor; here they compute."""
@@ -87,9 +89,9 @@ class Converter:
     def read(self, alias: _Alias, origin: Origin) -> Ref:
         """The current value of an alias, viewed again if its base has changed."""
         if alias.version != alias.base.version:
-            ref, spec = alias.base.ref, alias.base.spec
+            ref = alias.base.ref
             for view in alias.chain:
-                ref, spec = self._step(ref, view, origin)
+                ref, _ = self._step(ref, view, origin)
             alias.ref, alias.version = ref, alias.base.version
         return alias.ref
 
@@ -126,8 +128,7 @@ class Converter:
         """`outer` with the part that `view` shows replaced by `value`."""
         rank = len(spec.shape)
         op, a = view.op, view.args
-        if op in ("aten.view", "aten._unsafe_view", "aten.reshape", "aten.unsqueeze", "aten.squeeze", "aten.squeeze.dim",
-                  "aten.squeeze.dims"):  # fmt: skip
+        if op in RESHAPES:
             return self.emit("aten.view", (value, spec.shape), (spec,), origin)
         if op == "aten.permute":
             back = sorted(range(rank), key=lambda i: a[0][i] % rank)
@@ -152,7 +153,9 @@ class Converter:
             return self.emit(other, (value,), (spec,), origin)
         if op == "aten.diagonal":
             return self.emit("aten.diagonal_scatter", (outer, value, *a), (spec,), origin)
-        raise CaptureError(f"an in-place change through {op} can't be captured", at=origin.where, next="use the functional form")
+        raise CaptureError(
+            f"an in-place change through {op} can't be captured", at=origin.where, next="use the functional form"
+        )
 
 
 def _outs(value: Any) -> tuple[TensorSpec | None, ...]:
@@ -207,7 +210,8 @@ def _is_state(c: Converter, slot: Slot, now: TensorSpec, together: dict[str, str
         return False
     if now != spec_of(slot.tensor):
         raise CaptureError(
-            f"forward changes buffer {slot.name} from {spec_of(slot.tensor)} to {now}: every step would need another graph",
+            f"forward changes buffer {slot.name} from {spec_of(slot.tensor)} to {now}: "
+            "every step would need another graph",
             next="give it its full size and dtype from the start",
         )
     if slot.name in together:
@@ -238,8 +242,8 @@ def _refuse_outside(tensor: torch.Tensor, where: str) -> None:
         raise CaptureError("a trainable tensor from outside the model is read: it would get no gradient", at=where,
                            next="make it a parameter of the model")  # fmt: skip
     if nbytes > LARGEST_CONSTANT:
-        raise CaptureError(f"a tensor of {nbytes >> 20} MB from outside the model is read, too large for a constant", at=where,
-                           next="make it a buffer, or its module a submodule, of the model")  # fmt: skip
+        raise CaptureError(f"a tensor of {nbytes >> 20} MB from outside the model is read, too large for a constant",
+                           at=where, next="make it a buffer, or its module a submodule, of the model")  # fmt: skip
 
 
 LARGEST_CONSTANT = 64 << 20
@@ -438,5 +442,3 @@ def _as(c: Converter, ref: Any, have: TensorSpec, want: TensorSpec, origin: Orig
     if have.shape != want.shape:
         ref = c.emit("aten.expand", (ref, want.shape, False), (want,), origin)
     return ref  # type: ignore[no-any-return]
-
-

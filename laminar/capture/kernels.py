@@ -33,8 +33,9 @@ def _fused_on_cpu(q: Tensor, v: Tensor) -> bool:
 
 def _scores(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
     s = (q @ k.transpose(-1, -2)) * scale
-    if mask is not None:
-        s = s + _bias(mask, q)
+    bias = _bias(mask, q)
+    if bias is not None:
+        s = s + bias
     if causal:
         keep = torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).tril_()
         s = s.masked_fill(~keep, float("-inf"))
@@ -74,7 +75,15 @@ def _cuda_bias(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
 
 
 def attention_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor, lse: Tensor, causal: bool, scale: float
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v."""
     groups = k.shape[1]
@@ -118,13 +127,13 @@ def batch_norm_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x, weight and bias."""
     weight = torch.ones_like(mean) if weight is None else weight
-    dx, dw, db = aten.native_batch_norm_backward(
-        dy, x, weight, None, None, mean, rstd, True, 1e-5, [True, True, True]
-    )
+    dx, dw, db = aten.native_batch_norm_backward(dy, x, weight, None, None, mean, rstd, True, 1e-5, [True, True, True])
     return dx, dw, db
 
 
-def batch_norm_apply(x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, var: Tensor, eps: float) -> Tensor:
+def batch_norm_apply(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, var: Tensor, eps: float
+) -> Tensor:
     """(x - mean) / sqrt(var + eps) * weight + bias, per channel, with statistics given."""
     return torch.batch_norm(x, weight, bias, mean, var, False, 0.0, eps, False)
 
@@ -137,7 +146,9 @@ def lstm(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """One layer, one direction, time first: y, last h, last c, and the gates and cells of every step."""
     steps, batch, hidden = x.shape[0], x.shape[1], h0.shape[-1]
-    ahead = x.reshape(-1, x.shape[2]) @ w_ih.t() if bias is None else torch.addmm(bias, x.reshape(-1, x.shape[2]), w_ih.t())
+    ahead = (
+        x.reshape(-1, x.shape[2]) @ w_ih.t() if bias is None else torch.addmm(bias, x.reshape(-1, x.shape[2]), w_ih.t())
+    )
     ahead = ahead.view(steps, batch, 4 * hidden)
     y, cells = x.new_empty(steps, batch, hidden), x.new_empty(steps, batch, hidden)
     gates = x.new_empty(steps, batch, 4 * hidden)
@@ -192,7 +203,9 @@ def _mix(z: Tensor) -> Tensor:
     return z.bitwise_xor_((z >> 31).bitwise_and_(0x1FFFFFFFF))
 
 
-def _bits(shape: Sequence[int], key: Tensor, site: int, index: Sequence[Tensor] | None, full: Sequence[int] | None) -> Tensor:
+def _bits(
+    shape: Sequence[int], key: Tensor, site: int, index: Sequence[Tensor] | None, full: Sequence[int] | None
+) -> Tensor:
     """64 mixed bits for each element, a function of (seed, step, site, place in the whole tensor)."""
     seed, step = key[0], key[1]
     base = _mix(_mix(seed * 0x9E3779B9 + site) + step * 0x632BE59B)
@@ -260,7 +273,9 @@ def gather_at(x: Tensor, dim: int, index: Tensor, sparse: bool, offset: int) -> 
     return x.gather(dim, local).masked_fill(outside, 0)
 
 
-def _classes(target: Tensor, weight: Tensor | None, rows: int, ignore: int, offset: int, like: Tensor) -> tuple[Tensor, Tensor]:
+def _classes(
+    target: Tensor, weight: Tensor | None, rows: int, ignore: int, offset: int, like: Tensor
+) -> tuple[Tensor, Tensor]:
     local, outside = _mine(target, rows, offset)
     w = torch.ones(target.shape, dtype=like.dtype, device=like.device) if weight is None else weight[local]
     return local, w.masked_fill(outside | (target == ignore), 0)
@@ -277,7 +292,14 @@ def nll_at(
 
 
 def nll_backward_at(
-    grad: Tensor, x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore: int, total: Tensor, offset: int
+    grad: Tensor,
+    x: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    reduction: int,
+    ignore: int,
+    total: Tensor,
+    offset: int,
 ) -> Tensor:
     """Gradient of this rank's classes."""
     d = 0 if x.dim() == 1 else 1

@@ -18,7 +18,8 @@ _SCHEMAS = {
     "attention_backward": "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor out, Tensor lse, "
     "bool causal, float scale) -> (Tensor, Tensor, Tensor)",
     "batch_norm": "(Tensor x, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor, Tensor)",
-    "batch_norm_backward": "(Tensor dy, Tensor x, Tensor? weight, Tensor mean, Tensor rstd) -> (Tensor, Tensor, Tensor)",
+    "batch_norm_backward": "(Tensor dy, Tensor x, Tensor? weight, Tensor mean, Tensor rstd) "
+    "-> (Tensor, Tensor, Tensor)",
     "lstm": "(Tensor x, Tensor h0, Tensor c0, Tensor w_ih, Tensor w_hh, Tensor? bias, bool reverse) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     "lstm_backward": "(Tensor dy, Tensor dh, Tensor dc, Tensor x, Tensor h0, Tensor c0, Tensor w_ih, Tensor w_hh, "
@@ -35,37 +36,43 @@ def _fake(name: str) -> Any:
     return torch.library.register_fake(f"laminar::{name}", lib=_LIB)
 
 
-@_fake("attention")
+@_fake("attention")  # type: ignore[untyped-decorator]
 def _(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     stats = torch.float32 if q.dtype in (torch.bfloat16, torch.float16) else q.dtype
     return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=stats)
 
 
-@_fake("attention_backward")
+@_fake("attention_backward")  # type: ignore[untyped-decorator]
 def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-@_fake("batch_norm")
+@_fake("batch_norm")  # type: ignore[untyped-decorator]
 def _(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     stats = torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype
     return x.new_empty(x.shape), x.new_empty(x.shape[1], dtype=stats), x.new_empty(x.shape[1], dtype=stats)
 
 
-@_fake("batch_norm_backward")
+@_fake("batch_norm_backward")  # type: ignore[untyped-decorator]
 def _(dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     like = mean if weight is None else weight
     return x.new_empty(x.shape), torch.empty_like(like), torch.empty_like(like)
 
 
-@_fake("lstm")
+@_fake("lstm")  # type: ignore[untyped-decorator]
 def _(x: Tensor, h0: Tensor, c0: Tensor, w_ih: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     steps, batch, hidden = x.shape[0], x.shape[1], h0.shape[-1]
     seq = x.new_empty(steps, batch, hidden)
-    return seq, h0.new_empty(h0.shape), c0.new_empty(c0.shape), x.new_empty(steps, batch, 4 * hidden), torch.empty_like(seq)
+    return (
+        seq,
+        h0.new_empty(h0.shape),
+        c0.new_empty(c0.shape),
+        x.new_empty(steps, batch, 4 * hidden),
+        torch.empty_like(seq),
+    )
 
 
-@_fake("lstm_backward")
+@_fake("lstm_backward")  # type: ignore[untyped-decorator]
 def _(
     dy: Tensor, dh: Tensor, dc: Tensor, x: Tensor, h0: Tensor, c0: Tensor, w_ih: Tensor, w_hh: Tensor, *rest: Any
 ) -> tuple[Tensor, ...]:
@@ -73,12 +80,12 @@ def _(
     return (*[t.new_empty(t.shape) for t in shapes], w_ih.new_empty(w_ih.shape[0]))
 
 
-@_fake("uniform")
+@_fake("uniform")  # type: ignore[untyped-decorator]
 def _(shape: Any, key: Tensor, site: int, dtype: torch.dtype) -> Tensor:
     return key.new_empty(tuple(shape), dtype=dtype)
 
 
-@_fake("normal")
+@_fake("normal")  # type: ignore[untyped-decorator]
 def _(shape: Any, key: Tensor, site: int, dtype: torch.dtype) -> Tensor:
     return key.new_empty(tuple(shape), dtype=dtype)
 

@@ -13,7 +13,7 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -68,7 +68,7 @@ class Recorder(TorchDispatchMode):
     """Notes the origin of every traced op."""
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.model = model
         self.names = {id(m): path for path, m in model.named_modules()}
         self.stack: list[str] = []
@@ -94,6 +94,10 @@ class Recorder(TorchDispatchMode):
             frame = frame.f_back
         return ""
 
+    def behind(self, node: Any) -> Origin:
+        """The forward op that autograd made a node for."""
+        return self.by_sequence.get(node._sequence_nr(), Origin())
+
     @property
     def inside(self) -> str:
         """The module that is running, with its class."""
@@ -110,12 +114,11 @@ class Recorder(TorchDispatchMode):
         if self.fixed is not None:
             origin = self.fixed
         elif behind is not None:
-            old = self.by_sequence.get(behind._sequence_nr(), Origin())
-            origin = Origin(old.where, old.module, "backward")
+            origin = replace(self.behind(behind), phase="backward")
         else:
             phase = "recompute" if self.recomputing else "forward"
             origin = Origin(self.where(), self.stack[-1] if self.stack else "", phase)
-            self.by_sequence.setdefault(torch.autograd._get_sequence_nr() - 1, origin)
+            self.by_sequence.setdefault(torch._C._autograd._get_sequence_nr() - 1, origin)
         out = func(*args, **(kwargs or {}))
         node = last.next
         while node is not root:
@@ -133,9 +136,10 @@ class Recorder(TorchDispatchMode):
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             self.stack.pop()
 
-        inner = torch.utils.checkpoint._checkpoint_without_reentrant_generator
-        entry = torch.utils.checkpoint.CheckpointFunction.apply
-        compiling = torch.utils.checkpoint._is_compiling
+        checkpointing: Any = torch.utils.checkpoint
+        inner = checkpointing._checkpoint_without_reentrant_generator
+        entry = checkpointing.CheckpointFunction.apply
+        compiling = checkpointing._is_compiling
         assign = nn.Module.__setattr__
 
         def generator(fn: Any, preserve: bool, *rest: Any, **kw: Any) -> Any:
@@ -157,7 +161,7 @@ class Recorder(TorchDispatchMode):
             return inner(again, False, *rest, **kw)
 
         def reentrant(function: Any, preserve: bool, *args: Any) -> Any:
-            return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False)
+            return checkpointing.checkpoint(function, *args, use_reentrant=False)
 
         def noted(module: nn.Module, name: str, value: Any) -> None:
             if type(value) in PLAIN:
@@ -166,18 +170,18 @@ class Recorder(TorchDispatchMode):
 
         before = torch.nn.modules.module.register_module_forward_pre_hook(enter)
         after = torch.nn.modules.module.register_module_forward_hook(leave)
-        torch.utils.checkpoint._checkpoint_without_reentrant_generator = generator
-        torch.utils.checkpoint.CheckpointFunction.apply = reentrant  # type: ignore[method-assign, assignment]
-        torch.utils.checkpoint._is_compiling = lambda *_: False  # selective policies then keep what they say
+        checkpointing._checkpoint_without_reentrant_generator = generator
+        checkpointing.CheckpointFunction.apply = reentrant
+        checkpointing._is_compiling = lambda *_: False  # selective policies then keep what they say
         nn.Module.__setattr__ = noted  # type: ignore[method-assign, assignment]
         try:
             yield
         finally:
             before.remove()
             after.remove()
-            torch.utils.checkpoint._checkpoint_without_reentrant_generator = inner
-            torch.utils.checkpoint.CheckpointFunction.apply = entry  # type: ignore[method-assign]
-            torch.utils.checkpoint._is_compiling = compiling
+            checkpointing._checkpoint_without_reentrant_generator = inner
+            checkpointing.CheckpointFunction.apply = entry
+            checkpointing._is_compiling = compiling
             nn.Module.__setattr__ = assign  # type: ignore[method-assign]
 
 

@@ -12,7 +12,15 @@ from laminar.ir.codec import Ref
 from laminar.ir.graph import Graph, Node, map_refs
 from laminar.ir.tensor import TensorSpec
 
-VIEWS = ("aten.view", "aten._unsafe_view", "aten.reshape", "aten.unsqueeze", "aten.squeeze", "aten.squeeze.dim", "aten.squeeze.dims")
+VIEWS = (
+    "aten.view",
+    "aten._unsafe_view",
+    "aten.reshape",
+    "aten.unsqueeze",
+    "aten.squeeze",
+    "aten.squeeze.dim",
+    "aten.squeeze.dims",
+)
 
 
 def peephole(graph: Graph) -> Graph:
@@ -46,7 +54,9 @@ def _rewrite(node: Node, source: Ref, specs: dict[Ref, TensorSpec], before: Node
             return source
         if before is not None and before.op in VIEWS and before.phase == node.phase:
             (source,) = before.ins
-            return source if specs[source].shape == out.shape else replace(node, op="aten.view", args=(source, out.shape))
+            return (
+                source if specs[source].shape == out.shape else replace(node, op="aten.view", args=(source, out.shape))
+            )
         if before is not None and before.op == "aten.sum.dim_IntList" and before.args[2] and before.phase == node.phase:
             kept = tuple(n for d, n in enumerate(spec.shape) if d not in {a % len(spec.shape) for a in before.args[1]})
             if kept == out.shape and before.args[1]:

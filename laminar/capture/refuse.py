@@ -39,7 +39,7 @@ def refuse_hooks(slots: list[Slot]) -> None:
 def refuse_layouts(slots: list[Slot], leaves: dict[str, Tensor]) -> None:
     """Only dense tensors have a place in a graph."""
     for name, tensor in [*((s.name, s.tensor) for s in slots), *leaves.items()]:
-        lazy = isinstance(tensor, nn.parameter.UninitializedTensorMixin)
+        lazy = nn.parameter.is_lazy(tensor)
         if lazy or tensor.layout != torch.strided or tensor.is_quantized:
             kind = "not initialised yet" if lazy else "quantized" if tensor.is_quantized else str(tensor.layout)
             raise CaptureError(
@@ -51,7 +51,9 @@ def refuse_layouts(slots: list[Slot], leaves: dict[str, Tensor]) -> None:
 def refuse_loss(loss: Any) -> None:
     """A loss that has no gradient to give."""
     if not isinstance(loss, Tensor):
-        raise CaptureError(f"the loss is a {type(loss).__name__}, not a tensor", next="return a scalar tensor or laminar.Loss")
+        raise CaptureError(
+            f"the loss is a {type(loss).__name__}, not a tensor", next="return a scalar tensor or laminar.Loss"
+        )
     if loss.dim() != 0:
         raise CaptureError(
             f"the loss is a tensor of shape {tuple(loss.shape)}, not a scalar", next="reduce it, with .mean() or .sum()"
@@ -155,7 +157,7 @@ class _Spy(TorchDispatchMode):
     """Refuses to have certain tensors read."""
 
     def __init__(self, marked: dict[int, str], recorder: Recorder) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.marked, self.recorder = marked, recorder
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

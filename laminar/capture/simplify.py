@@ -135,7 +135,9 @@ def _torch(arg: Any) -> Any:
 def causal(graph: Graph) -> Graph:
     """A constant lower-triangular mask given to attention is what `causal` means."""
     constants = {c.name: c for c in graph.constants}
-    views = {n.name: n for n in graph.nodes if n.op in ("aten.expand", "aten.view", "aten.unsqueeze", "aten.slice.Tensor")}
+    views = {
+        n.name: n for n in graph.nodes if n.op in ("aten.expand", "aten.view", "aten.unsqueeze", "aten.slice.Tensor")
+    }
 
     def constant_behind(ref: Any) -> Constant | None:
         while isinstance(ref, Ref) and ref.name in views:

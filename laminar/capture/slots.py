@@ -50,7 +50,9 @@ def slots_of(model: nn.Module) -> list[Slot]:
     """Every tensor of a model, tied ones once, in order of first appearance."""
     found: dict[int, Slot] = {}
     elsewhere: list[tuple[Tensor, Any, Any]] = []
-    registered = {id(t) for m in model.modules() for t in (*m._parameters.values(), *m._buffers.values()) if t is not None}
+    registered = {
+        id(t) for m in model.modules() for t in (*m._parameters.values(), *m._buffers.values()) if t is not None
+    }
 
     def meet(name: str, kind: str, tensor: Tensor, holder: Any, key: Any, plain: bool = False) -> None:
         slot = found.setdefault(id(tensor), Slot(name, kind, tensor, [], plain=plain))

@@ -8,7 +8,7 @@ layout, pinning, memory format) is dropped, because a graph is device-neutral.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ def op_name(op: Any) -> str:
     return name if op._overloadname == "default" else f"{name}.{op._overloadname}"
 
 
-@lru_cache(maxsize=None)
+@cache
 def find_op(name: str) -> Any:
     """The overload of a name in a graph."""
     namespace, base, *overload = name.split(".")
@@ -81,7 +81,7 @@ def unplain(value: Any) -> Any:
     return value
 
 
-@lru_cache(maxsize=None)
+@cache
 def _shape_of_call(name: str) -> tuple[tuple[str, bool, Any], ...]:
     return tuple((a.name, a.kwarg_only, a.default_value) for a in find_op(name)._schema.arguments)
 
@@ -96,7 +96,9 @@ def spread(name: str, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str,
     }
     plain_args = [value for (_, only, _), value in zip(shape, args, strict=True) if not only]
     defaults = [(key, default) for key, only, default in shape if not only]
-    while plain_args and (_same(plain_args[-1], defaults[len(plain_args) - 1][1]) or defaults[len(plain_args) - 1][0] in PLACE_ARGS):
+    while plain_args and (
+        _same(plain_args[-1], defaults[len(plain_args) - 1][1]) or defaults[len(plain_args) - 1][0] in PLACE_ARGS
+    ):
         if not _optional(name, len(plain_args) - 1):
             break
         plain_args.pop()
@@ -109,7 +111,7 @@ def _same(value: Any, default: Any) -> bool:
     return type(value) is type(default) and bool(value == default)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _optional(name: str, position: int) -> bool:
     arg = [a for a in find_op(name)._schema.arguments if not a.kwarg_only][position]
     return bool(arg.has_default_value()) or arg.name in PLACE_ARGS

@@ -8,6 +8,8 @@ torch can write out itself (losses, rare layers) is written out.
 from __future__ import annotations
 
 import contextlib
+import sys
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -42,7 +44,7 @@ def device_neutral() -> Iterator[None]:
     the longer list of float32 ops that GPUs have (see `canonical`). Distributions don't check their
     arguments, for that would need to look at data; compiled parts run as they were written.
     """
-    cls = torch.amp.autocast_mode.autocast
+    cls: Any = torch.amp.autocast_mode.autocast
     init, enter, leave = cls.__init__, cls.__enter__, cls.__exit__
 
     def neutral(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
@@ -61,16 +63,23 @@ def device_neutral() -> Iterator[None]:
         return leave(self, *exc)
 
     checks = torch.distributions.Distribution._validate_args
-    stance = torch.compiler.set_stance("force_eager")  # what a user has compiled is traced through
-    cls.__init__, cls.__enter__, cls.__exit__ = neutral, entered, left  # type: ignore[method-assign]
-    torch.distributions.Distribution.set_default_validate_args(False)
+    cls.__init__, cls.__enter__, cls.__exit__ = neutral, entered, left
+    validate: Any = torch.distributions.Distribution.set_default_validate_args
+    validate(False)
     try:
-        with stance:
+        with _uncompiled(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Using `torch.compile")  # our hooks on modules are meant
             yield
     finally:
-        cls.__init__, cls.__enter__, cls.__exit__ = init, enter, leave  # type: ignore[method-assign]
-        torch.distributions.Distribution.set_default_validate_args(checks)
+        cls.__init__, cls.__enter__, cls.__exit__ = init, enter, leave
+        validate(checks)
         gpu_autocast.regions.clear()
+
+
+def _uncompiled() -> Any:
+    """What a user has compiled is traced through; whoever never compiled does not pay for loading the compiler."""
+    compiler = sys.modules.get("torch._dynamo")
+    return compiler.config.patch(error_on_nested_fx_trace=False) if compiler else contextlib.nullcontext()
 
 
 @dataclass
@@ -85,9 +94,12 @@ class Traced:
 
 
 def trace(
-    model: nn.Module, step: Callable[[], tuple[Tensor, dict[str, Tensor]]], slots: list[Slot], leaves: dict[str, Tensor],
+    model: nn.Module,
+    step: Callable[[], tuple[Tensor, dict[str, Tensor]]],
+    slots: list[Slot],
+    leaves: dict[str, Tensor],
     set_leaves: Callable[[list[Tensor]], None],
-) -> Traced:  # fmt: skip
+) -> Traced:
     """Trace `step` (loss and metrics from swapped model and batch) and its gradient."""
     refuse_hooks(slots)
     refuse_layouts(slots, leaves)
@@ -123,7 +135,7 @@ def trace(
             left.extend(left_behind(model, slots))
             trained = [s for s in slots if s.trainable]
             # The gradient of the loss by itself belongs to the line that made the loss.
-            recorder.fixed = replace(recorder.by_sequence.get(loss.grad_fn._sequence_nr(), Origin()), phase="backward")
+            recorder.fixed = replace(recorder.behind(loss.grad_fn), phase="backward")
             one = torch.ones_like(loss)
             recorder.fixed = None
             grads = torch.autograd.grad(loss, [s.fake for s in trained], one, allow_unused=True)
@@ -142,8 +154,14 @@ def trace(
 
     try:
         with fake_mode, device_neutral(), torch.enable_grad():
-            gm = make_fx(laminar_whole_step, tracing_mode="real", _error_on_data_dependent_ops=True, _allow_non_fake_inputs=True,
-                         decomposition_table=_decompositions())(*[s.fake for s in slots], *fakes, key)  # fmt: skip
+            tracing = make_fx(
+                laminar_whole_step,
+                decomposition_table=_decompositions(),
+                tracing_mode="real",
+                _allow_non_fake_inputs=True,
+                _error_on_data_dependent_ops=True,
+            )
+            gm = tracing(*[s.fake for s in slots], *fakes, key)
             if left:
                 set_leaves(fakes)
                 refuse_carried(model, step, slots, left, key)
@@ -153,7 +171,7 @@ def trace(
         raise data_dependent(error, mode[-1].failed, recorder.inside) from error
     except Exception as error:
         raise CaptureError(
-            f"the model could not be traced: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+            f"the model could not be traced: {type(error).__name__}: {str(error).partition(chr(10))[0]}",
             at=blame(error),
             module=recorder.inside,
             next="run the model once in plain PyTorch with this batch; if that works, this op needs a report",
@@ -182,5 +200,3 @@ def _decompositions() -> Any:
             aten.trace, aten.linspace, aten.mv, aten.dot, aten.triu_indices, aten.tril_indices,
         ]
     )  # fmt: skip
-
-

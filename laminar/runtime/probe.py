@@ -96,9 +96,9 @@ def _draw(node: Node, ins: list[TensorSpec], seed: int, wide: bool) -> tuple[lis
             low = max(min((n for s in ins for n in s.shape if n > 1), default=2), 2)
             tensors.append(torch.randint(0, low, spec.shape, generator=g, dtype=dtype))
     whole = _run(node, tensors)
-    for got, spec in zip(whole, node.outs, strict=True):
-        if spec is None or tuple(got.shape) != spec.shape:
-            raise ValueError(f"{node.op} makes {tuple(got.shape)} for {spec}")
+    for got, want in zip(whole, node.outs, strict=True):
+        if want is None or tuple(got.shape) != want.shape:
+            raise ValueError(f"{node.op} makes {tuple(got.shape)} for {want}")
     return tensors, whole
 
 

@@ -57,7 +57,7 @@ class MinSum:
         """Add a cost over the variables of `scope`, in that order."""
         self.factors.append((scope, self.intern(table)))
 
-    def solve(self, limit: int = 1 << 19) -> Solution:
+    def solve(self, limit: int = 1 << 22) -> Solution:
         """Eliminate all variables, then read the values back."""
         n = len(self.sizes)
         scopes: dict[int, tuple[tuple[int, ...], int]] = dict(enumerate(self.factors))
@@ -77,7 +77,7 @@ class MinSum:
         heap = [(weight(v), v) for v in range(n)]
         heapq.heapify(heap)
         gone = [False] * n
-        steps: list[tuple[int, tuple[int, ...], Table]] = []
+        steps: list[tuple[int, tuple[int, ...], Table, list[Table]]] = []
         memo: dict[object, tuple[int, Table]] = {}
         constant, exact, count = 0.0, True, len(scopes)
         while heap:
@@ -87,19 +87,18 @@ class MinSum:
             if w != weight(v):
                 heapq.heappush(heap, (weight(v), v))
                 continue
-            while weight(v) * len(allowed[v]) > limit:
+            while weight(v) * len(allowed[v]) > limit and (wide := [u for u in neighbours[v] if len(allowed[u]) > 1]):
                 exact = False
-                self._halve(max(neighbours[v], key=lambda u: (len(allowed[u]), -u)), allowed, touching, scopes)
+                self._halve(max(wide, key=lambda u: (len(allowed[u]), -u)), allowed, touching, scopes)
             scope = tuple(sorted(neighbours[v]))
             place = {u: i for i, u in enumerate((*scope, v))}
             parts = sorted((scopes[f][1], tuple(place[u] for u in scopes[f][0])) for f in touching[v])
-            every = (*scope, v)
-            cut = tuple(allowed[u].tobytes() if len(allowed[u]) != self.sizes[u] else b"" for u in every)
-            key = (tuple(parts), tuple(self.sizes[u] for u in every), cut)
+            shape = tuple(len(allowed[u]) for u in (*scope, v))
+            key = (tuple(parts), shape)
             if key not in memo:
-                memo[key] = self._eliminate(parts, every, allowed)
+                memo[key] = self._eliminate(parts, shape)
             table, best = memo[key]
-            steps.append((v, scope, best))
+            steps.append((v, scope, best, [allowed[u] for u in (*scope, v)]))
             for f in list(touching[v]):
                 for u in scopes[f][0]:
                     touching[u].discard(f)
@@ -118,35 +117,32 @@ class MinSum:
             else:
                 constant += float(self.tables[table])
         values = [0] * n
-        for v, scope, best in reversed(steps):
-            values[v] = int(best[tuple(values[u] for u in scope)])
+        for v, scope, best, then in reversed(steps):
+            at = tuple(int(np.searchsorted(kept, values[u])) for u, kept in zip(scope, then, strict=False))
+            values[v] = int(then[-1][best[at]])
         return Solution(values, constant, exact)
 
-    def _eliminate(
-        self, parts: list[tuple[int, tuple[int, ...]]], scope: tuple[int, ...], allowed: list[Table]
-    ) -> tuple[int, Table]:
-        """Sum the tables over `scope` (the last variable goes), minimise over it."""
-        shape = tuple(self.sizes[u] for u in scope)
+    def _eliminate(self, parts: list[tuple[int, tuple[int, ...]]], shape: tuple[int, ...]) -> tuple[int, Table]:
+        """Sum tables over the variables of `shape`, and minimise over the last, which goes."""
         total = np.zeros(shape)
         for table, axes in parts:
             order = np.argsort(axes)
             part = self.tables[table].transpose(order)
             total += part.reshape([shape[a] if a in axes else 1 for a in range(len(shape))])
-        for a, u in enumerate(scope):
-            if len(allowed[u]) != shape[a]:
-                banned = np.setdiff1d(np.arange(shape[a]), allowed[u])
-                total[(slice(None),) * a + (banned,)] = np.inf
         best = total.argmin(-1)
         return self.intern(np.take_along_axis(total, best[..., None], -1)[..., 0]), best
 
     def _halve(
         self, v: int, allowed: list[Table], touching: list[set[int]], scopes: dict[int, tuple[tuple[int, ...], int]]
     ) -> None:
-        """Keep the half of a variable's values that look cheapest from its own tables."""
-        score = np.zeros(self.sizes[v])
+        """Keep the half of a variable's values that look cheapest from its own tables, and cut those tables."""
+        score = np.zeros(len(allowed[v]))
         for f in touching[v]:
             scope, table = scopes[f]
             others = tuple(i for i, u in enumerate(scope) if u != v)
             score += self.tables[table].min(axis=others)
-        keep = allowed[v][np.argsort(score[allowed[v]], kind="stable")]
-        allowed[v] = np.sort(keep[: max(1, len(keep) // 2)])
+        keep = np.sort(np.argsort(score, kind="stable")[: max(1, len(score) // 2)])
+        allowed[v] = allowed[v][keep]
+        for f in touching[v]:
+            scope, table = scopes[f]
+            scopes[f] = (scope, self.intern(self.tables[table].take(keep, axis=scope.index(v))))

@@ -116,6 +116,8 @@ def _data_pins(graph: Graph, mesh: Mesh, axis: int) -> Pins:
             and node.phase != "backward"
             and all(r.name in whole for r in node.ins)
             and not node.op.startswith("laminar.")
+            # A parameter repeated for every sample (a class token) is no parameter any more.
+            and sum(o.numel for o in node.outs if o) <= sum(graph.specs[r].numel for r in node.ins)
         ):
             whole.add(node.name)
             if any(r.name in trained for r in node.ins):
