@@ -130,6 +130,29 @@ class AllToAll:
         return self.box.combine([p.view(s) for p, s in zip(out.split(self.sizes), self.shapes, strict=True)])
 
 
+class ReduceScatter:
+    """NCCL's own reduce-scatter, for pieces of equal size."""
+
+    def __init__(self, group: Any, box: Box) -> None:
+        self.group, self.box = group, box
+
+    def start(self, *given: Tensor) -> Any:
+        (x,) = given
+        pieces = torch.stack(self.box.outgoing(x))
+        out = x.new_empty(self.box.dst)
+        return scatter_into(out, pieces, _OPS[self.box.op], self.group), out, pieces
+
+    def finish(self, handle: Any) -> Tensor:
+        handle[0].wait()
+        return handle[1]  # type: ignore[no-any-return]
+
+
+def scatter_into(out: Tensor, pieces: Tensor, op: Any, group: Any) -> Any:
+    """Reduce-scatter from one tensor, under whichever name this torch has for it."""
+    call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return call(out, pieces.flatten(0, 1) if pieces.dim() > 1 else pieces, op=op, group=group, async_op=True)
+
+
 def gather_into(out: Tensor, x: Tensor, group: Any) -> Any:
     """All-gather into one tensor, under whichever name this torch has for it."""
     call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -170,7 +193,12 @@ class Groups:
         if instr.kind == "all_reduce":
             return AllReduce(group, instr.args[4], copy, bucket, fill)
         box = Box.of(instr, self.mesh, self.rank)
-        return AllGather(group, box) if instr.kind == "all_gather" else AllToAll(group, box)
+        if instr.kind == "all_gather":
+            return AllGather(group, box)
+        even = len({box.dst, *(tuple(p) for p in box.incoming_shapes())}) == 1
+        if instr.kind == "reduce_scatter" and even and box.dst and dist.get_backend(group) == "nccl":
+            return ReduceScatter(group, box)
+        return AllToAll(group, box)
 
 
 class _Nothing:

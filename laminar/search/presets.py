@@ -8,6 +8,7 @@ wherever that keeps it so, which leaves two all-reduces per block each way.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 from laminar.cost.work import FREE
@@ -101,9 +102,11 @@ def seeded(graph: Graph, mesh: Mesh, seeds: Seeds) -> Plan:
 def _data_pins(graph: Graph, mesh: Mesh, axis: int) -> Pins:
     parts = mesh.sizes[axis]
     pins = Pins()
+    samples = Counter(i.spec.shape[0] for i in graph.of_kind("batch") if i.spec.shape).most_common(1)
     for item in graph.inputs:
         pins.inputs[item.name] = B
-        if item.kind == "batch" and item.spec.shape:
+        # Leaves of another length than most (class weights, shared positions) are not split by sample.
+        if item.kind == "batch" and item.spec.shape and item.spec.shape[0] == samples[0][0]:
             size = item.spec.shape[0]
             for a in range(axis):
                 size = -(-size // mesh.sizes[a])

@@ -1,0 +1,362 @@
+"""Plans with names keep their promises, and what they promise is what people know them for.
+
+Data parallel: nothing moves but gradients. ZeRO: a rank holds its share and no more. Tensor parallel:
+two all-reduces per block and direction, also where q, k and v are packed. And from seeds alone, with
+nobody saying how: sequence parallelism around split weights, the exchange of heads for tokens around
+attention, and a cross entropy that no rank sees whole. Every plan is also held against one device in
+float64 to 1e-9. What plans cost in time is not looked at here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+import laminar
+from laminar import B, Mesh, S
+from laminar.errors import NoRuleError, PlanError
+from laminar.ir.plan import Plan
+from laminar.ir.program import Instr, Program
+from laminar.ir.sbp import Split, local_spec
+from laminar.ir.tensor import TensorSpec
+from tests.test_examples import load
+from tests.zoo import NAMES, Specimen, captured, one_thread, specimen, verified
+
+
+@pytest.fixture(autouse=True)
+def _single() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+@cache
+def gpt(**changes: int) -> Specimen:
+    """A GPT of another size: two layers of 32 unless told."""
+    module = load("gpt.py")
+    config = {"layers": 2, "d": 32, "heads": 4, "vocab": 61, "tokens": 16, "batch": 8, **changes}
+    return captured(module.recipe(module.Config(**config), lr=1e-3, steps=1), f"gpt {changes}")
+
+
+@cache
+def llama(layers: int) -> Specimen:
+    """A Llama of another depth."""
+    module = load("llama.py")
+
+    def model() -> torch.nn.Module:
+        torch.manual_seed(0)
+        return module.Llama(layers=layers, d=32, heads=4, kv_heads=2, hidden=84, vocab=64, tokens=12)
+
+    return captured(replace(module.tiny(), model=model), f"llama {layers}")
+
+
+def program_of(one: Specimen, plan: Plan) -> Program:
+    """The program, once it is known to give one device's numbers."""
+    verified(one, plan)
+    return laminar.lower(one.graph, plan)
+
+
+def loose(program: Program) -> list[Instr]:
+    """Collectives that are not a bucket of gradients."""
+    return [i for i in program.collectives if not i.name.startswith("bucket")]
+
+
+# --- data parallel -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_data_parallel_moves_gradients_only(name: str) -> None:
+    """All-reduces and nothing else; gradients share buckets; batch statistics and losses are a few numbers."""
+    one = specimen(name)
+    program = program_of(one, laminar.plans.data_parallel(one.graph, Mesh({"dp": 2})))
+    norms = sum(n.op == "laminar.batch_norm" for n in one.graph.nodes)
+    rest = loose(program)
+    if name == "hf.py:bert":  # looks its padding mask up by sample, so 112 bytes of mask are gathered
+        (mask,) = [i for i in rest if i.kind == "all_gather"]
+        assert mask.ins[0].spec.dtype == "bool" and mask.bytes < 200
+        rest.remove(mask)
+    assert {i.kind for i in rest} <= {"all_reduce"}
+    assert len(rest) <= 4 + 4 * norms
+    assert all(i.bytes <= 1024 for i in rest)
+    makers = {i.name: i for i in program.instrs}
+    grads = [o for o in program.outputs if o.kind == "grad"]
+    assert {makers[o.ref.name].name[:6] for o in grads} == {"bucket"}
+    assert len({o.ref.name for o in grads}) == 1
+    assert all(i.placed.nd == (B,) for i in program.inputs if i.kind == "param")
+    assert all(i.placed.nd == (S(0),) for i in program.inputs if i.kind == "batch")
+
+
+def test_a_bucket_has_a_size() -> None:
+    """Gradients are reduced in pieces as backward makes them, so that the first ones travel early."""
+    one = specimen("gpt.py:tiny")
+    plan = laminar.plans.data_parallel(one.graph, Mesh({"dp": 2}))
+    program = laminar.lower(one.graph, plan, bucket_bytes=40_000)
+    buckets = [i for i in program.instrs if i.name.startswith("bucket")]
+    assert len(buckets) >= 3
+    assert all(i.bytes <= 40_000 for i in buckets)
+    assert sum(len(i.refs) for i in buckets) == sum(o.kind == "grad" for o in program.outputs)
+    first = next(k for k, i in enumerate(program.instrs) if i.name.startswith("bucket"))
+    assert first < len(program.instrs) - 20
+
+
+def test_a_batch_that_does_not_divide_is_still_shared() -> None:
+    """Three samples on two ranks: two and one."""
+    one = gpt(batch=3)
+    program = program_of(one, laminar.plans.data_parallel(one.graph, Mesh({"dp": 2})))
+    (ids, _) = [i.placed for i in program.inputs if i.kind == "batch"]
+    assert [ids.local(program.mesh, r).shape[0] for r in range(2)] == [2, 1]
+
+
+def test_data_parallel_on_two_axes_reduces_over_both_at_once() -> None:
+    """One collective over four ranks, not two over two."""
+    one = specimen("mlp.py:tiny")
+    program = program_of(one, laminar.plans.data_parallel(one.graph, Mesh({"node": 2, "gpu": 2})))
+    assert {program.axis_names(i) for i in program.collectives} == {"nodexgpu"}
+
+
+# --- ZeRO --------------------------------------------------------------------------------------
+
+
+def share(spec: TensorSpec, ranks: int) -> int:
+    """Bytes of the largest piece: along a dim that divides, else along one of which everyone gets some."""
+    if any(n and n % ranks == 0 for n in spec.shape):
+        return spec.nbytes // ranks
+    for n in spec.shape:
+        step = -(-n // ranks)
+        if step * (ranks - 1) < n:
+            return spec.nbytes // n * step
+    return spec.nbytes
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("name", NAMES)
+def test_zero_stores_a_share(name: str, stage: int, ranks: int) -> None:
+    """Optimizer state from stage 1, gradients from 2, parameters from 3: the largest piece of each, and no more."""
+    one = specimen(name)
+    mesh = Mesh({"dp": ranks})
+    plan = laminar.plans.zero(one.graph, mesh, stage=stage)
+    program = program_of(one, plan) if stage == 3 or ranks == 2 else laminar.lower(one.graph, plan)
+    params = [i for i in one.graph.of_kind("param") if i.trainable]
+    whole = sum(i.spec.nbytes for i in params)
+    pieces = sum(share(i.spec, ranks) for i in params)
+    assert sum(local_spec(i.spec, plan.state[i.name], mesh.sizes).nbytes for i in params) == pieces
+    grads = [o.placed for o in program.outputs if o.kind == "grad"]
+    assert sum(p.local(mesh).nbytes for p in grads) == (pieces if stage >= 2 else whole)
+    stored = [i.placed for i in program.inputs if i.kind == "param"]
+    assert sum(p.local(mesh).nbytes for p in stored) == (pieces if stage == 3 else whole)
+    assert pieces < 1.2 * whole / ranks + 2000
+
+
+def test_zero_3_gathers_each_parameter_once_each_way() -> None:
+    """Forward and backward fetch it separately, so that nothing gathered has to be kept in between."""
+    one = specimen("gpt.py:tiny")
+    program = program_of(one, laminar.plans.zero(one.graph, Mesh({"dp": 2})))
+    fetched = Counter((r.name, i.phase) for i in program.instrs if i.kind == "all_gather" for r in i.refs)
+    assert set(fetched.values()) == {1}
+    weights = {i.name for i in one.graph.of_kind("param") if i.name.endswith("up.weight")}
+    assert {(w, phase) for w in weights for phase in ("forward", "backward")} <= set(fetched)
+
+
+def test_zero_has_three_stages() -> None:
+    """Anything else is refused."""
+    with pytest.raises(PlanError, match="no stage 4"):
+        laminar.plans.zero(specimen("mlp.py:tiny").graph, Mesh({"dp": 2}), stage=4)
+
+
+# --- tensor parallel ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("axes", [{"tp": 2}, {"dp": 2, "tp": 2}], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_tensor_parallel_equals_one_device(name: str, axes: dict[str, int]) -> None:
+    """Whatever the model; and its weights really are in pieces."""
+    one = specimen(name)
+    plan = laminar.plans.tensor_parallel(one.graph, Mesh(axes))
+    verified(one, plan)
+    assert plan.account["parameter_bytes"] < 0.8 * plan.account["parameter_bytes_whole"]
+
+
+def reductions(one: Specimen, axes: dict[str, int]) -> Counter[tuple[str, str]]:
+    """Collectives over tp by kind and phase, gradients apart."""
+    program = program_of(one, laminar.plans.tensor_parallel(one.graph, Mesh(axes)))
+    return Counter((i.kind, i.phase) for i in loose(program) if program.axis_names(i) == "tp")
+
+
+PER_LAYER = {("all_reduce", "forward"): 2, ("all_reduce", "backward"): 2}
+
+
+@pytest.mark.parametrize("axes", [{"tp": 2}, {"tp": 4}, {"dp": 2, "tp": 2}], ids=str)
+@pytest.mark.parametrize("size", [{}, {"d": 64, "vocab": 96, "tokens": 32, "batch": 2}], ids=["tiny", "narrow"])
+def test_a_gpt_layer_costs_four_all_reduces(size: dict[str, int], axes: dict[str, int]) -> None:
+    """Two forward and two backward, as Megatron has it, though q, k and v are one packed weight."""
+    fewer, more = (reductions(gpt(layers=n, **size), axes) for n in (2, 3))
+    assert more - fewer == PER_LAYER
+    assert fewer - more == {}
+
+
+@pytest.mark.parametrize("axes", [{"tp": 2}, {"dp": 2, "tp": 2}], ids=str)
+def test_a_llama_layer_costs_four_all_reduces(axes: dict[str, int]) -> None:
+    """With grouped queries, rotary tables and a gated MLP."""
+    fewer, more = (reductions(llama(n), axes) for n in (2, 3))
+    assert more - fewer == PER_LAYER
+    assert fewer - more == {}
+
+
+def test_packed_weights_are_split_by_blocks() -> None:
+    """Each rank holds some heads of q, of k and of v."""
+    one = specimen("gpt.py:tiny")
+    plan = laminar.plans.tensor_parallel(one.graph, Mesh({"tp": 2}))
+    assert plan.inputs["blocks.0.attention.qkv.weight"] == (S(0, blocks=3),)
+    assert plan.inputs["blocks.0.attention.out.weight"] == (S(1),)
+    assert plan.inputs["blocks.0.mlp.up.weight"] == (S(0),)
+    assert plan.inputs["blocks.0.mlp.down.weight"] == (S(1),)
+
+
+# --- from seeds --------------------------------------------------------------------------------
+
+WEIGHTS = {
+    r"blocks\.\d+\.attention\.qkv\.(weight|bias)": {"tp": S(0, blocks=3)},
+    r"blocks\.\d+\.attention\.out\.weight": {"tp": S(1)},
+    r"blocks\.\d+\.mlp\.up\.(weight|bias)": {"tp": S(0)},
+    r"blocks\.\d+\.mlp\.down\.weight": {"tp": S(1)},
+}
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_sequence_parallelism_follows_from_seeds(ranks: int) -> None:
+    """Weights and tokens split on one axis: each all-reduce becomes a gather and a scatter, and norms see a part."""
+    counts = []
+    for layers in (2, 3):
+        one = gpt(layers=layers)
+        plan = laminar.plans.seeded(one.graph, Mesh({"tp": ranks}), {**WEIGHTS, "batch.*": {"tp": S(1)}})
+        counts.append(Counter((i.kind, i.phase) for i in loose(program_of(one, plan))))
+        norms = [n.name for n in one.graph.nodes if n.op == "aten.native_layer_norm"]
+        assert all(plan.ops[n].ins[0] == (S(1),) for n in norms)
+    assert counts[1] - counts[0] == {
+        (kind, phase): 2 for kind in ("all_gather", "reduce_scatter") for phase in ("forward", "backward")
+    }
+
+
+def test_heads_are_exchanged_for_tokens_around_attention() -> None:
+    """Tokens split, weights whole: where sequences are long, two exchanges each way replace gathering k and v."""
+    one = gpt(layers=1, d=256, tokens=1024, batch=1, vocab=16)
+    plan = laminar.plans.seeded(one.graph, Mesh({"sp": 4}), {"batch.*": {"sp": S(1)}, "blocks.*": {"sp": B}})
+    program = program_of(one, plan)
+    assert Counter((i.kind, i.phase) for i in loose(program)) == {
+        ("all_to_all", "forward"): 2,
+        ("all_to_all", "backward"): 2,
+        ("all_reduce", "forward"): 1,
+    }
+    (attention,) = [i for i in program.instrs if i.op == "laminar.attention"]
+    assert {p.nd for p in attention.ins} == {(S(1),)}
+    assert all(p.local(program.mesh).shape == (1, 1, 1024, 64) for p in attention.ins)
+
+
+def holds_all_logits(program: Program, vocab: int, rows: int) -> list[str]:
+    """Values of which one rank has every logit."""
+    out = []
+    for instr in program.instrs:
+        for placed in instr.outs:
+            if placed is not None and placed.spec.shape[-1:] == (vocab,) and placed.spec.numel == rows * vocab:
+                out += [instr.name] * (placed.local(program.mesh).numel == rows * vocab)
+    return out
+
+
+@pytest.mark.parametrize(("vocab", "ranks"), [(61, 2), (61, 4), (8191, 4), (8192, 2)])
+def test_a_split_head_leaves_no_rank_with_all_logits(vocab: int, ranks: int) -> None:
+    """For a large vocabulary they are the largest tensor there is."""
+    one = gpt(layers=1, vocab=vocab, tokens=64, batch=4)
+    plan = laminar.plans.seeded(one.graph, Mesh({"tp": ranks}), {"head.weight": {"tp": S(0)}, "batch.*": {"tp": B}})
+    program = program_of(one, plan)
+    assert holds_all_logits(program, vocab, rows=256) == []
+    if vocab > 1000:  # where moving logits would cost more than three small reductions
+        assert {i.op for i in program.instrs} >= {"laminar.nll_at", "laminar.nll_backward_at"}
+        assert all(i.bytes < 256 * vocab for i in loose(program))
+
+
+def test_logits_are_found_where_they_are() -> None:
+    """The check above does see them in a plan that has them."""
+    one = gpt(layers=1, vocab=61, tokens=64, batch=4)
+    plan = laminar.plans.seeded(one.graph, Mesh({"tp": 2}), {".*": {"tp": B}})
+    assert holds_all_logits(laminar.lower(one.graph, plan), 61, rows=256)
+
+
+# --- what does not divide ----------------------------------------------------------------------
+
+UNEVEN: dict[str, tuple[str, int, dict[str, Any], str, list[int]]] = {
+    "61 words on 4 ranks": (
+        "gpt.py:tiny", 4, {"(head|embed).weight": {"tp": S(0)}}, "embed.weight", [16, 16, 16, 13],
+    ),
+    "61 words on 4 ranks, tied": ("hf.py:gpt2", 4, {"transformer.wte.weight": {"tp": S(0)}}, "transformer.wte.weight", [16, 16, 16, 13]),
+    "17 tokens on 2 ranks": ("vit.py:tiny", 2, {"position": {"tp": S(1)}, "%add_0": {"tp": S(1)}}, "position", [9, 8]),
+    "17 tokens on 4 ranks": ("vit.py:tiny", 4, {"position": {"tp": S(1)}, "%add_0": {"tp": S(1)}}, "position", [5, 5, 5, 2]),
+    "10 classes on 4 ranks": ("vit.py:tiny", 4, {"head.(weight|bias)": {"tp": S(0)}}, "head.weight", [3, 3, 3, 1]),
+    "10 classes on 3 ranks": ("vit.py:tiny", 3, {"head.(weight|bias)": {"tp": S(0)}}, "head.weight", [4, 4, 2]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", UNEVEN)
+def test_what_does_not_divide_is_split_all_the_same(what: str) -> None:
+    """Real vocabularies, class counts and token counts are seldom a multiple of anything."""
+    name, ranks, seeds, stored, sizes = UNEVEN[what]
+    one = specimen(name)
+    program = program_of(one, laminar.plans.seeded(one.graph, Mesh({"tp": ranks}), seeds))
+    (placed,) = [i.placed for i in program.inputs if i.name == stored]
+    (dim,) = [p.dim for p in placed.nd if isinstance(p, Split)]
+    assert [placed.local(program.mesh, r).shape[dim] for r in range(ranks)] == sizes
+
+
+@pytest.mark.parametrize("name", ["gpt.py:tiny", "vit.py:tiny", "resnet.py:tiny", "lstm.py:tiny"])
+def test_three_ranks_serve_as_well_as_two(name: str) -> None:
+    """Nothing in the zoo divides by three."""
+    one = specimen(name)
+    verified(one, laminar.plans.data_parallel(one.graph, Mesh({"dp": 3})))
+    verified(one, laminar.plans.zero(one.graph, Mesh({"dp": 3})))
+
+
+# --- what is asked for is done, or refused -----------------------------------------------------
+
+
+def test_seeds_hold() -> None:
+    """A seeded tensor is stored as asked, and its gradient comes back the same way."""
+    one = specimen("gpt.py:tiny")
+    plan = laminar.plans.seeded(one.graph, Mesh({"dp": 2, "tp": 2}), {**WEIGHTS, "batch.*": {"dp": S(0)}})
+    assert plan.inputs["blocks.1.mlp.up.weight"] == (B, S(0))
+    assert plan.outputs["grad:blocks.1.mlp.up.weight"] == (B, S(0))
+    assert plan.inputs["batch.ids"] == (S(0), plan.inputs["batch.ids"][1])
+    verified(one, plan)
+
+
+def test_a_seed_that_matches_nothing_is_refused() -> None:
+    """A misspelt name would otherwise be a plan without it."""
+    with pytest.raises(PlanError, match="matches no parameter"):
+        laminar.plans.seeded(specimen("gpt.py:tiny").graph, Mesh({"tp": 2}), {"blocks.9.up": {"tp": S(0)}})
+
+
+def test_contradicting_seeds_are_refused() -> None:
+    """An error that names the axis, not a plan that quietly does something else."""
+    one = specimen("vit.py:tiny")
+    with pytest.raises(NoRuleError, match="axis tp=2"):
+        laminar.plans.seeded(one.graph, Mesh({"tp": 2}), {"%unbind_0": {"tp": S(0)}, "%permute_0": {"tp": S(0)}})
+
+
+def test_a_plan_says_what_it_does() -> None:
+    """Placements, collectives with their reasons, and bytes."""
+    one = specimen("gpt.py:tiny")
+    text = laminar.plans.tensor_parallel(one.graph, Mesh({"tp": 2})).explain()
+    for word in ("tensor_parallel", "S(0, blocks=3)", "all_reduce", "over tp", "P(sum) to B", "parameters per rank"):
+        assert word in text
+
+
+def test_the_same_question_gets_the_same_plan() -> None:
+    """Ties are broken the same way every time, in every process: hashes can be compared across machines."""
+    one = specimen("gpt.py:tiny")
+    plans = [laminar.plans.tensor_parallel(one.graph, Mesh({"dp": 2, "tp": 2})) for _ in range(2)]
+    assert plans[0].hash == plans[1].hash
+    assert laminar.lower(one.graph, plans[0]).hash == laminar.lower(one.graph, plans[1]).hash
