@@ -1210,16 +1210,25 @@ def test_gpt3_is_captured_in_a_minute_and_two_gigabytes() -> None:
     assert mb < 2000 and seconds < 60
 
 
-@pytest.mark.parametrize("name", ["gpt.py:tiny", "resnet.py:tiny", "lstm.py:tiny", "bert.py:tiny", "dlrm.py:tiny"])
-def test_the_graph_does_not_depend_on_where_the_model_lives(name: str) -> None:
-    """A plan made on a laptop from shapes alone must fit the model on the machine."""
+ZOO = [
+    *("mlp.py:tiny", "resnet.py:tiny", "gpt.py:tiny", "gpt.py:narrow", "llama.py:tiny", "bert.py:tiny"),
+    *("vit.py:tiny", "t5.py:tiny", "dlrm.py:tiny", "moe.py:tiny", "lstm.py:tiny", "unet.py:tiny"),
+    *("hf.py:gpt2", "hf.py:bert"),
+]
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_every_example_is_captured_the_same_from_cpu_and_from_meta(name: str) -> None:
+    """The graph computes what the model does, and a plan made from shapes alone fits the model on the machine."""
+    if name.startswith("hf"):
+        pytest.importorskip("transformers")
     recipe = load_recipe(str(EXAMPLES / name))
     batch = next(iter(recipe.data()))
-    here = capture(recipe.model(), recipe.loss, batch)
+    graph = same(recipe.model, recipe.loss, batch, tol=1e-5)
     with torch.device("meta"):
         model = recipe.model()
     assert all(p.is_meta for p in model.parameters())
-    assert capture(model, recipe.loss, batch).hash == here.hash
+    assert capture(model, recipe.loss, batch).hash == graph.hash
 
 
 def test_capturing_twice_gives_the_same_hash() -> None:

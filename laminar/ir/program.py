@@ -37,7 +37,7 @@ class Instr:
     """One line of a program.
 
     `op` is an op of the graph (or a local form of one), or `box.` and a step of boxing. Boxing steps
-    take `(refs, axes, give, take, reduction)`: several tensors at once where they were merged.
+    take `(refs, axes, gives, takes, reduction)`: several tensors at once where they were merged.
     """
 
     name: str

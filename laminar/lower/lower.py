@@ -20,7 +20,7 @@ from laminar.ir.plan import Plan
 from laminar.ir.program import Instr, Placed, Program, ProgramInput, ProgramOutput
 from laminar.ir.sbp import B, NdSbp, Partial, check, show
 from laminar.ir.tensor import TensorSpec
-from laminar.lower.merge import bucket, gather_small
+from laminar.lower.merge import BUCKET_BYTES, merged
 from laminar.lower.order import drop_unused, overlap
 from laminar.rules.boxing import Step, boxing, chain_s, step_bytes
 from laminar.rules.expand import expand
@@ -74,7 +74,7 @@ class _Writer:
             Instr(
                 name,
                 f"box.{step.kind}",
-                ((ref,), step.axes, step.give, step.take, step.op),
+                ((ref,), step.axes, (step.give,), (step.take,), step.op),
                 (ref,),
                 (Placed(spec, step.src),),
                 (Placed(spec, step.dst),),
@@ -141,7 +141,7 @@ class _Writer:
                 self.have[Ref(node.name, i)] = self.have[end]
 
 
-def lower(graph: Graph, plan: Plan, *, bucket_bytes: int = 25 << 20, schedule: bool = True) -> Program:
+def lower(graph: Graph, plan: Plan, *, bucket_bytes: int = BUCKET_BYTES, schedule: bool = True) -> Program:
     """The program every rank of the plan's mesh runs."""
     plan.fits(graph)
     writer = _Writer(graph, plan.mesh, probed_signatures(graph), specs=dict(graph.specs))
@@ -175,7 +175,7 @@ def lower(graph: Graph, plan: Plan, *, bucket_bytes: int = 25 << 20, schedule: b
         plan.hash,
     )
     program = drop_unused(program)
-    program = gather_small(bucket(program, bucket_bytes))
+    program = merged(program, bucket_bytes)
     return overlap(program) if schedule else program
 
 

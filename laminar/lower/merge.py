@@ -1,99 +1,126 @@
-"""Buckets: reductions of gradients that nobody waits for, merged into few large ones.
+"""Merging: few large collectives instead of many small ones.
 
-A step has as many gradient reductions as parameters, and on a small model each costs its latency.
-Those whose result only leaves the step are merged, in the order in which they become ready, up to
-a size; the merged one is issued as soon as its last member is ready, so that it overlaps with the
-rest of backward. The runtime lays the members of an all-reduce side by side in one buffer.
+A step has as many gradient reductions as parameters, and each costs its latency. Reductions whose
+result only leaves the step are merged into buckets, in the order in which they become ready, up to a
+size; a bucket is issued as soon as its last member is ready, so that it overlaps with the rest of
+backward. Gathers of parameters that are needed close together are merged at the first of them. Small
+all-reduces inside the step are merged where all their inputs are ready when the first is issued.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from laminar.ir.codec import Ref
 from laminar.ir.graph import map_refs
 from laminar.ir.program import Instr, Program
 
+BUCKET_BYTES = 10 << 20
+GATHER_BYTES = 8 << 20
+SMALL_BYTES = 1 << 18
+"""Reductions below this size cost mostly their latency."""
+REACH = 64
+"""How many instructions ahead to look for company."""
 
-def bucket(program: Program, limit_bytes: int) -> Program:
-    """Merge the all-reduces that only feed outputs."""
-    used: dict[Ref, int] = {}
-    for instr in program.instrs:
-        for ref in instr.refs:
-            used[ref] = used.get(ref, 0) + 1
+
+def merged(program: Program, bucket_bytes: int = BUCKET_BYTES) -> Program:
+    """All three kinds of merging."""
+    return _small_reductions(_parameter_gathers(_buckets(program, bucket_bytes)))
+
+
+def _key(instr: Instr) -> tuple[object, ...]:
+    """Collectives that can travel together: same kind, axes, reduction and dtype."""
+    return (instr.kind, instr.args[1], instr.args[4], instr.ins[0].spec.dtype, instr.phase)
+
+
+def _buckets(program: Program, limit_bytes: int) -> Program:
+    """Merge the reductions that only feed outputs; each bucket stands behind its last member's maker."""
+    used = {ref for instr in program.instrs for ref in instr.refs}
     ready = {i.name: k for k, i in enumerate(program.instrs)}
+
+    def when(instr: Instr) -> int:
+        return ready.get(instr.refs[0].name, -1)
+
     groups: dict[tuple[object, ...], list[Instr]] = {}
     for instr in program.instrs:
-        if instr.kind == "all_reduce" and not used.get(Ref(instr.name)):
-            dtype = instr.ins[0].spec.dtype
-            groups.setdefault((instr.args[1], instr.args[4], dtype), []).append(instr)
+        if instr.kind in ("all_reduce", "reduce_scatter") and Ref(instr.name) not in used:
+            groups.setdefault(_key(instr), []).append(instr)
+    runs = [
+        run for members in groups.values() for run in _cut(sorted(members, key=when), limit_bytes, lambda run, i: True)
+    ]
+    return _replace(program, runs, "gradients in one bucket", lambda run: max(map(when, run)))
+
+
+def _parameter_gathers(program: Program) -> Program:
+    """Merge gathers of inputs that are first needed close together."""
+    inputs = {i.name for i in program.inputs}
+    at = {i.name: k for k, i in enumerate(program.instrs)}
+    groups: dict[tuple[object, ...], list[Instr]] = {}
+    for instr in program.instrs:
+        if instr.kind == "all_gather" and instr.refs[0].name in inputs:
+            groups.setdefault(_key(instr), []).append(instr)
+
+    def near(run: list[Instr], instr: Instr) -> bool:
+        return at[instr.name] - at[run[0].name] < REACH
+
+    runs = [run for members in groups.values() for run in _cut(members, GATHER_BYTES, near)]
+    return _replace(program, runs, "parameters at once", lambda run: at[run[0].name])
+
+
+def _cut(members: list[Instr], limit_bytes: int, near: Callable[[list[Instr], Instr], bool]) -> list[list[Instr]]:
+    """Members in order, in runs that stay within the limit."""
+    runs: list[list[Instr]] = []
+    for instr in members:
+        if runs and sum(i.bytes for i in runs[-1]) + instr.bytes <= limit_bytes and near(runs[-1], instr):
+            runs[-1].append(instr)
+        else:
+            runs.append([instr])
+    return runs
+
+
+def _replace(program: Program, runs: list[list[Instr]], what: str, where: Callable[[list[Instr]], int]) -> Program:
+    """The program with each run as one instruction, behind position `where(run)`."""
     renamed: dict[Ref, Ref] = {}
-    dropped: set[str] = set()
-    placed_at: dict[int, list[Instr]] = {}
-    for members in groups.values():
-        members.sort(key=lambda i: ready.get(i.refs[0].name, -1))
-        run: list[Instr] = []
-        size = 0
-        for member in [*members, None]:
-            # Small tensors right behind each other; the last bucket of backward is kept small by the
-            # order itself: what is ready last is reduced last.
-            if run and (member is None or size + member.bytes > limit_bytes):
-                merged = _merge(run, len(program.instrs) + len(renamed))
-                for k, old in enumerate(run):
-                    renamed[Ref(old.name)] = Ref(merged.name, k)
-                    dropped.add(old.name)
-                at = max(ready.get(i.refs[0].name, -1) for i in run)
-                placed_at.setdefault(at, []).append(merged)
-                run, size = [], 0
-            if member is not None:
-                run.append(member)
-                size += member.bytes
-    out: list[Instr] = list(placed_at.get(-1, []))
+    gone: set[str] = set()
+    placed: dict[int, list[Instr]] = {}
+    for run in runs:
+        together = _join(run, what)
+        renamed.update({Ref(old.name): Ref(together.name, k) for k, old in enumerate(run)})
+        gone.update(i.name for i in run)
+        placed.setdefault(where(run), []).append(together)
+    out = list(placed.get(-1, []))
     for k, instr in enumerate(program.instrs):
-        if instr.name not in dropped:
+        if instr.name not in gone:
             out.append(instr)
-        out += placed_at.get(k, [])
+        out += placed.get(k, [])
     return _renamed(program, out, renamed)
 
 
-SMALL_BYTES = 1 << 18
-REACH = 64
-"""Reductions below this size cost mostly their latency; how many instructions ahead to look for company."""
-
-
-def gather_small(program: Program) -> Program:
+def _small_reductions(program: Program) -> Program:
     """Merge small all-reduces whose inputs are all ready when the first of them is issued."""
     instrs = list(program.instrs)
     renamed: dict[Ref, Ref] = {}
     out: list[Instr] = []
     taken: set[str] = set()
-    made: set[str] = {i.name for i in program.inputs} | {c.name for c in program.constants}
+    made = {i.name for i in program.inputs} | {c.name for c in program.constants}
     for k, instr in enumerate(instrs):
         if instr.name in taken:
             continue
+        run = [instr]
         if instr.kind == "all_reduce" and instr.bytes < SMALL_BYTES:
-            run = [instr]
             for other in instrs[k + 1 : k + REACH]:
-                same = other.kind == "all_reduce" and (other.args[1], other.args[4]) == (instr.args[1], instr.args[4])
-                if (
-                    same
-                    and other.name not in taken
-                    and other.bytes < SMALL_BYTES
-                    and other.ins[0].spec.dtype == instr.ins[0].spec.dtype
-                    and all(r.name in made for r in other.refs)
-                ):
+                fits = other.kind == "all_reduce" and other.bytes < SMALL_BYTES and other.name not in taken
+                if fits and _key(other)[:4] == _key(instr)[:4] and all(r.name in made for r in other.refs):
                     run.append(other)
-            if len(run) > 1:
-                instr = _merge(run, k, instr)
-                at = 0
-                for old in run:
-                    taken.add(old.name)
-                    for i in range(len(old.outs)):
-                        renamed[Ref(old.name, i)] = Ref(instr.name, at)
-                        at += 1
+        if len(run) > 1:
+            instr = _join(run, "small tensors at once")
+            places = (Ref(old.name, i) for old in run for i in range(len(old.outs)))
+            renamed.update({old: Ref(instr.name, at) for at, old in enumerate(places)})
+            taken.update(i.name for i in run)
+            made.update(i.name for i in run)
         out.append(instr)
         made.add(instr.name)
-        made.update(r.name for r in renamed if renamed[r].name == instr.name)
     return _renamed(program, out, renamed)
 
 
@@ -105,21 +132,19 @@ def _renamed(program: Program, instrs: list[Instr], renamed: dict[Ref, Ref]) -> 
     return replace(program, instrs=moved, outputs=tuple(replace(o, ref=now(o.ref)) for o in program.outputs))
 
 
-def _merge(run: list[Instr], number: int, like: Instr | None = None) -> Instr:
+def _join(run: list[Instr], what: str) -> Instr:
+    """Several collectives as one; a run of one stays what it is, under a new name."""
     first = run[0]
     refs = tuple(r for i in run for r in i.refs)
-    what = "gradients in one bucket" if like is None else "small tensors at once"
     why = first.why if len(refs) == 1 else f"{first.why.split(' for ')[0]} for {len(refs)} {what}"
-    return Instr(
-        f"bucket{number}" if like is None else f"merged{number}",
-        first.op,
-        (refs, *first.args[1:]),
-        refs,
-        tuple(p for i in run for p in i.ins),
-        tuple(p for i in run for p in i.outs),
-        where=like.where if like else "",
-        module=like.module if like else "",
-        phase=like.phase if like else "backward",
+    gives, takes = (tuple(pair for i in run for pair in i.args[k]) for k in (2, 3))
+    return replace(
+        first,
+        name=f"{first.name}m",
+        args=(refs, first.args[1], gives, takes, first.args[4]),
+        refs=refs,
+        ins=tuple(p for i in run for p in i.ins),
+        outs=tuple(p for i in run for p in i.outs),
         why=why,
         bytes=sum(i.bytes for i in run),
     )

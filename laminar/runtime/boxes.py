@@ -39,7 +39,7 @@ class Box:
     @staticmethod
     def of(instr: Instr, mesh: Mesh, rank: int, which: int = 0) -> Box:
         """The geometry of tensor `which` of a boxing instruction."""
-        _, axes, give, take, op = instr.args
+        _, axes, gives, takes, op = instr.args
         ranks = mesh.group(axes, mesh.coords(rank))
         src, dst = instr.ins[which], instr.outs[which]
         assert dst is not None
@@ -47,8 +47,8 @@ class Box:
             instr.kind,
             ranks,
             ranks.index(rank),
-            give,
-            take,
+            gives[which],
+            takes[which],
             op,
             src.local(mesh, rank).shape,
             dst.local(mesh, rank).shape,

@@ -108,26 +108,59 @@ class AllGather:
         return self.box.combine(pieces)
 
 
+class MergedGather:
+    """Pieces of several tensors in one all-gather: each rank's lie one behind the other."""
+
+    def __init__(self, group: Any, boxes: list[Box]) -> None:
+        self.group, self.boxes = group, boxes
+        parts = len(boxes[0].ranks)
+        self.sizes = [[torch.Size(b.sources[r]).numel() for b in boxes] for r in range(parts)]
+        self.long = max(map(sum, self.sizes))
+
+    def start(self, *given: Tensor) -> Any:
+        flat = torch.cat([x.reshape(-1) for x in given])
+        if flat.numel() < self.long:
+            flat = torch.cat([flat, flat.new_zeros(self.long - flat.numel())])
+        out = flat.new_empty(self.long * len(self.sizes))
+        return gather_into(out, flat, self.group), out, flat
+
+    def finish(self, handle: Any) -> list[Tensor]:
+        work, out, _ = handle
+        work.wait()
+        rows = [row[: sum(n)].split(n) for row, n in zip(out.split(self.long), self.sizes, strict=True)]
+        return [
+            box.combine([row[i].view(shape) for row, shape in zip(rows, box.sources, strict=True)])
+            for i, box in enumerate(self.boxes)
+        ]
+
+
 class AllToAll:
     """A piece to everyone and one from everyone; reduce-scatter too, with a reduction at the end."""
 
-    def __init__(self, group: Any, box: Box) -> None:
-        self.group, self.box = group, box
-        self.shapes = box.incoming_shapes()
-        self.sizes = [torch.Size(s).numel() for s in self.shapes]
+    def __init__(self, group: Any, boxes: list[Box]) -> None:
+        self.group, self.boxes = group, boxes
+        self.shapes = [box.incoming_shapes() for box in boxes]
+        parts = range(len(boxes[0].ranks))
+        self.sizes = [[torch.Size(shapes[r]).numel() for shapes in self.shapes] for r in parts]
+        self.totals = [sum(n) for n in self.sizes]
 
     def start(self, *given: Tensor) -> Any:
-        (x,) = given
-        sent = [p.reshape(-1) for p in self.box.outgoing(x)]
-        buffer = torch.cat(sent)
-        out = x.new_empty(sum(self.sizes))
-        work = dist.all_to_all_single(out, buffer, self.sizes, [p.numel() for p in sent], self.group, async_op=True)
-        return work, out, buffer
+        pieces = [box.outgoing(x) for box, x in zip(self.boxes, given, strict=True)]
+        to_each = [[p[r].reshape(-1) for p in pieces] for r in range(len(self.totals))]
+        buffer = torch.cat([p for row in to_each for p in row])
+        out = buffer.new_empty(sum(self.totals))
+        sent = [sum(p.numel() for p in row) for row in to_each]
+        return dist.all_to_all_single(out, buffer, self.totals, sent, self.group, async_op=True), out, buffer
 
-    def finish(self, handle: Any) -> Tensor:
+    def finish(self, handle: Any) -> Any:
         work, out, _ = handle
         work.wait()
-        return self.box.combine([p.view(s) for p, s in zip(out.split(self.sizes), self.shapes, strict=True)])
+        rows = [row.split(n) for row, n in zip(out.split(self.totals), self.sizes, strict=True)]
+        made = [
+            box.combine([row[i].view(shape) for row, shape in zip(rows, shapes, strict=True)])
+            for i, (box, shapes) in enumerate(zip(self.boxes, self.shapes, strict=True))
+        ]
+        return made if len(made) > 1 else made[0]
 
 
 class ReduceScatter:
@@ -192,32 +225,37 @@ class Groups:
         group = self._groups[instr.args[1]]
         if instr.kind == "all_reduce":
             return AllReduce(group, instr.args[4], copy, bucket, fill)
-        box = Box.of(instr, self.mesh, self.rank)
+        boxes = [Box.of(instr, self.mesh, self.rank, i) for i in range(len(instr.refs))]
+        box = boxes[0]
         if instr.kind == "all_gather":
-            return AllGather(group, box)
-        even = len({box.dst, *(tuple(p) for p in box.incoming_shapes())}) == 1
+            return AllGather(group, box) if len(boxes) == 1 else MergedGather(group, boxes)
+        even = len(boxes) == 1 and len({box.dst, *(tuple(p) for p in box.incoming_shapes())}) == 1
         if instr.kind == "reduce_scatter" and even and box.dst and dist.get_backend(group) == "nccl":
             return ReduceScatter(group, box)
-        return AllToAll(group, box)
+        return AllToAll(group, boxes)
 
 
 class _Nothing:
     """The right shape without a word to anyone."""
 
     def __init__(self, instr: Instr, mesh: Mesh, rank: int, bucket: Bucket | None, fill: Sequence[int]) -> None:
-        self.box = Box.of(instr, mesh, rank)
+        self.boxes = [Box.of(instr, mesh, rank, i) for i in range(len(instr.refs))]
         self.bucket = bucket
         self.targets = [bucket.views[i] for i in fill] if bucket else []
 
     def start(self, *x: Tensor) -> Any:
         if self.bucket is not None and self.targets:
             torch._foreach_copy_(self.targets, list(x))
-        return x[0] if x else None
+        return x
 
     def finish(self, handle: Any) -> Any:
         if self.bucket is not None:
             return self.bucket.views
-        box, x = self.box, handle
+        made = [self._shaped(box, x) for box, x in zip(self.boxes, handle, strict=True)]
+        return made if len(made) > 1 else made[0]
+
+    @staticmethod
+    def _shaped(box: Box, x: Tensor) -> Tensor:
         if box.kind == "all_reduce":
             return x
         if box.kind == "all_gather":
