@@ -87,7 +87,7 @@ def spread(whole: Tensor, nd: NdSbp, mesh: Mesh, chance: random.Random) -> list[
 def carried_out(chain: tuple[Step, ...], spec: TensorSpec, mesh: Mesh, held: list[Tensor]) -> list[Tensor]:
     """What ranks hold after a chain, all of them in this process."""
     for step in chain:
-        args = ((Ref("x"),), step.axes, step.give, step.take, step.op)
+        args = ((Ref("x"),), step.axes, (step.give,), (step.take,), step.op)
         line = Instr("y", f"box.{step.kind}", args, (Ref("x"),), (Placed(spec, step.src),), (Placed(spec, step.dst),))
         memory: list[dict[Ref, Any]] = [{Ref("x"): x} for x in held]
         program: Any = SimpleNamespace(mesh=mesh)

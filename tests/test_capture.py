@@ -292,6 +292,11 @@ def _data(m: Any, x: Tensor) -> Tensor:
     return m.a(x) + m.buf.sum()
 
 
+def _assign_data(m: Any, x: Tensor) -> Tensor:
+    m.buf.data = m.buf.data * 0.5 + 1
+    return m.a(x) + m.buf.sum()
+
+
 def _swap(m: Any, x: Tensor) -> Tensor:
     m.buf, m.other = m.other, m.buf
     return m.a(x) + m.buf.sum()
@@ -304,7 +309,7 @@ def _queue(m: Any, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     "forward",
-    [_ema, _row, _stretch, _deep_view, _split_view, _both_sides, _counter, _data, _swap, _queue],
+    [_ema, _row, _stretch, _deep_view, _split_view, _both_sides, _counter, _data, _assign_data, _swap, _queue],
     ids=lambda f: f.__name__.strip("_"),
 )
 def test_buffers_changed_in_any_way_come_out_as_outputs(forward: Callable[[Any, Tensor], Tensor]) -> None:
@@ -514,6 +519,18 @@ def test_an_attribute_written_before_it_is_read_is_no_state() -> None:
     assert not graph.of_kind("buffer"), "and takes it for no state of the step"
 
 
+def test_a_table_made_on_first_use_is_no_state() -> None:
+    """Rotary tables and masks are often cached so; made of nothing but numbers, they are folded."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        if getattr(m, "cache", None) is None:
+            m.cache = torch.arange(2).float() + 1
+        return m.a(x) * m.cache
+
+    graph = same(lambda: Fn(forward, a=nn.Linear(3, 2)), square, draw(4, 3))
+    assert not graph.of_kind("buffer") and len(graph.constants) >= 1
+
+
 def test_tensors_in_lists_and_dicts_are_inputs_by_name() -> None:
     """Tables per level, caches per key: read or changed, they are the model's."""
 
@@ -712,6 +729,29 @@ def test_nested_checkpoints_and_several_arguments_are_followed() -> None:
         close(got[name], value, name, 2e-6)
 
 
+def test_batch_norm_in_a_checkpointed_region_counts_as_in_eager_pytorch() -> None:
+    """Torch updates the statistics once more when it runs the region again, and so does the graph."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        return m.b(checkpoint(lambda y: torch.tanh(m.n(m.a(y))), x, use_reentrant=False))
+
+    same(lambda: Fn(forward, a=nn.Linear(3, 4), n=nn.BatchNorm1d(4), b=nn.Linear(4, 2)), square, draw(6, 3), tol=1e-5)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_recomputation_runs_under_the_same_autocast(device: str) -> None:
+    """Another precision the second time would be another function, and torch would refuse it."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        with torch.autocast(device, dtype=torch.bfloat16):
+            return checkpoint(lambda y: torch.softmax(m.a(y), -1), x, use_reentrant=False)  # type: ignore[return-value]
+
+    graph = capture(made(lambda: Fn(forward, a=nn.Linear(3, 4))), square, draw(6, 3))
+    found = {(n.phase, str(n.outs[0])) for n in graph.nodes if n.op == "aten._softmax"}
+    wide = "f32[6,4]" if device == "cuda" else "bf16[6,4]"
+    assert found == {("forward", wide), ("recompute", wide)}
+
+
 def test_selective_checkpointing_keeps_what_the_policy_says() -> None:
     """The products are saved, the cheap rest is computed again."""
     from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
@@ -773,6 +813,24 @@ def test_a_custom_autograd_function_keeps_its_own_backward() -> None:
         square,
         draw(6, 3),
     )
+
+
+def test_hooks_of_modules_and_activations_are_part_of_the_graph() -> None:
+    """Unlike hooks on parameters they run while a step is traced, so they are simply captured."""
+
+    def make() -> nn.Module:
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+        model[0].register_forward_hook(lambda module, args, out: out * 2)
+        model[0].register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+        model[1].register_full_backward_hook(lambda module, given, got: (given[0] * 3,))
+        return model
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        out = model(x)
+        out.register_hook(lambda g: g * 0.5)
+        return out.square().mean()
+
+    same(make, loss, draw(6, 3))
 
 
 def _penalty(model: nn.Module, x: Tensor) -> Tensor:

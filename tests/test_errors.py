@@ -379,6 +379,27 @@ def test_other_memory_for_a_tensor_is_refused() -> None:
     names_this_file(message, "z.resize_(3, 8)")
 
 
+def _foreach(m: Any, y: Tensor) -> Tensor:
+    torch._foreach_add_([m.table], 1.0)
+    return y + m.table
+
+
+@pytest.mark.parametrize(
+    ("after", "said", "code"),
+    [
+        (lambda m, y: torch.as_strided(y, (3, 2), (8, 1)), "aten.as_strided looks at memory", "torch.as_strided(y"),
+        (_foreach, "_foreach_add_", "torch._foreach_add_([m.table], 1.0)"),
+    ],
+    ids=["as_strided", "foreach"],
+)
+def test_what_reads_or_writes_memory_directly_is_refused(after: Any, said: str, code: str) -> None:
+    """Strides are a device's business, and lists of tensors written at once have no functional form here."""
+    message = refused(after)
+    assert said in message
+    names_this_file(message, code)
+    has_next(message, "use")
+
+
 def test_random_numbers_that_have_no_keyed_form_are_refused() -> None:
     """Unkeyed numbers would differ between ranks and between layouts."""
 

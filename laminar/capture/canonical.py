@@ -181,6 +181,15 @@ def catches(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any
     return put
 
 
+@catches(Tensor.data.__set__)  # type: ignore[attr-defined]
+def _set_data(mode: Canonical, input: Tensor, value: Tensor) -> None:
+    """`t.data = v` gives t other memory; the same values in its own are the same thing to a graph."""
+    if input.shape != value.shape or input.dtype != value.dtype:
+        raise CaptureError(f"a tensor of {tuple(input.shape)} is given data of {tuple(value.shape)}, {value.dtype}",
+                           next="keep shape and dtype")  # fmt: skip
+    input.detach().copy_(value)
+
+
 # --- attention -------------------------------------------------------------------------------
 
 

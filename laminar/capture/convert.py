@@ -285,6 +285,9 @@ def _call(c: Converter, node: Any, env: dict[Any, Any], origin: Origin) -> Any:
         return source if base_name != "lift_fresh_copy" else c.fresh(c.read(source, origin), source.spec)
     if name.startswith("aten.") and base_name in CHECKS:
         return None
+    if base_name in ("as_strided", "as_strided_", "as_strided_scatter"):
+        raise CaptureError(f"{name} looks at memory, and a graph knows values alone", at=origin.where,
+                           next="use view, unfold, narrow or indexing")  # fmt: skip
     if "inplace_view" in {t.name for t in target.tags}:
         return _reshaped_in_place(c, node, name, raw, env, lookup, outs, origin)
     if schema.is_mutable:
@@ -363,7 +366,8 @@ def _mutate(c: Converter, node: Any, target: Any, raw: Any, env: dict[Any, Any],
     name = op_name(target)
     base_name = name.split(".")[1]
     out_form = all(arguments[i].is_out for i in written)
-    if not name.startswith("aten.") or not (out_form or (base_name.endswith("_") and written == [0])):
+    several = any(isinstance(raw[i], (list, tuple)) for i in written)
+    if not name.startswith("aten.") or several or not (out_form or (base_name.endswith("_") and written == [0])):
         raise CaptureError(f"{name} changes tensors in a way that can't be captured", at=origin.where,
                            next="use a form that returns a new tensor")  # fmt: skip
     args = tuple(plain(lookup(a)) for a in raw)

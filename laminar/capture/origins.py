@@ -22,7 +22,7 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from laminar.capture.canonical import Canonical
+from laminar.capture.canonical import Canonical, gpu_autocast
 from laminar.capture.slots import PLAIN
 
 _TORCH = os.path.dirname(torch.__file__)
@@ -144,18 +144,20 @@ class Recorder(TorchDispatchMode):
 
         def generator(fn: Any, preserve: bool, *rest: Any, **kw: Any) -> Any:
             # Torch runs the region for the first time itself: this is called to run it again.
-            first, where = canonical.site, list(self.stack)
+            first, where, gpu = canonical.site, list(self.stack), gpu_autocast.active
 
             def again(*args: Any, **kwargs: Any) -> Any:
                 # The same draws as the first time: the sites start where they started then.
                 site, canonical.site = canonical.site, first
                 stack, self.stack = self.stack, list(where)
                 self.recomputing += 1
+                gpu_autocast.regions.append(gpu)
                 try:
                     with canonical_again(canonical):
                         return fn(*args, **kwargs)
                 finally:
                     self.recomputing -= 1
+                    gpu_autocast.regions.pop()
                     canonical.site, self.stack = site, stack
 
             return inner(again, False, *rest, **kw)

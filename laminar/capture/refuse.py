@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -117,26 +118,45 @@ def _numpy_drew(before: Any) -> bool:
 class Left:
     """An attribute that holds tensors of the step after it: left lying about, or state of the next step."""
 
-    module: nn.Module
+    holder: dict[str, Any]
     key: str
     name: str
     value: Any
+    tensors: list[Tensor]
+    """Those in it that depend on the step's inputs."""
 
 
 def left_behind(model: nn.Module, slots: list[Slot]) -> list[Left]:
-    """Attributes with tensors that this step made, where no slot is."""
+    """Attributes with tensors that this step made, where no slot is; a table made of nothing is no state."""
     places = {(id(holder), key) for slot in slots for holder, key in slot.places}
     found = []
     for path, module in model.named_modules():
-        for key, value in module.__dict__.items():
-            if key in OWN or (id(module.__dict__), key) in places:
+        fresh = [(module.__dict__, k, v) for k, v in module.__dict__.items() if k not in OWN]
+        fresh += [(module._buffers, k, v) for k, v in module._buffers.items()]
+        for holder, key, value in fresh:
+            if (id(holder), key) in places:
                 continue
-            known = {at for holder, at in places if holder == id(value)} if type(value) in (list, dict) else set()
+            known = {at for place, at in places if place == id(value)} if type(value) in (list, dict) else set()
             items = [v for k, v in _items(value) if k not in known]
-            if any(isinstance(t, FakeTensor) for item in items for t in _tensors_in(item)):
+            made = [t for item in items for t in _tensors_in(item) if _comes_from_inputs(t)]
+            if made:
                 held = type(value)(value) if type(value) in (list, dict) else value
-                found.append(Left(module, key, f"{path}.{key}" if path else key, held))
+                found.append(Left(holder, key, f"{path}.{key}" if path else key, held, made))
     return found
+
+
+def _comes_from_inputs(tensor: Tensor) -> bool:
+    """Whether a traced tensor depends on parameters, buffers, batch or key."""
+    mode = get_proxy_mode()
+    slot: Any = get_proxy_slot(tensor, mode.tracer, None) if mode and isinstance(tensor, FakeTensor) else None
+    todo, seen = [slot.proxy.node] if slot is not None else [], set()
+    while todo:
+        node = todo.pop()
+        if node.op == "placeholder":
+            return True
+        seen.add(node)
+        todo += [n for n in node.all_input_nodes if n not in seen]
+    return False
 
 
 def _items(value: Any) -> list[tuple[Any, Any]]:
@@ -179,9 +199,8 @@ def refuse_carried(model: nn.Module, step: Callable[[], Any], slots: list[Slot],
     with swapped(model, slots):
         marked: dict[int, str] = {}
         for item in left:
-            item.module.__dict__[item.key] = item.value
-            made = [t for t in _tensors_in(item.value) if isinstance(t, FakeTensor) and id(t) not in known]
-            marked.update({id(t): item.name for t in made})
+            item.holder[item.key] = item.value
+            marked.update({id(t): item.name for t in item.tensors if id(t) not in known})
         with recorder.following(again), again, _Spy(marked, recorder):
             step()
 
