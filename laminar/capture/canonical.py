@@ -17,11 +17,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from laminar.capture import library as library  # registers the canonical ops
+from laminar.capture import private
 from laminar.errors import CaptureError
 
 laminar_ops: Any = torch.ops.laminar
@@ -69,7 +69,7 @@ class Canonical(TorchFunctionMode):
         """A tensor from outside, which lies wherever it was made, as one on the CPU: it becomes a constant."""
         if isinstance(value, (list, tuple)) and any(isinstance(v, Tensor) for v in value):
             return type(value)(map(self.here, value)) if type(value) in (list, tuple) else value
-        if not isinstance(value, Tensor) or isinstance(value, FakeTensor) or value.device.type == "cpu":
+        if not isinstance(value, Tensor) or isinstance(value, private.FakeTensor) or value.device.type == "cpu":
             return value
         if value.is_meta:
             raise CaptureError("a tensor from outside the model lives on meta, so it has no values to keep",
@@ -272,7 +272,7 @@ def _batch_norm(
 # --- recurrent and embedding layers ----------------------------------------------------------
 
 
-@catches(torch._VF.lstm)
+@catches(private.lstm)
 def _lstm(
     mode: Canonical, x: Tensor, hx: Any, weights: Any, bias: Any, layers: Any, dropout: Any = 0.0,
     training: Any = False, both: Any = False, batch_first: bool = False,
@@ -347,7 +347,7 @@ def _recurrent(function: Any) -> None:
         return x, torch.cat(states)
 
 
-for _function in (torch._VF.gru, torch._VF.rnn_tanh, torch._VF.rnn_relu):
+for _function in (private.gru, private.rnn_tanh, private.rnn_relu):
     _recurrent(_function)
 
 

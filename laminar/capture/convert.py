@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from laminar.capture.origins import Origin
+from laminar.capture.private import schema
 from laminar.capture.slots import Slot, sharing
 from laminar.capture.torch_ops import DTYPES, find_op, op_name, plain, positional, spec_of, spread
 from laminar.capture.trace import Traced
@@ -258,9 +259,9 @@ def constant_of(name: str, tensor: torch.Tensor) -> Constant:
 
 def _call(c: Converter, node: Any, env: dict[Any, Any], origin: Origin) -> Any:
     target = node.target
-    if getattr(target, "__name__", "") == "getitem" and not hasattr(target, "_schema"):
+    if getattr(target, "__name__", "") == "getitem" and schema(target) is None:
         return env[node.args[0]][node.args[1]]
-    if not hasattr(target, "_schema"):
+    if schema(target) is None:
         raise CaptureError(f"{target} is not an op a graph can hold", at=origin.where)
     raw = positional(target, node.args, node.kwargs)
 
@@ -274,7 +275,7 @@ def _call(c: Converter, node: Any, env: dict[Any, Any], origin: Origin) -> Any:
 
     name = op_name(target)
     base_name = name.split(".")[1]
-    schema = target._schema
+    shape = schema(target)
     value = node.meta.get("val")
     outs = _outs(value)
     if "nondeterministic_seeded" in {t.name for t in target.tags} and base_name not in ("uniform", "normal"):
@@ -290,14 +291,14 @@ def _call(c: Converter, node: Any, env: dict[Any, Any], origin: Origin) -> Any:
                            next="use view, unfold, narrow or indexing")  # fmt: skip
     if "inplace_view" in {t.name for t in target.tags}:
         return _reshaped_in_place(c, node, name, raw, env, lookup, outs, origin)
-    if schema.is_mutable:
+    if shape.is_mutable:
         return _mutate(c, node, target, raw, env, lookup, origin)
     args = tuple(plain(lookup(a)) for a in raw)
     if name.startswith("aten.") and (base_name in LIKE or base_name in FULL):
         if base_name in LIKE:
             fill: Any = LIKE[base_name]
         else:
-            names = [a.name for a in schema.arguments]
+            names = [a.name for a in shape.arguments]
             fill = args[names.index("fill_value")]
         spec = outs[0]
         assert spec is not None
@@ -335,12 +336,12 @@ def _call(c: Converter, node: Any, env: dict[Any, Any], origin: Origin) -> Any:
 
 def _viewed(op: Any) -> int | None:
     """Which argument the result of a view op shares memory with."""
-    for ret in op._schema.returns:
+    for ret in schema(op).returns:
         if ret.alias_info is not None and not ret.alias_info.is_write:
-            for i, arg in enumerate(op._schema.arguments):
+            for i, arg in enumerate(schema(op).arguments):
                 if arg.alias_info is not None:
                     return i
-    return 0 if op._schema.name == "aten::_unsafe_view" else None
+    return 0 if schema(op).name == "aten::_unsafe_view" else None
 
 
 def _reshaped_in_place(
@@ -361,7 +362,7 @@ def _reshaped_in_place(
 
 def _mutate(c: Converter, node: Any, target: Any, raw: Any, env: dict[Any, Any], lookup: Any, origin: Origin) -> Any:
     """An in-place op, or one with `out=`: its functional form, then the new value written through the alias."""
-    arguments = target._schema.arguments
+    arguments = schema(target).arguments
     written = [i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
     name = op_name(target)
     base_name = name.split(".")[1]
@@ -404,11 +405,11 @@ def _mutate(c: Converter, node: Any, target: Any, raw: Any, env: dict[Any, Any],
 
 def _like(target: Any, base_name: str) -> str:
     """The overload of an op that takes the same arguments, `out` aside, and changes none of them."""
-    wanted = [(a.name, str(a.type)) for a in target._schema.arguments if not a.is_out]
+    wanted = [(a.name, str(a.type)) for a in schema(target).arguments if not a.is_out]
     packet = getattr(torch.ops.aten, base_name)
     for overload in packet.overloads():
         op = getattr(packet, overload)
-        if [(a.name, str(a.type)) for a in op._schema.arguments] == wanted and not op._schema.is_mutable:
+        if [(a.name, str(a.type)) for a in schema(op).arguments] == wanted and not schema(op).is_mutable:
             return op_name(op)
     return op_name(target)
 
@@ -419,7 +420,7 @@ def _functional(
     """The form without mutation, with the specs it really makes: an in-place op keeps its dtype, the other promotes."""
     try:
         op = find_op(name)
-        assert not op._schema.is_mutable
+        assert not schema(op).is_mutable
     except (AttributeError, AssertionError):
         raise CaptureError(f"{was} has no form without mutation", at=origin.where,
                            next="use a form that returns a new tensor") from None  # fmt: skip

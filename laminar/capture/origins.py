@@ -19,10 +19,17 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch import nn
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from laminar.capture.canonical import Canonical, gpu_autocast
+from laminar.capture.private import (
+    autograd_node,
+    checkpoints,
+    function_modes,
+    get_proxy_mode,
+    nodes_made,
+    sequence_number,
+)
 from laminar.capture.slots import PLAIN
 
 _TORCH = os.path.dirname(torch.__file__)
@@ -108,9 +115,7 @@ class Recorder(TorchDispatchMode):
         proxy = get_proxy_mode()
         if proxy is None:
             return func(*args, **(kwargs or {}))
-        root = proxy.tracer.graph._root
-        last = root.prev
-        behind = torch._C._current_autograd_node() if not self.recomputing else None
+        behind = autograd_node() if not self.recomputing else None
         if self.fixed is not None:
             origin = self.fixed
         elif behind is not None:
@@ -118,12 +123,10 @@ class Recorder(TorchDispatchMode):
         else:
             phase = "recompute" if self.recomputing else "forward"
             origin = Origin(self.where(), self.stack[-1] if self.stack else "", phase)
-            self.by_sequence.setdefault(torch._C._autograd._get_sequence_nr() - 1, origin)
-        out = func(*args, **(kwargs or {}))
-        node = last.next
-        while node is not root:
-            self.origins[node.name] = origin
-            node = node.next
+            self.by_sequence.setdefault(sequence_number(), origin)
+        with nodes_made(proxy) as made:
+            out = func(*args, **(kwargs or {}))
+        self.origins.update({node.name: origin for node in made})
         return out
 
     @contextlib.contextmanager
@@ -136,17 +139,12 @@ class Recorder(TorchDispatchMode):
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             self.stack.pop()
 
-        checkpointing: Any = torch.utils.checkpoint
-        inner = checkpointing._checkpoint_without_reentrant_generator
-        entry = checkpointing.CheckpointFunction.apply
-        compiling = checkpointing._is_compiling
         assign = nn.Module.__setattr__
 
-        def generator(fn: Any, preserve: bool, *rest: Any, **kw: Any) -> Any:
-            # Torch runs the region for the first time itself: this is called to run it again.
+        def again(fn: Any) -> Any:
             first, where, gpu = canonical.site, list(self.stack), gpu_autocast.active
 
-            def again(*args: Any, **kwargs: Any) -> Any:
+            def run(*args: Any, **kwargs: Any) -> Any:
                 # The same draws as the first time: the sites start where they started then.
                 site, canonical.site = canonical.site, first
                 stack, self.stack = self.stack, list(where)
@@ -160,10 +158,7 @@ class Recorder(TorchDispatchMode):
                     gpu_autocast.regions.pop()
                     canonical.site, self.stack = site, stack
 
-            return inner(again, False, *rest, **kw)
-
-        def reentrant(function: Any, preserve: bool, *args: Any) -> Any:
-            return checkpointing.checkpoint(function, *args, use_reentrant=False)
+            return run
 
         def noted(module: nn.Module, name: str, value: Any) -> None:
             if type(value) in PLAIN:
@@ -172,24 +167,19 @@ class Recorder(TorchDispatchMode):
 
         before = torch.nn.modules.module.register_module_forward_pre_hook(enter)
         after = torch.nn.modules.module.register_module_forward_hook(leave)
-        checkpointing._checkpoint_without_reentrant_generator = generator
-        checkpointing.CheckpointFunction.apply = reentrant
-        checkpointing._is_compiling = lambda *_: False  # selective policies then keep what they say
         nn.Module.__setattr__ = noted  # type: ignore[method-assign, assignment]
         try:
-            yield
+            with checkpoints(again):
+                yield
         finally:
             before.remove()
             after.remove()
-            checkpointing._checkpoint_without_reentrant_generator = inner
-            checkpointing.CheckpointFunction.apply = entry
-            checkpointing._is_compiling = compiling
             nn.Module.__setattr__ = assign  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
 def canonical_again(mode: Canonical) -> Iterator[None]:
     """Recomputation runs inside backward, where function modes are not active: enter the same one."""
-    active = any(m is mode for m in torch.overrides._get_current_function_mode_stack())
+    active = any(m is mode for m in function_modes())
     with contextlib.nullcontext() if active else mode:
         yield

@@ -1,6 +1,6 @@
 """ATen ops by name, both ways: from a traced call to plain data, and from plain data to a callable.
 
-This is the one file that knows how torch spells ops, schemas and dtypes. Arguments are stored by
+This file knows how torch spells ops, schemas and dtypes. Arguments are stored by
 position in schema order with defaults filled in; what only says where a tensor lives (device,
 layout, pinning, memory format) is dropped, because a graph is device-neutral.
 """
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from laminar.capture.private import overload_name, schema
 from laminar.ir.codec import Dtype, Ref
 from laminar.ir.tensor import TensorSpec
 
@@ -33,8 +34,8 @@ def spec_of(tensor: torch.Tensor) -> TensorSpec:
 
 def op_name(op: Any) -> str:
     """`aten.add.Tensor`; the default overload is not written."""
-    name = f"{op.namespace}.{op._schema.name.split('::')[1]}"
-    return name if op._overloadname == "default" else f"{name}.{op._overloadname}"
+    name = f"{op.namespace}.{schema(op).name.split('::')[1]}"
+    return name if overload_name(op) == "default" else f"{name}.{overload_name(op)}"
 
 
 @cache
@@ -47,7 +48,7 @@ def find_op(name: str) -> Any:
 def positional(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     """All arguments by position, defaults filled in, those about places as None."""
     out: list[Any] = []
-    for i, arg in enumerate(op._schema.arguments):
+    for i, arg in enumerate(schema(op).arguments):
         value = args[i] if i < len(args) else kwargs.get(arg.name, arg.default_value)
         out.append(None if arg.name in PLACE_ARGS else value)
     return tuple(out)
@@ -83,7 +84,7 @@ def unplain(value: Any) -> Any:
 
 @cache
 def _shape_of_call(name: str) -> tuple[tuple[str, bool, Any], ...]:
-    return tuple((a.name, a.kwarg_only, a.default_value) for a in find_op(name)._schema.arguments)
+    return tuple((a.name, a.kwarg_only, a.default_value) for a in schema(find_op(name)).arguments)
 
 
 def spread(name: str, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -113,7 +114,7 @@ def _same(value: Any, default: Any) -> bool:
 
 @cache
 def _optional(name: str, position: int) -> bool:
-    arg = [a for a in find_op(name)._schema.arguments if not a.kwarg_only][position]
+    arg = [a for a in schema(find_op(name)).arguments if not a.kwarg_only][position]
     return bool(arg.has_default_value()) or arg.name in PLACE_ARGS
 
 

@@ -8,7 +8,6 @@ torch can write out itself (losses, rare layers) is written out.
 from __future__ import annotations
 
 import contextlib
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -16,11 +15,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from laminar.capture.canonical import Canonical, gpu_autocast
 from laminar.capture.origins import Origin, Recorder, blame
+from laminar.capture.private import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    get_decompositions,
+    make_fx,
+    uncompiled,
+)
 from laminar.capture.refuse import (
     Before,
     Left,
@@ -67,19 +72,13 @@ def device_neutral() -> Iterator[None]:
     validate: Any = torch.distributions.Distribution.set_default_validate_args
     validate(False)
     try:
-        with _uncompiled(), warnings.catch_warnings():
+        with uncompiled(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Using `torch.compile")  # our hooks on modules are meant
             yield
     finally:
         cls.__init__, cls.__enter__, cls.__exit__ = init, enter, leave
         validate(checks)
         gpu_autocast.regions.clear()
-
-
-def _uncompiled() -> Any:
-    """What a user has compiled is traced through; whoever never compiled does not pay for loading the compiler."""
-    compiler = sys.modules.get("torch._dynamo")
-    return compiler.config.patch(error_on_nested_fx_trace=False) if compiler else contextlib.nullcontext()
 
 
 @dataclass
@@ -185,8 +184,6 @@ def trace(
 
 def _decompositions() -> Any:
     """Losses and rare layers that torch itself can write out; everything else stays as it is."""
-    from torch._decomp import get_decompositions
-
     aten = torch.ops.aten
     return get_decompositions(
         [

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laminar.capture import kernels
+from laminar.capture import kernels, private
 from laminar.capture.torch_ops import find_op, spread, unplain
 from laminar.ir.codec import Ref
 from laminar.ir.mesh import Mesh
@@ -37,8 +37,8 @@ BOUND |= {
     "aten.view": torch.reshape,
     "aten._unsafe_view": torch.reshape,
     "aten.reshape": torch.reshape,
-    "aten.gelu": torch._C._nn.gelu,
-    "aten.silu": torch._C._nn.silu,
+    "aten.gelu": private.gelu,
+    "aten.silu": private.silu,
     "aten.slice.Tensor": find_op("aten.slice.Tensor"),
     "aten.nll_loss2d_backward": nll_loss2d_backward,
 }
@@ -90,7 +90,7 @@ def prepare(
         return getattr(kernels, instr.op[8:]), unplain_keep(args), {}
     some, kwargs = spread(instr.op, args)
     op = find_op(instr.op)
-    if not instr.ins and any(a.name == "device" for a in op._schema.arguments):
+    if not instr.ins and any(a.name == "device" for a in private.schema(op).arguments):
         kwargs["device"] = device
     return BOUND.get(instr.op, op), unplain_keep(some), {k: unplain(v) for k, v in kwargs.items()}
 

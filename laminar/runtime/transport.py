@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from laminar.capture.private import foreach_copy, gather_into, scatter_into
 from laminar.errors import MeshError
 from laminar.ir.mesh import Mesh
 from laminar.ir.program import Instr, Program
@@ -61,7 +62,7 @@ class AllReduce:
     def start(self, *x: Tensor) -> Any:
         if self.bucket is not None:
             if self.targets:
-                torch._foreach_copy_(self.targets, list(x))
+                foreach_copy(self.targets, list(x))
             return dist.all_reduce(self.bucket.flat, self.op, self.group, async_op=True)
         t = x[0].clone(memory_format=torch.contiguous_format) if self.copy else x[0].contiguous()
         return dist.all_reduce(t, self.op, self.group, async_op=True), t
@@ -180,18 +181,6 @@ class ReduceScatter:
         return handle[1]  # type: ignore[no-any-return]
 
 
-def scatter_into(out: Tensor, pieces: Tensor, op: Any, group: Any) -> Any:
-    """Reduce-scatter from one tensor, under whichever name this torch has for it."""
-    call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    return call(out, pieces.flatten(0, 1) if pieces.dim() > 1 else pieces, op=op, group=group, async_op=True)
-
-
-def gather_into(out: Tensor, x: Tensor, group: Any) -> Any:
-    """All-gather into one tensor, under whichever name this torch has for it."""
-    call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return call(out, x, group=group, async_op=True)
-
-
 class Groups:
     """Real process groups over a mesh; every rank must make this at the same point."""
 
@@ -245,7 +234,7 @@ class _Nothing:
 
     def start(self, *x: Tensor) -> Any:
         if self.bucket is not None and self.targets:
-            torch._foreach_copy_(self.targets, list(x))
+            foreach_copy(self.targets, list(x))
         return x
 
     def finish(self, handle: Any) -> Any:

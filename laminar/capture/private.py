@@ -1,0 +1,112 @@
+"""Every private name of torch that Laminar leans on, in one place.
+
+Nothing here is promised by torch; it is tried on 2.11 to 2.13 by the tests of capture and runtime. When
+a new torch moves something, this is the file to change, and no other file spells an underscore of torch's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.utils.checkpoint
+from torch import Tensor
+from torch._decomp import get_decompositions as get_decompositions
+from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutputException
+from torch._subclasses.fake_tensor import DynamicOutputShapeException as DynamicOutputShapeException
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch.fx.experimental.proxy_tensor import get_proxy_mode as get_proxy_mode
+from torch.fx.experimental.proxy_tensor import make_fx as make_fx
+
+gelu, silu = torch._C._nn.gelu, torch._C._nn.silu
+lstm, gru, rnn_tanh, rnn_relu = torch._VF.lstm, torch._VF.gru, torch._VF.rnn_tanh, torch._VF.rnn_relu
+foreach_copy = torch._foreach_copy_
+
+
+def schema(op: Any) -> Any:
+    """The schema of an op overload; None for anything else."""
+    return getattr(op, "_schema", None)
+
+
+def overload_name(op: Any) -> str:
+    """The overload part of an op's name."""
+    return str(op._overloadname)
+
+
+def autograd_node() -> Any:
+    """The autograd node whose backward is running, or None."""
+    return torch._C._current_autograd_node()
+
+
+def sequence_number() -> int:
+    """The number of the autograd node made last."""
+    return int(torch._C._autograd._get_sequence_nr()) - 1
+
+
+@contextlib.contextmanager
+def nodes_made(proxy: Any) -> Iterator[list[Any]]:
+    """A list that on leaving holds the nodes traced meanwhile."""
+    found: list[Any] = []
+    root = proxy.tracer.graph._root
+    last = root.prev
+    yield found
+    node = last.next
+    while node is not root:
+        found.append(node)
+        node = node.next
+
+
+def function_modes() -> list[Any]:
+    """The torch-function modes that are active."""
+    return list(torch.overrides._get_current_function_mode_stack())
+
+
+@contextlib.contextmanager
+def checkpoints(again: Callable[[Any], Any]) -> Iterator[None]:
+    """Inside, every checkpointed region is of the kind that recomputes by running `again(fn)` instead of `fn`."""
+    module: Any = torch.utils.checkpoint
+    inner, entry, compiling = (
+        module._checkpoint_without_reentrant_generator,
+        module.CheckpointFunction.apply,
+        module._is_compiling,
+    )
+
+    def generator(fn: Any, preserve: bool, *rest: Any, **kw: Any) -> Any:
+        # Torch runs the region for the first time itself: this is called to run it again.
+        return inner(again(fn), False, *rest, **kw)
+
+    def reentrant(function: Any, preserve: bool, *args: Any) -> Any:
+        return module.checkpoint(function, *args, use_reentrant=False)
+
+    module._checkpoint_without_reentrant_generator = generator
+    module.CheckpointFunction.apply = reentrant
+    module._is_compiling = lambda *_: False  # selective policies then keep what they say
+    try:
+        yield
+    finally:
+        module._checkpoint_without_reentrant_generator = inner
+        module.CheckpointFunction.apply = entry
+        module._is_compiling = compiling
+
+
+def uncompiled() -> Any:
+    """What a user has compiled is traced through; whoever never compiled does not pay for loading the compiler."""
+    compiler = sys.modules.get("torch._dynamo")
+    return compiler.config.patch(error_on_nested_fx_trace=False) if compiler else contextlib.nullcontext()
+
+
+def gather_into(out: Tensor, x: Tensor, group: Any) -> Any:
+    """All-gather into one tensor, under whichever name this torch has for it."""
+    call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return call(out, x, group=group, async_op=True)
+
+
+def scatter_into(out: Tensor, pieces: Tensor, op: Any, group: Any) -> Any:
+    """Reduce-scatter from one tensor, under whichever name this torch has for it."""
+    call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return call(out, pieces.flatten(0, 1) if pieces.dim() > 1 else pieces, op=op, group=group, async_op=True)
