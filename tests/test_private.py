@@ -5,7 +5,7 @@ from pathlib import Path
 
 import laminar
 
-PRIVATE = re.compile(r"torch\._|from torch\.\S*\._|\b_C\.|\b_VF\b|proxy_tensor|\._schema\b|\._overloadname\b")
+PRIVATE = re.compile(r"torch\._(?!_)|from torch\.\S*\._|\b_C\.|\b_VF\b|proxy_tensor|\._schema\b|\._overloadname\b")
 
 
 def test_only_one_file_uses_private_names_of_torch() -> None:
