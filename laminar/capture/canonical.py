@@ -18,10 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import _disable_current_modes
 
 from laminar.capture import library as library  # registers the canonical ops
 from laminar.capture import private
+from laminar.capture.private import disable_current_modes
 from laminar.errors import CaptureError
 
 laminar_ops: Any = torch.ops.laminar
@@ -75,7 +75,7 @@ class Canonical(TorchFunctionMode):
             raise CaptureError("a tensor from outside the model lives on meta, so it has no values to keep",
                                next="register it as a buffer of the model")  # fmt: skip
         if id(value) not in self.copies:
-            with _disable_current_modes():
+            with disable_current_modes():
                 self.copies[id(value)] = (value, value.cpu())
         return self.copies[id(value)][1]
 

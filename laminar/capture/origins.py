@@ -19,10 +19,10 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from laminar.capture.canonical import Canonical, gpu_autocast
 from laminar.capture.private import (
+    TorchDispatchMode,
     autograd_node,
     checkpoints,
     function_modes,

@@ -15,12 +15,17 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from laminar.capture.canonical import Canonical
 from laminar.capture.origins import Recorder, blame
-from laminar.capture.private import DynamicOutputShapeException, FakeTensor, get_proxy_mode, get_proxy_slot
+from laminar.capture.private import (
+    DynamicOutputShapeException,
+    FakeTensor,
+    TorchDispatchMode,
+    get_proxy_mode,
+    get_proxy_slot,
+)
 from laminar.capture.slots import OWN, Slot, scalars, swapped
 from laminar.errors import CaptureError, LaminarError
 
