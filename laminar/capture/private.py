@@ -24,7 +24,9 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode as get_proxy_mode
 from torch.fx.experimental.proxy_tensor import get_proxy_slot as get_proxy_slot
 from torch.fx.experimental.proxy_tensor import make_fx as make_fx
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._pytree import tree_leaves as tree_leaves
 
+disable_current_modes = torch.utils._python_dispatch._disable_current_modes
 gelu, silu = torch._C._nn.gelu, torch._C._nn.silu
 lstm, gru, rnn_tanh, rnn_relu = torch._VF.lstm, torch._VF.gru, torch._VF.rnn_tanh, torch._VF.rnn_relu
 foreach_copy = torch._foreach_copy_

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from laminar.capture.canonical import Canonical
 from laminar.capture.origins import Recorder, blame
