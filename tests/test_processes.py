@@ -75,39 +75,45 @@ def test_processes_equal_one_device(what: str) -> None:
 # --- a rank that fails -------------------------------------------------------------------------
 
 
-def test_a_rank_that_raises_is_seen_at_once() -> None:
-    """Its traceback, not the time-out of those that wait for it."""
+def test_a_program_that_fails_everywhere_shows_its_traceback() -> None:
+    """The line of generated code and torch's own words."""
     one = specimen("mlp.py:tiny")
-    plan = laminar.plans.data_parallel(one.graph, Mesh({"dp": 2}))
-    program = laminar.lower(one.graph, plan)
-    at = next(k for k, i in enumerate(program.instrs) if i.op == "aten.mm")
+    program = laminar.lower(one.graph, laminar.plans.data_parallel(one.graph, Mesh({"dp": 2})))
+    at = next(k for k, i in enumerate(program.instrs) if i.op in ("aten.mm", "aten.addmm"))
     instrs = list(program.instrs)
-    # A slice of the first rank's rows that only the second rank can't take: rank 1 alone fails.
-    instrs[at] = replace(instrs[at], args=(instrs[at].args[0], instrs[at].args[0]))
-    began = time.monotonic()
+    x, w = instrs[at].args[-4:-2] if instrs[at].op == "aten.addmm" else instrs[at].args
+    instrs[at] = replace(instrs[at], op="aten.mm", args=(x, x), refs=(x, x), ins=instrs[at].ins[-2:])
     with pytest.raises(LaminarError, match=r"rank \d failed") as caught:
         run_processes(replace(program, instrs=tuple(instrs)), one.inputs, one.constants)
-    assert time.monotonic() - began < 30
     assert "Traceback" in str(caught.value) and "mat1 and mat2" in str(caught.value)
 
 
-def test_one_failing_rank_is_named_though_others_wait(tmp_path: Path) -> None:
-    """The others sit in a collective; the caller hears from the one that failed, within seconds."""
-    spec = TensorSpec((3, 4), "f64")
-    program = one_step_program(spec, (S(0),), (B,), Mesh({"a": 2}))
-    line = program.instrs[0]
-    # Adding four numbers to the rows of which rank 0 has two and rank 1 has one: reshaping fails on rank 1.
-    placed = Placed(spec, (S(0),))
-    bad = Instr(
-        "bad", "aten.addmm", (Ref("x"), Ref("two"), Ref("x")), (Ref("x"), Ref("two")), (placed, placed), (placed,)
+def test_the_rank_that_raises_is_heard_first() -> None:
+    """Three sit in a collective and would for minutes; the caller sees the traceback of the fourth, within seconds."""
+    spec, mesh = TensorSpec((7, 7), "f64"), Mesh({"a": 4})
+    program = one_step_program(spec, (S(0),), (B,), mesh)
+    (gather,) = program.instrs
+    # Rows lie as 2, 2, 2, 1. Multiplying from the left by a 2x2 matrix works for all ranks but the last.
+    two, held = Placed(TensorSpec((2, 2), "f64"), (B,)), Placed(spec, (S(0),))
+    product = Instr("y", "aten.mm", (Ref("two"), Ref("x")), (Ref("two"), Ref("x")), (two, held), (held,))
+    broken = replace(
+        program,
+        inputs=(*program.inputs, ProgramInput("two", "batch", two)),
+        instrs=(product, replace(gather, args=((Ref("y"),), *gather.args[1:]), refs=(Ref("y"),))),
     )
-    inputs = (*program.inputs, ProgramInput("two", "batch", Placed(TensorSpec((2, 2), "f64"), (B,))))
-    wrong = replace(line, args=((Ref("bad"),), *line.args[1:]), refs=(Ref("bad"),))
-    broken = replace(program, inputs=inputs, instrs=(bad, wrong))
+    inputs = {"x": torch.ones(7, 7, dtype=torch.float64), "two": torch.eye(2, dtype=torch.float64)}
     began = time.monotonic()
-    with pytest.raises(LaminarError, match="rank 1 failed"):
-        run_processes(broken, {"x": torch.ones(3, 4, dtype=torch.float64), "two": torch.eye(2, dtype=torch.float64)})
+    with pytest.raises(LaminarError, match="rank 3 failed") as caught:
+        run_processes(broken, inputs)
     assert time.monotonic() - began < 30
+    assert "mat1 and mat2 shapes cannot be multiplied (2x2 and 1x7)" in str(caught.value)
+
+
+def test_a_rank_that_dies_is_not_a_time_out() -> None:
+    """Killed by the system, it leaves no traceback: then its exit code is what there is to say."""
+    program = one_step_program(TensorSpec((4,), "f64"), (S(0),), (B,), Mesh({"a": 2}))
+    with pytest.raises(LaminarError, match=r"rank \d failed"):
+        run_processes(program, {"y": torch.ones(4, dtype=torch.float64)})
 
 
 def test_a_mesh_must_be_as_large_as_the_world() -> None:
@@ -136,13 +142,15 @@ def one_step_program(spec: TensorSpec, src: NdSbp, dst: NdSbp, mesh: MeshType) -
 
 
 def cases() -> list[tuple[tuple[int, ...], tuple[int, ...], NdSbp, NdSbp]]:
-    """Mesh, shape, source and target: every pair on one axis, a regular sample on two."""
+    """Mesh, shape, source and target: every pair on one axis, a regular sample on two.
+
+    No target is partial: DTensor keeps that to itself.
+    """
     one = [B, S(0), S(1), P()]
     out: list[Any] = []
     for sizes, shape in itertools.product(SIZES, SHAPES):
         every = list(itertools.product(one, repeat=len(sizes)))
-        pairs = [(a, b) for a, b in itertools.product(every, every) if a != b]
-        # DTensor shards [S(0), S(0)] of 5 rows as we do, but has no all-to-all for it; it is in the sample too.
+        pairs = [(a, b) for a, b in itertools.product(every, every) if a != b and P() not in b]
         out += [(sizes, shape, a, b) for a, b in pairs[:: 1 if len(sizes) == 1 else 5]]
     return out
 
@@ -169,7 +177,7 @@ def _compare(rank: int, world: int, folder: str) -> None:
         meshes = {sizes: Mesh(dict(zip("ab", sizes, strict=False))) for sizes in SIZES}
         devices = {s: init_device_mesh("cpu", s, mesh_dim_names=m.names) for s, m in meshes.items()}
         groups = {s: Groups(m) for s, m in meshes.items()}
-        wrong, partials = [], 0
+        wrong, number = [], 0
         for number, (sizes, shape, src, dst) in enumerate(cases()):
             mesh = meshes[sizes]
             spec = TensorSpec(shape, "f64")
@@ -184,14 +192,9 @@ def _compare(rank: int, world: int, folder: str) -> None:
                 x.clone(), devices[sizes], _theirs(src), run_check=False, shape=torch.Size(shape), stride=(shape[1], 1)
             )
             theirs = given.redistribute(devices[sizes], _theirs(dst)).to_local()
-            if any(isinstance(p, Partial) for p in dst):
-                # Terms may be shared out in many ways; their sum may not.
-                partials += 1
-                whole = Step(one_step_program(spec, dst, (B,) * len(sizes), mesh), groups[sizes])
-                ours, theirs = whole(ours.clone())[0], whole(theirs.clone())[0]
             if ours.shape != theirs.shape or not torch.allclose(ours, theirs, rtol=1e-12, atol=1e-12):
                 wrong.append(f"{shape} on {mesh}: {show(src)} -> {show(dst)}")
-        torch.save({"wrong": wrong, "cases": number + 1, "partials": partials}, at / f"out{rank}")
+        torch.save({"wrong": wrong, "cases": number + 1}, at / f"out{rank}")
         dist.destroy_process_group()
     except BaseException:
         (at / f"error{rank}").write_text(traceback.format_exc())

@@ -67,7 +67,7 @@ def test_a_missing_reduction_is_caught() -> None:
     assert not report.ok and report.max_rel_error > 1e-3
     assert "DIFFERENT" in str(report)
     first = report.first_difference
-    assert "aten.add" in first or "aten.native_layer_norm" in first
+    assert first.startswith("%view_7 = aten.view")
     assert "f64[" in first and " B is off by" in first
     assert "examples/gpt.py:" in first
 
@@ -186,7 +186,7 @@ def test_verify_runs_what_the_model_computes() -> None:
     model, batch = made.model(), next(iter(made.data()))
     graph = laminar.capture(model, made.loss, batch)
     report = laminar.verify(model, made.loss, [batch], laminar.plans.data_parallel(graph, Mesh({"dp": 2})), graph=graph)
-    assert report.losses[0][0] == pytest.approx(float(made.loss(model.double(), batch)), rel=1e-12)
+    assert report.losses[0][0] == pytest.approx(made.loss(model.double(), batch).item(), rel=1e-12)
 
 
 def test_a_plan_for_another_model_is_refused() -> None:

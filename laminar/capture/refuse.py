@@ -24,6 +24,7 @@ from laminar.capture.private import (
     TorchDispatchMode,
     get_proxy_mode,
     get_proxy_slot,
+    tree_leaves,
 )
 from laminar.capture.slots import OWN, Slot, scalars, swapped
 from laminar.errors import CaptureError, LaminarError

@@ -8,7 +8,9 @@ what the caller sees.
 from __future__ import annotations
 
 import multiprocessing
+import os
 import pickle
+import signal
 import tempfile
 import time
 import traceback
@@ -39,10 +41,14 @@ def _child(rank: int, world: int, folder: str, device: str) -> None:
         out = step(*local)
         named = {f"{o.kind}:{o.name}": t.cpu().clone() for o, t in zip(program.outputs, out, strict=True)}
         torch.save(named, at / f"out{rank}")
+        torch.distributed.barrier()  # nobody hangs up while another still listens
         torch.distributed.destroy_process_group()
     except BaseException:
         (at / f"error{rank}").write_text(traceback.format_exc())
-        raise SystemExit(1) from None
+        os._exit(1)
+    # Everything is on disk. Torch's thread pools sometimes abort while an interpreter is taken down
+    # (seen after convolutions: "terminate called without an active exception"), so there is no such end.
+    os._exit(0)
 
 
 def run_processes(
@@ -71,9 +77,13 @@ def run_processes(
                 if child.is_alive() and (time.monotonic() > stop or any(c.exitcode for c in children)):
                     child.terminate()
                 child.join(10)
-        errors = sorted(at.glob("error*"))
+        # The first to fail is the cause; those that waited for it fail because of it.
+        errors = sorted(at.glob("error*"), key=lambda path: path.stat().st_mtime_ns)
         if errors:
             raise LaminarError(f"rank {errors[0].name[5:]} failed", traceback="\n" + errors[0].read_text())
-        if any(c.exitcode for c in children) or len(list(at.glob("out*"))) != world:
+        died = [(r, c.exitcode) for r, c in enumerate(children) if c.exitcode and c.exitcode != -signal.SIGTERM]
+        if died:
+            raise LaminarError(f"rank {died[0][0]} died with exit code {died[0][1]}, without a word")
+        if len(list(at.glob("out*"))) != world:
             raise LaminarError(f"{world} ranks did not finish within {timeout_s:.0f} s")
         return [torch.load(at / f"out{r}", weights_only=True) for r in range(world)]
