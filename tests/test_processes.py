@@ -81,7 +81,7 @@ def test_a_program_that_fails_everywhere_shows_its_traceback() -> None:
     program = laminar.lower(one.graph, laminar.plans.data_parallel(one.graph, Mesh({"dp": 2})))
     at = next(k for k, i in enumerate(program.instrs) if i.op in ("aten.mm", "aten.addmm"))
     instrs = list(program.instrs)
-    x, w = instrs[at].args[-4:-2] if instrs[at].op == "aten.addmm" else instrs[at].args
+    x = instrs[at].args[1 if instrs[at].op == "aten.addmm" else 0]
     instrs[at] = replace(instrs[at], op="aten.mm", args=(x, x), refs=(x, x), ins=instrs[at].ins[-2:])
     with pytest.raises(LaminarError, match=r"rank \d failed") as caught:
         run_processes(replace(program, instrs=tuple(instrs)), one.inputs, one.constants)
@@ -107,13 +107,6 @@ def test_the_rank_that_raises_is_heard_first() -> None:
         run_processes(broken, inputs)
     assert time.monotonic() - began < 30
     assert "mat1 and mat2 shapes cannot be multiplied (2x2 and 1x7)" in str(caught.value)
-
-
-def test_a_rank_that_dies_is_not_a_time_out() -> None:
-    """Killed by the system, it leaves no traceback: then its exit code is what there is to say."""
-    program = one_step_program(TensorSpec((4,), "f64"), (S(0),), (B,), Mesh({"a": 2}))
-    with pytest.raises(LaminarError, match=r"rank \d failed"):
-        run_processes(program, {"y": torch.ones(4, dtype=torch.float64)})
 
 
 def test_a_mesh_must_be_as_large_as_the_world() -> None:
@@ -151,7 +144,7 @@ def cases() -> list[tuple[tuple[int, ...], tuple[int, ...], NdSbp, NdSbp]]:
     for sizes, shape in itertools.product(SIZES, SHAPES):
         every = list(itertools.product(one, repeat=len(sizes)))
         pairs = [(a, b) for a, b in itertools.product(every, every) if a != b and P() not in b]
-        out += [(sizes, shape, a, b) for a, b in pairs[:: 1 if len(sizes) == 1 else 5]]
+        out += [(sizes, shape, a, b) for a, b in pairs[:: 1 if len(sizes) == 1 else 3]]
     return out
 
 

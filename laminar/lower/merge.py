@@ -69,10 +69,10 @@ def _parameter_gathers(program: Program) -> Program:
 
 
 def _cut(members: list[Instr], limit_bytes: int, near: Callable[[list[Instr], Instr], bool]) -> list[list[Instr]]:
-    """Members in order, in runs that stay within the limit."""
+    """Members in order, in runs that are closed once they have reached the limit."""
     runs: list[list[Instr]] = []
     for instr in members:
-        if runs and sum(i.bytes for i in runs[-1]) + instr.bytes <= limit_bytes and near(runs[-1], instr):
+        if runs and sum(i.bytes for i in runs[-1]) < limit_bytes and near(runs[-1], instr):
             runs[-1].append(instr)
         else:
             runs.append([instr])

@@ -21,6 +21,7 @@ import heapq
 import itertools
 import math
 import operator
+from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -203,8 +204,17 @@ def _refine(size: int, sides: list[Pieces]) -> tuple[list[int], list[list[int]]]
     return slots, owners
 
 
+@lru_cache(maxsize=1 << 12)
+def _primes(n: int) -> tuple[int, ...]:
+    """The prime factors of an axis size, each as often as it divides."""
+    for q in range(2, math.isqrt(n) + 1):
+        if n % q == 0:
+            return (q, *_primes(n // q))
+    return (n,) if n > 1 else ()
+
+
 def _waiting_room(slots: list[int], rows: list[list[int]], need: dict[int, int]) -> tuple[list[int], list[list[int]]]:
-    """The slots of a dim with those that nobody owns cut to the size of axes that need some."""
+    """The slots of a dim with those that nobody owns cut into the primes that axes are made of."""
     sizes: list[int] = []
     owners: list[list[int]] = [[] for _ in rows]
     for k, n in enumerate(slots):
@@ -235,7 +245,7 @@ def boxing(spec: TensorSpec, src: NdSbp, dst: NdSbp, sizes: tuple[int, ...], lin
     after: list[tuple[int, int, int]] = []
     begin, end = _codes(src, dst)
     board = _Board(sizes, [], [], {})
-    need = {p: sizes.count(p) for p in sorted({*sizes} - {1}, reverse=True)}
+    need = Counter(q for p in sizes for q in _primes(p))
     for d, n in enumerate(spec.shape):
         axes_src = [a for a, p in enumerate(src) if isinstance(p, Split) and p.dim == d]
         axes_dst = [a for a, p in enumerate(dst) if isinstance(p, Split) and p.dim == d]
@@ -366,9 +376,10 @@ def _search(board: _Board, spec: TensorSpec, begin: State, end: State, link: Lin
             cheap = 0.0 if code == WHOLE else link.latency_s + (p - 1) / p * local / link.bytes_per_s
             taken = board.taken(state, a)
             open_ = [i for i in fits[a] if i != code and not places[i].mask & taken]
-            # One free place is as good as another, and better than one where somebody else belongs.
-            wait = next((i for i in open_ if places[i].free), None)
-            moves += [(cheap, _set(state, a, i)) for i in open_ if wait is None or i in (wait, end[a])]
+            # One free place is as good as another, and better than one where somebody else belongs. The
+            # first and the last are both tried, so that a larger axis finds its slots side by side.
+            free = [i for i in open_ if places[i].free]
+            moves += [(cheap, _set(state, a, i)) for i in open_ if not free or i in (free[0], free[-1], end[a])]
             if code >= WHOLE and end[a] <= TERM and all(c > TERM or c == end[a] for c in state):
                 moves.append((0.0, _set(state, a, end[a])))
         for price, nxt in moves:

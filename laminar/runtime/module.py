@@ -73,8 +73,10 @@ class _Build:
         self.given = constants
         self.into: dict[str, tuple[Bucket, int]] = {}
         self.buckets: dict[str, tuple[Bucket, list[int]]] = {}
+        leaving = {o.ref for o in program.outputs}
         for instr in program.instrs:
-            if instr.kind == "all_reduce" and len(instr.refs) > 1:
+            # A lone gradient gets a buffer too: one that is made once, not in every step.
+            if instr.kind == "all_reduce" and (len(instr.refs) > 1 or Ref(instr.name) in leaving):
                 self._plan_bucket(instr)
 
     def _plan_bucket(self, instr: Instr) -> None:
@@ -173,7 +175,7 @@ class _Build:
         instr, handle, holder = self.waiting.pop(ref.name)
         node = self.graph.call_method("finish", (self.graph.get_attr(holder), handle))
         self._name(node, instr)
-        if len(instr.refs) > 1:
+        if len(instr.refs) > 1 or instr.name in self.buckets:
             for i in range(len(instr.refs)):
                 self.env[Ref(instr.name, i)] = self.graph.call_function(operator.getitem, (node, i))
 
