@@ -23,7 +23,7 @@ from laminar.ir.tensor import TensorSpec
 from laminar.lower.merge import BUCKET_BYTES, merged
 from laminar.lower.order import drop_unused, overlap
 from laminar.rules.boxing import Step, boxing, chain_s, step_bytes
-from laminar.rules.expand import expand
+from laminar.rules.expand import LAZY, expand
 from laminar.rules.notation import call_of
 from laminar.rules.signing import Probed, follow, probed_signatures, resolve
 
@@ -133,7 +133,9 @@ class _Writer:
         nodes = [replace(n, where=node.where, module=node.module, phase=node.phase) for n in nodes]
         for n in nodes:
             self.specs.update({Ref(n.name, i): o for i, o in enumerate(n.outs) if o})
-        for placing in follow(nodes, dict(zip(node.ins, ins, strict=True)), self.specs, self.mesh.sizes, eager=True):
+        for placing in follow(
+            nodes, dict(zip(node.ins, ins, strict=True)), self.specs, self.mesh.sizes, node.op not in LAZY
+        ):
             self.put(placing.node, placing.ins, placing.outs)
         for i, (end, nd, spec) in enumerate(zip(ends, outs, node.outs, strict=True)):
             if spec is not None:

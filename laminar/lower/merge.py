@@ -31,7 +31,7 @@ def merged(program: Program, bucket_bytes: int = BUCKET_BYTES) -> Program:
 
 def _key(instr: Instr) -> tuple[object, ...]:
     """Collectives that can travel together: same kind, axes, reduction and dtype."""
-    return (instr.kind, instr.args[1], instr.args[4], instr.ins[0].spec.dtype, instr.phase)
+    return (instr.kind, instr.args[1], instr.args[4], instr.ins[0].spec.dtype)
 
 
 def _buckets(program: Program, limit_bytes: int) -> Program:
@@ -59,7 +59,7 @@ def _parameter_gathers(program: Program) -> Program:
     groups: dict[tuple[object, ...], list[Instr]] = {}
     for instr in program.instrs:
         if instr.kind == "all_gather" and instr.refs[0].name in inputs:
-            groups.setdefault(_key(instr), []).append(instr)
+            groups.setdefault((*_key(instr), instr.phase), []).append(instr)
 
     def near(run: list[Instr], instr: Instr) -> bool:
         return at[instr.name] - at[run[0].name] < REACH
@@ -111,7 +111,7 @@ def _small_reductions(program: Program) -> Program:
         if instr.kind == "all_reduce" and instr.bytes < SMALL_BYTES:
             for other in instrs[k + 1 : k + REACH]:
                 fits = other.kind == "all_reduce" and other.bytes < SMALL_BYTES and other.name not in taken
-                if fits and _key(other)[:4] == _key(instr)[:4] and all(r.name in made for r in other.refs):
+                if fits and _key(other) == _key(instr) and all(r.name in made for r in other.refs):
                     run.append(other)
         if len(run) > 1:
             instr = _join(run, "small tensors at once")
@@ -146,5 +146,8 @@ def _join(run: list[Instr], what: str) -> Instr:
         ins=tuple(p for i in run for p in i.ins),
         outs=tuple(p for i in run for p in i.outs),
         why=why,
+        where=first.where if len(run) == 1 else "",
+        module=first.module if len(run) == 1 else "",
+        phase=run[-1].phase,
         bytes=sum(i.bytes for i in run),
     )

@@ -12,7 +12,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from laminar.ir.program import Instr, Program
+from laminar.lower.merge import SMALL_BYTES
 
+CHAIN = 6
+"""How many ops may lead from inputs to a small collective for both to be moved to the start."""
 WINDOW = 24
 """How many instructions ahead work may be drawn from. Chosen, not measured: about one block."""
 
@@ -29,23 +32,46 @@ def drop_unused(program: Program) -> Program:
 
 
 def _issued_early(program: Program) -> list[Instr]:
-    """Collectives moved up towards the point where their inputs are ready, at most a window, order kept.
+    """Collectives moved up towards the point where their inputs are ready: large ones at most a window.
 
     Gathers of parameters come out ahead of the ops that need them, which is prefetching.
     """
+    first = _from_inputs(program)
+    ahead = [i for i in program.instrs if i.name in first]
+    rest = [i for i in program.instrs if i.name not in first]
     ready: dict[str, int] = {}
     slots: list[tuple[int, int, Instr]] = []
     last = -1
-    for k, instr in enumerate(program.instrs):
+    for k, instr in enumerate(rest):
         at = k
         if instr.moves:
             made = max((ready.get(r.name, -1) for r in instr.refs), default=-1)
-            at = max(made + 1, k - WINDOW, last)
-            last = at
+            far = instr.bytes < SMALL_BYTES  # costs no memory to hold, only time to wait for
+            at = made + 1 if far else max(made + 1, k - WINDOW, last)
+            last = max(at, last)
         ready[instr.name] = at
         slots.append((at, k, instr))
     # At one place collectives that were moved up go first: what stood there does not depend on them.
-    return [instr for _, _, instr in sorted(slots, key=lambda s: (s[0], not s[2].moves, s[1]))]
+    return ahead + [instr for _, _, instr in sorted(slots, key=lambda s: (s[0], not s[2].moves, s[1]))]
+
+
+def _from_inputs(program: Program) -> set[str]:
+    """Small collectives that depend on inputs through a few small ops, and those ops: counts of labels and the like."""
+    makers = {i.name: i for i in program.instrs}
+    found: set[str] = set()
+    for instr in program.instrs:
+        if not instr.moves or instr.bytes >= SMALL_BYTES:
+            continue
+        chain: dict[str, Instr] = {}
+        todo = [instr]
+        while todo and len(chain) <= CHAIN:
+            here = todo.pop()
+            chain[here.name] = here
+            todo += [makers[r.name] for r in here.refs if r.name in makers and r.name not in chain]
+        small = all(p is None or p.spec.nbytes < SMALL_BYTES for i in chain.values() for p in i.outs)
+        if not todo and len(chain) <= CHAIN and small and not any(i.moves for i in chain.values() if i is not instr):
+            found |= set(chain)
+    return found
 
 
 def overlap(program: Program) -> Program:

@@ -186,9 +186,22 @@ def _loss_mean(reduction_arg: int, counted: int) -> Expansion:
 
 
 def _nll_mean(s: Sheet, call: Call, args: tuple[Any, ...]) -> tuple[Ref, ...]:
+    """A sum divided by the total weight.
+
+    Without class weights that is a count of labels, so it can be reduced when the step begins and
+    nobody waits for it; the loss itself stays partial until the end of the step.
+    """
     loss = s.emit(call.op, (*args[:3], 2, *args[4:]), call.out, call.outs[1] or call.out)
-    total = Ref(loss.name, 1)
+    labels = s.specs[args[1]].shape
+    if args[2] is not None or not labels:
+        return s.over(loss, Ref(loss.name, 1)), Ref(loss.name, 1)
+    counted = s.cast(s.point("ne.Scalar", args[1], args[4], dtype="bool"), call.out.dtype)
+    total = s.sum(counted, tuple(range(len(labels))), keep=False)
     return s.over(loss, total), total
+
+
+LAZY = ("aten.nll_loss_forward", "aten.nll_loss2d_forward")
+"""Expansions whose partial results are better passed on than reduced at once."""
 
 
 def _layer_norm(s: Sheet, call: Call, args: tuple[Any, ...]) -> tuple[Ref, ...]:

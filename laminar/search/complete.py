@@ -25,7 +25,7 @@ from laminar.ir.plan import Choice, Plan
 from laminar.ir.sbp import B, NdSbp, Partial, Sbp, Split, check, local_spec, split_size
 from laminar.ir.tensor import TensorSpec
 from laminar.rules.boxing import WIRE, boxing, chain_s
-from laminar.rules.expand import expand
+from laminar.rules.expand import LAZY, expand
 from laminar.rules.notation import Call, Signature, call_of, circulating_blocks, localise
 from laminar.rules.signing import Blocks, follow, options, probed_signatures
 from laminar.rules.table import rule_for
@@ -153,7 +153,7 @@ def _signature_s(call: Call, signature: Signature, parts: int) -> float:
     for n in nodes:
         specs.update({Ref(n.name, i): o for i, o in enumerate(n.outs) if o})
     here: dict[Ref, set[Sbp]] = {Ref(f"in{i}"): {p} for i, p in enumerate(signature.ins)}
-    placings = follow(nodes, {r: (next(iter(p)),) for r, p in here.items()}, specs, (parts,), eager=True)
+    placings = follow(nodes, {r: (next(iter(p)),) for r, p in here.items()}, specs, (parts,), call.op not in LAZY)
     for placing in placings:
         for ref, (want,) in zip(placing.node.ins, placing.ins, strict=True):
             if want not in here[ref]:
