@@ -21,8 +21,8 @@ from tests.shrink import describe, placed, plainer, shrink
 from tests.zoo import NAMES, Specimen, equal, one_thread, specimen
 
 MESHES = ({"a": 2}, {"a": 4}, {"a": 2, "b": 2}, {"a": 2, "b": 4}, {"a": 2, "b": 2, "c": 2})
-SEEDS = 8
-"""Plans per model and mesh: forty in all for each model."""
+SEEDS = {1: 10, 2: 8, 3: 6}
+"""Plans per model and mesh, by axes: 42 in all for each model; three axes take longest."""
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +55,7 @@ def check(name: str, axes: dict[str, int], seed: int, dtype: str = "f64") -> Non
 @pytest.mark.parametrize("name", NAMES)
 def test_random_plans_equal_one_device(name: str, axes: dict[str, int]) -> None:
     """Losses, gradients and buffers within 1e-9 in float64, whatever is split, whole or partial."""
-    for seed in range(SEEDS):
+    for seed in range(SEEDS[len(axes)]):
         check(name, axes, seed)
 
 

@@ -29,8 +29,6 @@ from tests.test_examples import TINY
 EXAMPLES = Path(__file__).parent.parent / "examples"
 NAMES = tuple(TINY)
 """Every small recipe of the examples, as `file.py:function`."""
-COUNTED = ("mlp.py:tiny", "gpt.py:tiny", "gpt.py:narrow", "llama.py:tiny", "vit.py:tiny", "t5.py:tiny", "hf.py:gpt2")
-"""Those without dropout or batch statistics: one device's answer is a plain function of the batch."""
 
 
 @dataclass(frozen=True, eq=False)

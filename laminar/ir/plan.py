@@ -175,9 +175,11 @@ class Plan:
                 f"parameters per rank: {account['parameter_bytes']:,} of {account['parameter_bytes_whole']:,} bytes",
             ]
         if "cost_s" in account:
-            lines.append(f"cost (assumed machine, no overlap): {account['cost_s'] * 1e3:.3f} ms; "
-                         f"all replicated: {account['replicated_s'] * 1e3:.3f} ms")  # fmt: skip
-            lines.append(account.get("solver", ""))
+            lines.append(
+                f"cost on an assumed machine, without overlap: {account['cost_s'] * 1e3:.3f} ms; "
+                f"everything on every rank instead: {account['replicated_s'] * 1e3:.3f} ms"
+            )
+            lines.append(account["solver"])
         if account.get("unsplit"):
             lines += ["", "computed whole on every rank, because nothing says how to split them"]
             for row in account["unsplit"]:
