@@ -10,6 +10,7 @@ Target: at most 10 s on 2 cores.
 from __future__ import annotations
 
 import argparse
+import itertools
 import time
 from pathlib import Path
 
@@ -40,7 +41,7 @@ def main() -> None:
         marks.append(time.perf_counter())
         program = lower(graph, plan)
         marks.append(time.perf_counter())
-        rows.append([b - a for a, b in zip(marks, marks[1:], strict=False)])
+        rows.append([b - a for a, b in itertools.pairwise(marks)])
     first = rows[0]
     report(
         "compile",

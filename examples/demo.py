@@ -27,9 +27,8 @@ def main() -> int:
     model, batch = recipe.model(), next(iter(recipe.data()))
     say("capture: forward, loss and backward as one logical graph")
     graph = laminar.capture(model, recipe.loss, batch)
-    print(
-        f"graph {graph.hash[:12]}: {len(graph.nodes)} ops, {sum(i.spec.numel for i in graph.of_kind('param')):,} parameters"
-    )
+    parameters = sum(i.spec.numel for i in graph.of_kind("param"))
+    print(f"graph {graph.hash[:12]}: {len(graph.nodes)} ops, {parameters:,} parameters")
 
     say("plan: data parallel x tensor parallel on 4 ranks")
     mesh = laminar.Mesh({"dp": 2, "tp": 2})
