@@ -73,7 +73,7 @@ def test_a_missing_reduction_is_caught() -> None:
 
 
 def test_a_missing_gradient_reduction_is_caught() -> None:
-    """The loss is right and every op is right: only what leaves the step is not."""
+    """Every op is right: only what leaves the step is not, the gradients and the loss that travels with them."""
     one = specimen("gpt.py:tiny")
     plan = laminar.plans.data_parallel(one.graph, Mesh({"dp": 2}))
 
@@ -84,7 +84,6 @@ def test_a_missing_gradient_reduction_is_caught() -> None:
 
     report = verify_program(one.graph, plan, [one.inputs], change=spoil)
     assert not report.ok and report.worst.startswith("grad:")
-    assert report.errors["loss:loss"] < 1e-12
     assert "no single op differs" in report.first_difference
 
 
