@@ -477,6 +477,9 @@ def _canonical() -> Iterator[Case]:
             _, mean, rstd = kernels.batch_norm(x, w, b, 1e-5)
             yield case("laminar.batch_norm_backward", real(*shape), x, w, mean, rstd)
             yield case("laminar.batch_norm_apply", x, w, b, mean, real(c).abs(), 1e-5)
+            yield case("laminar.batch_norm_moments", x)
+            yield case("laminar.batch_norm_sums", real(*shape), x, mean, rstd)
+            yield case("laminar.batch_norm_grad", real(*shape), x, w, mean, rstd, real(c), real(c), 60)
     for reverse in (False, True):
         for bias in (real(20), None):
             x, h, c, wi, wh = real(3, 6, 4), real(6, 5), real(6, 5), real(20, 4), real(20, 5)

@@ -138,6 +138,37 @@ def batch_norm_apply(
     return torch.batch_norm(x, weight, bias, mean, var, False, 0.0, eps, False)
 
 
+def batch_norm_moments(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum and sum of squares per channel, in float64, whose difference gives the variance without loss.
+
+    They are made from mean and variance, each computed stably, so that subtracting the squared mean
+    later cancels what was added here and not digits of the data.
+    """
+    n = x.numel() // max(x.shape[1], 1)
+    mean, var = aten.batch_norm_update_stats(x, None, None, 0.0)
+    mean, var = mean.double(), var.double()
+    return mean * n, (var + mean * mean) * n
+
+
+def batch_norm_sums(dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of weight and bias: sums over the samples given."""
+    _, dw, db = aten.native_batch_norm_backward(
+        dy, x, torch.ones_like(mean), None, None, mean, rstd, True, 1e-5, [False, True, True]
+    )
+    return dw, db
+
+
+def batch_norm_grad(
+    dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, dw: Tensor, db: Tensor, n: int
+) -> Tensor:
+    """Gradient of x, from gradients of weight and bias over all n samples: a dy + b x + c per channel."""
+    a = rstd if weight is None else rstd * weight
+    b = -a * rstd * dw / n
+    c = -a * db / n - b * mean
+    shape = [1, -1] + [1] * (x.dim() - 2)
+    return torch.addcmul(torch.addcmul(c.view(shape), x, b.view(shape)), dy, a.view(shape)).to(dy.dtype)
+
+
 # --- LSTM ------------------------------------------------------------------------------------
 
 

@@ -234,34 +234,31 @@ def _layer_norm_backward(s: Sheet, call: Call, args: tuple[Any, ...]) -> tuple[R
     return tuple(s.cast(r, o.dtype) if o is not None else r for r, o in zip((dx, dw, db), call.outs, strict=True))
 
 
-def _per_channel(s: Sheet, v: Ref, rank: int) -> Ref:
-    return s.shaped(v, (s.specs[v].shape[0], *[1] * (rank - 2)))
-
-
 def _batch_norm(s: Sheet, call: Call, args: tuple[Any, ...]) -> tuple[Ref, ...]:
+    """Two sums per channel, reduced together, give mean and variance; the rest is local."""
     x, weight, bias, eps = args
     shape = call.ins[0].shape
-    dims = (0, *range(2, len(shape)))
     n = math.prod(shape) // shape[1]
-    wide = s.wide(x)
-    mean = s.over(s.sum(wide, dims, keep=False), n)
-    centred = s.sub(wide, _per_channel(s, mean, len(shape)))
-    var = s.over(s.sum(s.mul(centred, centred), dims, keep=False), n)
+    stats = call.outs[1]
+    assert stats is not None
+    wide = TensorSpec(stats.shape, "f64")
+    first = s.emit("laminar.batch_norm_moments", (x,), wide, wide)
+    mean = s.over(first, n)
+    var = s.sub(s.over(Ref(first.name, 1), n), s.mul(mean, mean))
     rstd = s.point("rsqrt", s.add(var, eps))
+    mean, var, rstd = (s.cast(t, stats.dtype) for t in (mean, var, rstd))
     y = s.emit("laminar.batch_norm_apply", (x, weight, bias, mean, var, eps), call.out)
     return y, mean, rstd
 
 
 def _batch_norm_backward(s: Sheet, call: Call, args: tuple[Any, ...]) -> tuple[Ref, ...]:
-    g, x, weight, mean, rstd = s.wide(args[0]), s.wide(args[1]), args[2], args[3], args[4]
+    g, x, weight, mean, rstd = args
     shape = call.ins[0].shape
-    rank, dims, n = len(shape), (0, *range(2, len(shape))), math.prod(shape) // shape[1]
-    unit = s.mul(s.sub(x, _per_channel(s, mean, rank)), _per_channel(s, rstd, rank))
-    dw, db = s.sum(s.mul(g, unit), dims, keep=False), s.sum(g, dims, keep=False)
-    scale = s.mul(rstd, s.wide(weight)) if weight is not None else rstd
-    dx = s.sub(g, _per_channel(s, s.over(db, n), rank))
-    dx = s.sub(dx, s.mul(unit, _per_channel(s, s.over(dw, n), rank)))
-    dx = s.mul(dx, _per_channel(s, scale, rank))
+    stats = s.specs[mean]
+    dw = s.emit("laminar.batch_norm_sums", (g, x, mean, rstd), stats, stats)
+    db = Ref(dw.name, 1)
+    n = math.prod(shape) // shape[1]
+    dx = s.emit("laminar.batch_norm_grad", (g, x, weight, mean, rstd, dw, db, n), call.out)
     return tuple(s.cast(r, o.dtype) if o else r for r, o in zip((dx, dw, db), call.outs, strict=True))
 
 

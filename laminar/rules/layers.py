@@ -244,6 +244,25 @@ def batch_norm_apply(call: Call) -> Rule:
     return Rule(text(call, [full] + [["c"]] * (len(call.ins) - 1), [full]))
 
 
+def batch_norm_moments(call: Call) -> Rule:
+    """(x) -> sum, sum of squares per channel."""
+    full = ["n", "c", *letters(len(call.ins[0].shape) - 2)]
+    return Rule(text(call, [full], [["c"], ["c"]]))
+
+
+def batch_norm_sums(call: Call) -> Rule:
+    """(dy, x, mean, rstd) -> dweight, dbias."""
+    full = ["n", "c", *letters(len(call.ins[0].shape) - 2)]
+    return Rule(text(call, [full, full, ["c"], ["c"]], [["c"], ["c"]]), linear="0")
+
+
+def batch_norm_grad(call: Call) -> Rule:
+    """(dy, x, weight, mean, rstd, dweight, dbias, n): linear in the gradients together, every dim splits."""
+    full = ["n", "c", *letters(len(call.ins[0].shape) - 2)]
+    last = len(call.ins) - 1
+    return Rule(text(call, [full, full] + [["c"]] * (last - 1), [full]), linear=f"0+{last - 1}+{last}")
+
+
 def _heads(q: tuple[int, ...], k: tuple[int, ...]) -> tuple[str, str, dict[str, int]]:
     """Factors of the head dims; grouped queries: each key head serves a block of query heads."""
     if q[1] == k[1]:
