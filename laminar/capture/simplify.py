@@ -13,7 +13,7 @@ import torch
 
 from laminar.capture.convert import constant_of
 from laminar.capture.peephole import peephole
-from laminar.capture.torch_ops import caller, unplain
+from laminar.capture.torch_ops import caller, constant_tensor, unplain
 from laminar.ir.codec import Dtype, Ref
 from laminar.ir.graph import Constant, Graph, Node, map_refs
 
@@ -73,7 +73,7 @@ CHEAP = ("aten.full", "aten.arange", "aten.expand", "aten.scalar_tensor")
 
 def fold(graph: Graph) -> Graph:
     """Subgraphs that depend on no input become constants, or a `full` if all their elements are equal."""
-    values: dict[Ref, torch.Tensor] = {Ref(c.name): _tensor(c) for c in graph.constants}
+    values: dict[Ref, torch.Tensor] = {Ref(c.name): constant_tensor(c) for c in graph.constants}
     known: set[str] = {c.name for c in graph.constants}
     nodes: list[Node] = []
     constants = {c.name: c for c in graph.constants}
@@ -82,7 +82,7 @@ def fold(graph: Graph) -> Graph:
         if not node.op.startswith("aten.") or not small or any(r.name not in known for r in node.ins):
             nodes.append(node)
             continue
-        out = caller(node.op)(*[_torch(map_refs(a, values.__getitem__)) for a in node.args])
+        out = caller(node.op)(*[unplain(map_refs(a, values.__getitem__)) for a in node.args])
         known.add(node.name)
         results = tuple(out) if isinstance(out, (tuple, list)) else (out,)
         values.update({Ref(node.name, i): t for i, t in enumerate(results)})
@@ -118,20 +118,6 @@ def fold(graph: Graph) -> Graph:
     return replace(graph, nodes=tuple(made), constants=tuple(constants.values()), outputs=outputs)
 
 
-def _tensor(c: Constant) -> torch.Tensor:
-    from laminar.capture.torch_ops import DTYPES
-
-    if not c.data:
-        return torch.empty(c.spec.shape, dtype=DTYPES[c.spec.dtype])
-    return torch.frombuffer(bytearray(c.data), dtype=DTYPES[c.spec.dtype]).reshape(c.spec.shape)
-
-
-def _torch(arg: Any) -> Any:
-    if isinstance(arg, tuple):
-        return [_torch(a) for a in arg]
-    return arg if isinstance(arg, torch.Tensor) else unplain(arg)
-
-
 def causal(graph: Graph) -> Graph:
     """A constant lower-triangular mask given to attention is what `causal` means."""
     constants = {c.name: c for c in graph.constants}
@@ -162,7 +148,7 @@ def _lower_triangular(mask: Constant) -> bool:
     shape = mask.spec.shape
     if len(shape) < 2 or shape[-1] != shape[-2]:
         return False
-    t = _tensor(mask)
+    t = constant_tensor(mask)
     keep = torch.ones(shape[-2:], dtype=torch.bool).tril()
     if t.dtype == torch.bool:
         return bool((t == keep).all())

@@ -15,6 +15,7 @@ import torch
 
 from laminar.capture.private import overload_name, schema
 from laminar.ir.codec import Dtype, Ref
+from laminar.ir.graph import Constant
 from laminar.ir.tensor import TensorSpec
 
 DTYPES: dict[str, torch.dtype] = {
@@ -133,3 +134,11 @@ def caller(name: str) -> Callable[..., Any]:
         return op(*some, **kwargs)
 
     return call
+
+
+def constant_tensor(const: Constant, device: torch.device | str = "cpu") -> torch.Tensor:
+    """A constant as a tensor; floating ones come as written, whatever the graph was widened to."""
+    dtype = DTYPES[const.spec.dtype]
+    if not const.data:
+        return torch.empty(const.spec.shape, dtype=dtype, device=device)
+    return torch.frombuffer(bytearray(const.data), dtype=dtype).reshape(const.spec.shape).to(device)

@@ -13,23 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laminar.capture.torch_ops import DTYPES
+from laminar.capture.torch_ops import constant_tensor
 from laminar.ir.codec import Ref
-from laminar.ir.graph import Constant, map_refs
+from laminar.ir.graph import map_refs
 from laminar.ir.program import Instr, Program
 from laminar.runtime.boxes import Box, reduce
 from laminar.runtime.local import prepare
 from laminar.runtime.shards import shard
 
 Watcher = Callable[[Instr, list[tuple[Any, ...]]], None]
-
-
-def constant_tensor(const: Constant, device: torch.device | str = "cpu") -> Tensor:
-    """A constant as a tensor; floating ones come as written, whatever the graph was widened to."""
-    dtype = DTYPES[const.spec.dtype]
-    if not const.data:
-        return torch.empty(const.spec.shape, dtype=dtype, device=device)
-    return torch.frombuffer(bytearray(const.data), dtype=dtype).reshape(const.spec.shape).to(device)
 
 
 def run(

@@ -14,14 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from laminar.capture.torch_ops import DTYPES
+from laminar.capture.torch_ops import DTYPES, constant_tensor
 from laminar.cost.work import FREE
 from laminar.ir.codec import Ref
 from laminar.ir.program import Instr, Program
 from laminar.ir.sbp import local_shape
 from laminar.runtime.boxes import Box
 from laminar.runtime.local import prepare
-from laminar.runtime.lockstep import constant_tensor
 from laminar.runtime.transport import Bucket, Groups, Null
 
 INTO: dict[str, Callable[..., Any]] = {"aten.mm": torch.mm, "aten.bmm": torch.bmm, "aten.addmm": torch.addmm}

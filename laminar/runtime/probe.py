@@ -104,16 +104,10 @@ def _draw(node: Node, ins: list[TensorSpec], seed: int, wide: bool) -> tuple[lis
 
 def _run(node: Node, tensors: list[Tensor]) -> list[Tensor]:
     at = iter(tensors)
-    args = [_torch(map_refs(a, lambda _: next(at))) for a in node.args]
+    args = [unplain(map_refs(a, lambda _: next(at))) for a in node.args]
     with torch.no_grad():
         out = caller(node.op)(*args)
     return list(out) if isinstance(out, (tuple, list)) else [out]
-
-
-def _torch(arg: Any) -> Any:
-    if isinstance(arg, tuple):
-        return [_torch(a) for a in arg]
-    return arg if isinstance(arg, Tensor) else unplain(arg)
 
 
 def _outputs(node: Node, placed: tuple[Sbp, ...], draws: list[tuple[list[Tensor], list[Tensor]]]) -> list[Sbp] | None:

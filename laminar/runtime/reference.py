@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laminar.capture.torch_ops import caller, unplain
+from laminar.capture.torch_ops import caller, constant_tensor, unplain
 from laminar.ir.codec import Ref
 from laminar.ir.graph import Graph, Node, map_refs
-from laminar.runtime.lockstep import constant_tensor
 
 
 def constants_of(graph: Graph, wide: bool = False) -> dict[str, Tensor]:
@@ -31,15 +30,9 @@ def run_graph(
     memory |= {Ref(k): v for k, v in (constants or constants_of(graph)).items()}
     with torch.no_grad():
         for node in graph.nodes:
-            out = caller(node.op)(*[_torch(map_refs(a, memory.__getitem__)) for a in node.args])
+            out = caller(node.op)(*[unplain(map_refs(a, memory.__getitem__)) for a in node.args])
             results = tuple(out) if isinstance(out, (tuple, list)) else (out,)
             memory.update({Ref(node.name, i): v for i, v in enumerate(results)})
             if watch is not None:
                 watch(node, results)
     return {f"{o.kind}:{o.name}": memory[o.ref] for o in graph.outputs}
-
-
-def _torch(arg: Any) -> Any:
-    if isinstance(arg, tuple):
-        return [_torch(a) for a in arg]
-    return arg if isinstance(arg, Tensor) else unplain(arg)
