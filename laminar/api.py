@@ -27,10 +27,16 @@ class Recipe:
     loss: Callable[[Any, Any], Any]
     """`loss(model, batch)`: a scalar tensor, or `laminar.Loss(total, weight)`."""
     data: Callable[[], Iterable[Any]]
-    """Makes an iterable of batches."""
+    """Makes an iterable of batches: the same ones on every rank; begun anew when they run out."""
     optimizer: Callable[[Any], Any] | None = None
     """Makes the optimizer from an iterable of parameters."""
     steps: int = 100
+    schedule: Callable[[Any], Any] | None = None
+    """Makes a learning-rate scheduler from the optimizer; stepped after every step."""
+    evaluate: Callable[[], Iterable[Any]] | None = None
+    """Makes a finite iterable of batches to evaluate on, at the end of training."""
+    evaluate_every: int = 0
+    """Evaluate every so many steps as well."""
 
 
 def load_recipe(name: str) -> Recipe:
@@ -45,6 +51,9 @@ def load_recipe(name: str) -> Recipe:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
+    beside = str(path.resolve().parent)
+    if beside not in sys.path:
+        sys.path.insert(0, beside)  # as Python does for a script: a recipe may import files beside it
     spec.loader.exec_module(module)
     make = getattr(module, function, None)
     if make is None:
@@ -128,3 +137,115 @@ def verify(
     graph = graph or capture(model, loss, found[0])
     whole = [inputs_of(graph, model, batch, step=i) for i, batch in enumerate(found)]
     return verify_program(graph, plan, whole, dtype, ranks, tolerance)
+
+
+def parallelize(
+    model: Any,
+    loss: Callable[[Any, Any], Any],
+    optimizer: Any,
+    *,
+    batch: Any,
+    plan: Any = "auto",
+    mesh: Mesh | None = None,
+    device: Any = None,
+    precision: str = "f32",
+    micro_batches: int = 1,
+    clip_norm: float | None = None,
+    clip_value: float | None = None,
+    ema: float | None = None,
+    seed: int = 0,
+    compile: bool | None = None,
+    detect_anomaly: bool = False,
+    timeout_s: float = 600.0,
+) -> Any:
+    """A `Job` that trains `model` on all ranks as if they were one.
+
+    model          any `nn.Module`; rank 0's weights are taken, and stay in it as this rank's parts
+    loss           `loss(model, batch)`: a scalar, or `laminar.Loss(total, weight)` where counts are uneven
+    optimizer      a torch optimizer over the model's parameters, or a function that makes one from them
+    batch          an example of the *global* batch: tensors in nested dicts, lists and tuples
+    plan           "auto", "data", "zero1", "zero2", "zero3", "tensor", a plan file, a `Plan`, a function of
+                   graph and mesh, or "ddp" for a model that can't be captured (torch's own, with its limits)
+    mesh           named axes; unless given one axis over all ranks
+    device         this rank's device; unless given its own GPU if every rank has one, else the CPU
+    precision      "f32", "bf16", "fp16", "bf16-kahan", "bf16-stochastic", "bf16-pure"
+    micro_batches  run each batch in so many parts, one after the other; gradients are summed
+    clip_norm      clip the norm of the whole gradient; `clip_value` clips each element
+    ema            decay of a moving average of the weights, for `job.state_dict(ema=True)`
+    seed           of dropout and other draws, which don't depend on the layout
+    compile        through Inductor; unless given on GPUs only
+    detect_anomaly stop at the first NaN or infinity and name the module and op that made it
+
+    Works alone in one process, under `laminar train`, and under `torchrun`. All methods of a job are
+    collective: every rank calls them, in the same order.
+    """
+    if plan == "ddp":
+        from laminar.train.ddp import DdpJob
+
+        return DdpJob(
+            model, loss, optimizer, batch, device, precision, micro_batches, clip_norm, clip_value, ema, seed, timeout_s
+        )
+    from laminar.train.job import Job
+
+    return Job(
+        model, loss, optimizer, batch, plan, mesh, device, precision, micro_batches, clip_norm, clip_value, ema, seed,
+        compile, detect_anomaly, timeout_s,
+    )  # fmt: skip
+
+
+def train(
+    recipe: str,
+    *,
+    steps: int | None = None,
+    seed: int = 0,
+    log_every: int | None = None,
+    checkpoint: str | None = None,
+    resume: bool = False,
+    plan_file: Path | None = None,
+    **options: Any,
+) -> Any:
+    """Train a recipe on this rank, alone or among others; what `laminar train` runs on every rank.
+
+    `options` are those of `parallelize`. Rank 0 saves the plan as `plan_file`.
+    """
+    from laminar.events import emit
+    from laminar.train.loop import loop
+
+    emit("phase", name="loading the recipe")
+    found = load_recipe(recipe)
+    if found.optimizer is None:
+        raise RecipeError(f"{recipe} has no optimizer", next="give Recipe(optimizer=lambda params: AdamW(params))")
+    _seed_everything(seed)
+    batch = next(iter(found.data()), None)
+    if batch is None:
+        raise RecipeError(f"{recipe} gives no batch", next="data() must yield at least one")
+    emit("phase", name="making the model")
+    _seed_everything(seed)
+    job = parallelize(found.model(), found.loss, found.optimizer, batch=batch, seed=seed, **options)
+    if plan_file is not None and job.rank == 0 and job.plan is not None:
+        job.plan.save(str(plan_file))
+    outcome = loop(
+        job,
+        found.data,
+        found.steps if steps is None else steps,
+        log_every=log_every,
+        schedule=found.schedule,
+        evaluate=found.evaluate,
+        evaluate_every=found.evaluate_every,
+        checkpoint=checkpoint,
+        resume=checkpoint if resume else None,
+    )
+    job.close()
+    return outcome
+
+
+def _seed_everything(seed: int) -> None:
+    """Every rank draws the same weights and data, in recipes that do not seed themselves."""
+    import random
+
+    import numpy
+    import torch
+
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)

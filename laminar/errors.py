@@ -8,7 +8,14 @@
     ├── PlanError           a plan that does not fit its graph, its mesh or this version
     ├── MeshError           a mesh that makes no sense, or is larger than the world
     ├── BatchError          a batch that differs from the captured one
-    └── RecipeError         a recipe that can't be found or has the wrong shape
+    ├── RecipeError         a recipe that can't be found or has the wrong shape
+    ├── OptimizerError      an optimizer that can't run on what ranks own
+    ├── StateError          a checkpoint that is not this model's or this optimizer's
+    ├── NonFiniteError      a loss or gradient that is NaN or infinite
+    ├── OutOfMemoryError    a rank needs more memory than there is
+    ├── RankError           a rank failed or died while the others trained
+    ├── StoppedError        a signal asked the run to end
+    └── RendezvousError     ranks have no place to meet: a port in use, a run directory nobody named
 
 An error says what is wrong, where, what is allowed, and the next step; nothing here formats a
 traceback, the command line decides about that.
@@ -57,3 +64,31 @@ class BatchError(LaminarError):
 
 class RecipeError(LaminarError):
     """A recipe that can't be found or has the wrong shape."""
+
+
+class OptimizerError(LaminarError):
+    """An optimizer that can't run on what ranks own."""
+
+
+class StateError(LaminarError):
+    """A checkpoint that is not this model's or this optimizer's."""
+
+
+class NonFiniteError(LaminarError):
+    """A loss or gradient that is NaN or infinite."""
+
+
+class OutOfMemoryError(LaminarError):
+    """A rank needs more memory than there is."""
+
+
+class RankError(LaminarError):
+    """A rank failed or died while the others trained."""
+
+
+class StoppedError(LaminarError):
+    """A signal asked the run to end."""
+
+
+class RendezvousError(LaminarError):
+    """Ranks have no place to meet."""

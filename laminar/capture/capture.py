@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,25 +80,51 @@ def check_batch(graph: Graph, batch: Any) -> dict[str, Tensor]:
     return leaves
 
 
-def capture(model: nn.Module, loss: Callable[[nn.Module, Any], Any], batch: Any) -> Graph:
-    """Forward, loss and backward of one step as a graph. The model may live on any device, "meta" included."""
+def capture(
+    model: nn.Module,
+    loss: Callable[[nn.Module, Any], Any],
+    batch: Any,
+    *,
+    whole: Mapping[str, Tensor] | None = None,
+    scaled: bool = False,
+    backward: bool = True,
+    wide: bool = False,
+) -> Graph:
+    """Forward, loss and backward of one step as a graph. The model may live on any device, "meta" included.
+
+    `whole` gives the tensors to take for some of the model's (those of which this process holds only a
+    piece). `scaled` adds an input `scale`: gradients are those of the loss, or of a `Loss`'s total, times
+    it. Without `backward` there are no gradients. `wide` gives gradients of half-precision parameters in
+    float32, so that they are summed so.
+    """
     if not isinstance(model, nn.Module):
         raise CaptureError(f"model is a {type(model).__name__}, not an nn.Module")
     leaves, tree = flatten(batch)
-    slots = slots_of(model)
     given: dict[str, Any] = {}
+    slots = slots_of(model)
+    for slot in slots:
+        stand_in = (whole or {}).get(slot.name)
+        if stand_in is not None:
+            slot.tensor = stand_in.requires_grad_(slot.tensor.requires_grad)
+    if scaled:
+        leaves = {**leaves, "scale": torch.ones(())}
 
     def set_leaves(fakes: list[Tensor]) -> None:
         given.update(zip(leaves, fakes, strict=True))
 
-    def step() -> tuple[Tensor, dict[str, Tensor]]:
+    def step() -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         result = loss(model, unflatten(tree, given))
+        metrics: dict[str, Tensor] = {}
+        value = total = result
         if isinstance(result, Loss):
+            total = result.total
             weight = result.weight if isinstance(result.weight, Tensor) else torch.tensor(float(result.weight))
-            return result.total / weight, {"loss_total": result.total, "loss_weight": weight}
-        return result, {}
+            value, metrics = total / weight, {"loss_total": total, "loss_weight": weight}
+        if not scaled or not isinstance(total, Tensor):
+            return value, value, metrics
+        return value, total * given["scale"].to(total.dtype), metrics
 
-    traced = trace(model, step, slots, leaves, set_leaves)
+    traced = trace(model, step, slots, leaves, set_leaves, backward, wide)
     return simplify(convert(traced, leaves, json.dumps(tree)))
 
 

@@ -177,7 +177,7 @@ def convert(traced: Traced, leaves: dict[str, torch.Tensor], batch_tree: str) ->
         env[node] = c.fresh(Ref(slot.name), spec)
         env[node].base.param = slot.name if slot.kind == "param" else ""
     for node, (name, leaf) in zip(holders[len(traced.slots) : -1], leaves.items(), strict=True):
-        inputs.append(Input(name, "batch", spec_of(leaf)))
+        inputs.append(Input(name, "scale" if name == "scale" else "batch", spec_of(leaf)))
         env[node] = c.fresh(Ref(name), spec_of(leaf))
     key = TensorSpec((2,), "i64")
     env[holders[-1]] = c.fresh(Ref("rng"), key)

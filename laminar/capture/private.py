@@ -7,7 +7,9 @@ a new torch moves something, this is the file to change, and no other file spell
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -29,7 +31,13 @@ from torch.utils._pytree import tree_leaves as tree_leaves
 disable_current_modes = torch.utils._python_dispatch._disable_current_modes
 gelu, silu = torch._C._nn.gelu, torch._C._nn.silu
 lstm, gru, rnn_tanh, rnn_relu = torch._VF.lstm, torch._VF.gru, torch._VF.rnn_tanh, torch._VF.rnn_relu
-foreach_copy = torch._foreach_copy_
+foreach_copy, foreach_add, foreach_mul = torch._foreach_copy_, torch._foreach_add_, torch._foreach_mul_
+foreach_norm, foreach_lerp, foreach_clamp_max, foreach_clamp_min = (
+    torch._foreach_norm,
+    torch._foreach_lerp_,
+    torch._foreach_clamp_max_,
+    torch._foreach_clamp_min_,
+)
 
 
 def schema(op: Any) -> Any:
@@ -114,3 +122,51 @@ def scatter_into(out: Tensor, pieces: Tensor, op: Any, group: Any) -> Any:
     """Reduce-scatter from one tensor, under whichever name this torch has for it."""
     call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     return call(out, pieces.flatten(0, 1) if pieces.dim() > 1 else pieces, op=op, group=group, async_op=True)
+
+
+def default_store() -> Any:
+    """The key-value store that the default process group met through."""
+    return dist.distributed_c10d._get_default_store()
+
+
+# --- attention on a GPU, and Inductor --------------------------------------------------------
+
+FLASH, EFFICIENT, CUDNN = 1, 2, 3
+
+
+def sdp_choice(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> int:
+    """Which fused attention torch itself would take for these tensors, without a mask."""
+    return int(torch._fused_sdp_choice(q, k, v, None, 0.0, causal, scale=scale))
+
+
+def compiled_graph(fn: Callable[..., Any], inputs: list[Tensor], late: bool, mine: list[int], shown: list[int]) -> Any:
+    """A function of tensors through Inductor: call it with a list of tensors, which it empties as it goes.
+
+    `late` says that this is part of backward; then inputs at the positions `mine` may be overwritten.
+    Outputs at the positions `shown` keep the strides they have in eager PyTorch.
+    """
+    from torch._guards import TracingContext, tracing
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+    from torch._inductor.utils import BoxedBool
+    from torch._inductor.virtualized import V
+
+    fake_mode = FakeTensorMode()
+    with torch.no_grad():
+        fakes = [fake_mode.from_tensor(t.detach(), static_shapes=True) for t in inputs]
+        with fake_mode:
+            functional = torch.func.functionalize(fn, remove="mutations")
+            gm = make_fx(functional, decomposition_table=select_decomp_table(), tracing_mode="real")(*fakes)
+        context: Any = TracingContext(fake_mode)
+        context.fw_metadata = types.SimpleNamespace(bw_donated_idxs=mine, static_input_indices=[])
+        with tracing(context):
+            with fake_mode, V.set_fake_mode(fake_mode):
+                gm = joint_graph_passes(gm)
+            gm.graph.find_nodes(op="output")[0].meta["user_visible_output_idxs"] = shown
+            return compile_fx_inner(
+                gm, fakes, cudagraphs=BoxedBool(False), is_backward=late, static_input_idxs=(), graph_id=next(_numbers)
+            )
+
+
+_numbers = itertools.count(1 << 20)

@@ -53,8 +53,8 @@ def refuse_layouts(slots: list[Slot], leaves: dict[str, Tensor]) -> None:
             )
 
 
-def refuse_loss(loss: Any) -> None:
-    """A loss that has no gradient to give."""
+def refuse_loss(loss: Any, backward: bool = True) -> None:
+    """A loss that is none, or has no gradient to give."""
     if not isinstance(loss, Tensor):
         raise CaptureError(
             f"the loss is a {type(loss).__name__}, not a tensor", next="return a scalar tensor or laminar.Loss"
@@ -65,7 +65,7 @@ def refuse_loss(loss: Any) -> None:
         )
     if loss.is_complex() or not loss.is_floating_point():
         raise CaptureError(f"the loss is {loss.dtype}, not a real number", next="return a floating scalar")
-    if not loss.requires_grad:
+    if backward and not loss.requires_grad:
         raise CaptureError("the loss does not depend on any trainable parameter", next="check detach() and no_grad()")
 
 

@@ -40,6 +40,8 @@ from laminar.capture.refuse import (
 from laminar.capture.slots import Slot, swapped
 from laminar.errors import CaptureError, LaminarError
 
+NARROW = (torch.bfloat16, torch.float16)
+
 
 @contextlib.contextmanager
 def device_neutral() -> Iterator[None]:
@@ -94,12 +96,14 @@ class Traced:
 
 def trace(
     model: nn.Module,
-    step: Callable[[], tuple[Tensor, dict[str, Tensor]]],
+    step: Callable[[], tuple[Tensor, Tensor, dict[str, Tensor]]],
     slots: list[Slot],
     leaves: dict[str, Tensor],
     set_leaves: Callable[[list[Tensor]], None],
+    backward: bool = True,
+    wide: bool = False,
 ) -> Traced:
-    """Trace `step` (loss and metrics from swapped model and batch) and its gradient."""
+    """Trace `step` (loss, what to differentiate, and metrics, from swapped model and batch) and the gradient."""
     refuse_hooks(slots)
     refuse_layouts(slots, leaves)
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -128,22 +132,24 @@ def trace(
         canonical = Canonical(rng, neutral=True)
         mode.append(canonical)
         with swapped(model, slots), recorder.following(canonical), canonical, recorder:
-            loss, metrics = step()
-            refuse_loss(loss)
+            loss, root, metrics = step()
+            refuse_loss(loss, backward)
             before.refuse_changes(slots, recorder)
             left.extend(left_behind(model, slots))
             trained = [s for s in slots if s.trainable]
-            # The gradient of the loss by itself belongs to the line that made the loss.
-            recorder.fixed = replace(recorder.behind(loss.grad_fn), phase="backward")
-            one = torch.ones_like(loss)
-            recorder.fixed = None
-            grads = torch.autograd.grad(loss, [s.fake for s in trained], one, allow_unused=True)
+            grads: tuple[Tensor | None, ...] = (None,) * len(trained)
+            if backward:
+                # The gradient of the loss by itself belongs to the line that made the loss.
+                recorder.fixed = replace(recorder.behind(root.grad_fn), phase="backward")
+                one = torch.ones_like(root)
+                recorder.fixed = None
+                grads = torch.autograd.grad(root, [s.fake for s in trained], one, allow_unused=True)
             results = [loss.detach(), *[m.detach() for m in metrics.values()]]
             outputs.append(("loss", "loss"))
             outputs.extend(("metric", k) for k in metrics)
             for slot, grad in zip(trained, grads, strict=True):
                 if grad is not None:
-                    results.append(grad)
+                    results.append(grad.float() if wide and grad.dtype in NARROW else grad)
                     outputs.append(("grad", slot.name))
             for slot in slots:
                 if slot.kind == "buffer" and isinstance(slot.now, Tensor):
@@ -152,7 +158,7 @@ def trace(
         return results
 
     try:
-        with fake_mode, device_neutral(), torch.enable_grad():
+        with fake_mode, device_neutral(), torch.set_grad_enabled(backward):
             tracing = make_fx(
                 laminar_whole_step,
                 decomposition_table=_decompositions(),

@@ -18,7 +18,7 @@ from laminar.errors import GraphError
 from laminar.ir.codec import Dtype, Ref, content_hash, decode, encode
 from laminar.ir.tensor import TensorSpec
 
-INPUT_KINDS = ("param", "buffer", "batch", "rng")
+INPUT_KINDS = ("param", "buffer", "batch", "rng", "scale")
 OUTPUT_KINDS = ("loss", "metric", "grad", "buffer")
 PHASES = ("forward", "backward", "recompute")
 VERSION = 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,10 +37,12 @@ class Step:
         transport: Groups | Null,
         constants: Mapping[str, Tensor] | None = None,
         ranges: bool = False,
+        watch: Callable[[Instr, Any], None] | None = None,
     ) -> None:
+        """`watch` sees every line of the program with its result, as it runs."""
         self.program, self.transport = program, transport
-        transport.prepare(program)
-        self.module = _Build(program, transport, constants or {}, ranges).module()
+        transport.prepare(program, in_order=True)
+        self.module = _Build(program, transport, constants or {}, ranges, watch).module()
 
     def __call__(self, *inputs: Tensor) -> list[Tensor]:
         with torch.no_grad():
@@ -53,7 +56,12 @@ class Step:
 
 class _Build:
     def __init__(
-        self, program: Program, transport: Groups | Null, constants: Mapping[str, Tensor], ranges: bool
+        self,
+        program: Program,
+        transport: Groups | Null,
+        constants: Mapping[str, Tensor],
+        ranges: bool,
+        watch: Callable[[Instr, Any], None] | None = None,
     ) -> None:
         self.program, self.transport = program, transport
         self.mesh, self.rank, self.device = program.mesh, transport.rank, transport.device
@@ -62,7 +70,7 @@ class _Build:
         self.env: dict[Ref, fx.Node] = {}
         self.waiting: dict[str, tuple[Instr, fx.Node, str]] = {}
         self.uses: dict[Ref, int] = {}
-        self.ranges = ranges
+        self.ranges, self.watch = ranges, watch
         for instr in program.instrs:
             for ref in instr.refs:
                 self.uses[ref] = self.uses.get(ref, 0) + 1
@@ -126,6 +134,8 @@ class _Build:
         node.meta["module"] = instr.module
         node.meta["where"] = instr.where
         self.env[Ref(instr.name)] = node
+        if self.watch is not None:
+            self.graph.call_method("__call__", (self.keep(f"{instr.name}_seen", partial(self.watch, instr)), node))
 
     def _op(self, instr: Instr) -> None:
         target, args, kwargs = prepare(instr, self.mesh, self.rank, self.device)

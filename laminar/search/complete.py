@@ -65,6 +65,13 @@ def completed(graph: Graph, mesh: Mesh, pins: list[Pins], name: str) -> Plan:
     grads: dict[str, list[Sbp]] = {i.name: [] for i in graph.inputs}
     total, whole_s, exact = 0.0, sum(op_s(c) for c in calls.values()), True
     for axis, parts in enumerate(mesh.sizes):
+        if parts == 1:  # nothing to decide
+            for node in graph.nodes:
+                chosen[node.name].append(Signature((B,) * len(calls[node.name].ins), (B,) * len(node.outs)))
+            for item in graph.inputs:
+                inputs[item.name].append(B)
+                grads[item.name].append(B)
+            continue
         specs = {i.name: local_spec(i.spec, tuple(inputs[i.name]), mesh.sizes[:axis]) for i in graph.inputs}
         solved = _Axis(graph, calls, specs, parts, pins[axis], mesh.names[axis]).solve()
         total, exact = solved.cost, exact and solved.exact

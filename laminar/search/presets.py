@@ -99,6 +99,32 @@ def seeded(graph: Graph, mesh: Mesh, seeds: Seeds) -> Plan:
     return completed(graph, mesh, pins, "seeded")
 
 
+def like(graph: Graph, plan: Plan) -> Plan:
+    """A plan's decisions about parameters, gradients and state, for another graph of the same model.
+
+    Another batch size, micro-batches, evaluation: the tensors that live from step to step must lie
+    as they do; everything else is completed anew, in the pattern of the plan.
+    """
+    mesh = plan.mesh
+    batch = [plan.inputs[n] for n in plan.inputs if n.startswith("batch")]
+    pins = []
+    for axis in range(len(mesh.sizes)):
+        if any(nd[axis] == Split(0) for nd in batch):
+            here = _data_pins(graph, mesh, axis)
+        elif plan.name == "tensor_parallel":
+            here = _tensor_pins(graph)
+        else:
+            here = Pins()
+        for item in graph.inputs:
+            if item.kind in ("param", "buffer") and item.name in plan.inputs:
+                here.inputs[item.name] = plan.inputs[item.name][axis]
+                made = plan.outputs.get(f"grad:{item.name}")
+                if made is not None:
+                    here.grads[item.name] = made[axis]
+        pins.append(here)
+    return replace(completed(graph, mesh, pins, plan.name), state=plan.state)
+
+
 def _data_pins(graph: Graph, mesh: Mesh, axis: int) -> Pins:
     parts = mesh.sizes[axis]
     pins = Pins()
@@ -149,7 +175,7 @@ def _tensor_pins(graph: Graph) -> Pins:
     pins = Pins(stored_byte_s=1e-9)
     pins.spread = {n.name for n in graph.nodes if n.op in PRODUCTS}
     for item in graph.inputs:
-        if item.kind in ("batch", "rng"):
+        if item.kind in ("batch", "rng", "scale"):
             pins.inputs[item.name] = B
     for ref in residual_stream(graph):
         pins.values[ref] = B

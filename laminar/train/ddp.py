@@ -1,0 +1,247 @@
+"""torch's own data parallel behind the same job, for models that can't be captured.
+
+A model whose forward looks at its data can't be written down as one graph. It can still be trained
+with every rank running the model itself on its share of the batch. What is different then is said
+once, when the job is made: one layout, statistics of batch norm per rank, torch's own random numbers.
+Losses are weighted as everywhere: totals and weights are summed over ranks and micro-batches, and
+divided once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from laminar.capture.capture import Loss, unflatten
+from laminar.capture.private import foreach_lerp
+from laminar.errors import BatchError, LaminarError, StateError
+from laminar.ir.mesh import Mesh
+from laminar.ir.sbp import chunk
+from laminar.train import optimizer as optim
+from laminar.train import storage
+from laminar.train.engine import Leaves
+from laminar.train.gradients import Norm, scale_and_clip
+from laminar.train.job import Local, Result, clock_of
+from laminar.train.precision import Precision, Scaler
+from laminar.train.world import World
+
+LIMITS = """plan="ddp": the model runs as it is on every rank. Batch norm sees each rank's share only, dropout
+depends on the number of ranks, parameters and optimizer state are whole on every rank, nothing is compiled."""
+
+
+class DdpJob:
+    """A job with the same methods as `Job`, without a plan, a graph or a program."""
+
+    plan = graph = program = None
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Callable[[Any, Any], Any],
+        optimizer: Any,
+        batch: Any,
+        device: torch.device | str | None = None,
+        precision: str | Precision = "f32",
+        micro_batches: int = 1,
+        clip_norm: float | None = None,
+        clip_value: float | None = None,
+        ema: float | None = None,
+        seed: int = 0,
+        timeout_s: float = 600.0,
+    ) -> None:
+        self._world = World(device, timeout_s)
+        self.rank, self.world, self.device = self._world.rank, self._world.size, self._world.device
+        if self.rank == 0:
+            warnings.warn(LIMITS, stacklevel=3)
+        self.mesh = Mesh({"dp": self.world})
+        self.precision = Precision.of(precision)
+        if self.precision.rounding != "nearest":
+            raise LaminarError(
+                f'plan="ddp" has no precision {self.precision.name}', allowed="f32  bf16  fp16  bf16-pure"
+            )
+        self.micro_batches, self.clip_norm, self.clip_value = micro_batches, clip_norm, clip_value
+        self.seed, self.steps = seed, 0
+        self._scaler = Scaler() if self.precision.scaled else None
+        self._model = model
+        self._slots = storage.moved(model, self.device, self.precision.weights)
+        self.optimizer = optim.made(optimizer, model.parameters())
+        optim.refuse_unknown(self.optimizer, {id(s.tensor): s.name for s in self._slots})
+        optim.faster(self.optimizer, self.device)
+        self._loss = self.precision.around(loss, self.device)
+        self._wrapped: nn.Module = _Whole(model, self._loss)
+        if self.world > 1:
+            # A parameter that one batch does not reach is normal for the models this is for.
+            self._wrapped = nn.parallel.DistributedDataParallel(self._wrapped, find_unused_parameters=True)
+        torch.manual_seed(seed + self.rank)
+        self._ema_decay = ema
+        self._params = [p for p in model.parameters() if p.requires_grad]
+        self._ema = [p.detach().float().clone() for p in self._params] if ema is not None else []
+
+    def _share(self, batch: Any) -> Leaves:
+        """This rank's part of a batch."""
+        leaves = Leaves.of(batch.share if isinstance(batch, Local) else batch, isinstance(batch, Local))
+        tensors, n = leaves.tensors, leaves.samples
+        if not leaves.local:
+            if n < self.world:
+                raise BatchError(f"{n} samples for {self.world} ranks", next="use larger batches, or fewer ranks")
+            start, length = chunk(n, self.world, self.rank)
+            if not length:
+                raise BatchError(f"{n} samples leave rank {self.rank} of {self.world} without any",
+                                 next="use a multiple of the number of ranks")  # fmt: skip
+            tensors = {k: t.narrow(0, start, length) if t.dim() and t.shape[0] == n else t for k, t in tensors.items()}
+        placed = {k: self.precision.leaf(t).to(self.device) for k, t in tensors.items()}
+        return Leaves(placed, leaves.tree, True)
+
+    def step(self, batch: Any) -> Result:
+        """Train on one batch: the global one, or `Local(share)`."""
+        clock = clock_of(self.device)
+        micros = self._share(batch).split(self.micro_batches)
+        scale = self._scaler.scale if self._scaler else 1.0
+        totals: list[Tensor] = []
+        weights: list[Tensor] = []
+        for i, micro in enumerate(micros):
+            last = i == len(micros) - 1
+            quiet = self._wrapped.no_sync() if self.world > 1 and not last else contextlib.nullcontext()  # type: ignore[operator]
+            with quiet:
+                result = self._wrapped(_batch(micro))
+                if isinstance(result, Loss):
+                    total, weight = result.total, torch.as_tensor(result.weight, dtype=result.total.dtype)
+                else:
+                    total, weight = result * micro.samples, torch.tensor(float(micro.samples), dtype=result.dtype)
+                totals.append(total.detach())
+                weights.append(weight.detach().to(self.device))
+                # DDP averages over ranks; here terms are summed, so each is made larger first.
+                (total * (scale * self.world)).backward()
+        summed = self._summed(torch.stack([torch.stack(totals).sum().double(), torch.stack(weights).sum().double()]))
+        return self._update(summed[0] / summed[1], summed[1], scale, clock)
+
+    def _summed(self, x: Tensor) -> Tensor:
+        if self.world > 1:
+            dist.all_reduce(x)
+        return x
+
+    def _update(self, loss: Tensor, weight: Tensor, scale: float, clock: Any) -> Result:
+        grads = [p.grad for p in self._params if p.grad is not None]
+        norm = Norm([], self.mesh, self.device)(grads)
+        lr = float(self.optimizer.param_groups[0].get("lr", math.nan))
+        inverse = (1.0 / (scale * weight)).to(norm.dtype)
+        number, self.steps = self.steps, self.steps + 1
+        if self._scaler is not None:
+            finite = math.isfinite(float(norm))
+            self._scaler.update(finite)
+            if not finite:
+                self.optimizer.zero_grad()
+                return Result(number, loss, norm * inverse, lr, clock(), True)
+        norm = scale_and_clip(grads, norm, inverse, self.clip_norm, self.clip_value)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self._ema_decay is not None:
+            foreach_lerp(self._ema, [p.detach().float() for p in self._params], 1 - self._ema_decay)
+        return Result(number, loss, norm, lr, clock(), False)
+
+    def evaluate(self, batches: Iterable[Any]) -> float:
+        """The loss over batches with the model in evaluation mode."""
+        training = [(m, m.training) for m in self._model.modules()]
+        self._model.eval()
+        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        try:
+            with torch.no_grad():
+                for batch in batches:
+                    share = self._share(batch)
+                    result = self._loss(self._model, _batch(share))
+                    if not isinstance(result, Loss):
+                        result = Loss(result * share.samples, torch.tensor(float(share.samples)))
+                    sums += torch.stack(
+                        [result.total.double(), torch.as_tensor(result.weight).double().to(self.device)]
+                    )
+        finally:
+            for module, mode in training:
+                module.training = mode
+        total, weight = self._summed(sums).tolist()
+        return total / weight if weight else math.nan
+
+    @property
+    def model(self) -> nn.Module:
+        """The model."""
+        return self._model
+
+    def state_dict(self, sharded: bool = False, ema: bool = False) -> dict[str, Any]:
+        """The model's own state dict; `ema=True` with the moving average of the weights."""
+        if sharded:
+            raise StateError('plan="ddp" keeps whole tensors on every rank', next="call state_dict()")
+        state = dict(self._model.state_dict())
+        if ema:
+            if not self._ema:
+                raise StateError("this job keeps no moving average", next="parallelize(..., ema=0.999)")
+            average = {id(p): e.to(p.dtype) for p, e in zip(self._params, self._ema, strict=True)}
+            state.update({n: average[id(p)] for n, p in self._model.named_parameters(remove_duplicate=False)
+                          if id(p) in average})  # fmt: skip
+        return state
+
+    def load_state_dict(self, given: Mapping[str, Any]) -> None:
+        """Take weights and buffers from a state dict of this model."""
+        self._model.load_state_dict(given)
+
+    def optimizer_state_dict(self) -> dict[str, Any]:
+        """The optimizer's own."""
+        return self.optimizer.state_dict()
+
+    def load_optimizer_state_dict(self, given: Mapping[str, Any]) -> None:
+        """The inverse."""
+        self.optimizer.load_state_dict(dict(given))
+
+    def load_average(self, given: Mapping[str, Tensor]) -> None:
+        """Take the moving average of the weights from whole tensors."""
+        names = {id(p): n for n, p in self._model.named_parameters()}
+        for p, e in zip(self._params, self._ema, strict=True):
+            e.copy_(given[names[id(p)]])
+
+    def hash(self) -> str:
+        """Hex digest over weights, buffers and optimizer state."""
+        return storage.digest(self)
+
+    def save(self, directory: Any) -> None:
+        """Write weights, optimizer state and counters into a directory."""
+        storage.save(self, directory)
+
+    def resume(self, directory: Any) -> None:
+        """Go on from what `save` wrote."""
+        storage.resume(self, directory)
+
+    def memory(self) -> dict[str, int]:
+        """Bytes that this rank holds from step to step."""
+        held = [v for s in self.optimizer.state.values() for v in s.values() if isinstance(v, Tensor) and v.dim()]
+        size = sum(p.nbytes for p in self._model.parameters())
+        return {
+            "parameters": size,
+            "gradients": sum(p.nbytes for p in self._params),
+            "state": sum(v.nbytes for v in held),
+        }
+
+    def close(self) -> None:
+        """Leave the process group, if this job made it."""
+        self._world.close()
+
+
+class _Whole(nn.Module):
+    """Model and loss as one forward, so that DDP sees every use of a parameter."""
+
+    def __init__(self, model: nn.Module, loss: Callable[[Any, Any], Any]) -> None:
+        super().__init__()
+        self.model = model
+        self.loss = loss
+
+    def forward(self, batch: Any) -> Any:
+        return self.loss(self.model, batch)
+
+
+def _batch(leaves: Leaves) -> Any:
+    return unflatten(json.loads(leaves.tree), leaves.tensors)

@@ -1,0 +1,232 @@
+"""From batches to running programs: one compiled step for each shape of batch.
+
+The first shape decides the plan. Later ones (the last, smaller batch of an epoch; evaluation) are
+captured when first met and keep the plan's decisions about everything that lives from step to step.
+
+Where several micro-batches make one step, gradients that the plan keeps whole are not reduced after
+each of them: they leave the program as this rank's terms of the sum, are added up here, and travel
+once at the end. Gradients that the plan keeps in pieces are reduced at once, which is what bounds
+their memory.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from laminar.capture.capture import capture, flatten, unflatten
+from laminar.capture.torch_ops import constant_tensor, spec_of
+from laminar.errors import BatchError
+from laminar.events import emit
+from laminar.ir.graph import Graph
+from laminar.ir.mesh import Mesh
+from laminar.ir.plan import Plan
+from laminar.ir.program import Program
+from laminar.ir.sbp import B, NdSbp, Partial, local_shape
+from laminar.lower.lower import lower
+from laminar.lower.moves import Move, moves
+from laminar.runtime.module import Step
+from laminar.runtime.probe import probe
+from laminar.runtime.shards import shard
+from laminar.runtime.transport import Groups, Null
+from laminar.search.presets import like
+
+
+@dataclass(frozen=True)
+class Leaves:
+    """A batch taken apart: tensors by name, its structure, and whether they are this rank's share only."""
+
+    tensors: dict[str, Tensor]
+    tree: str
+    local: bool
+
+    @staticmethod
+    def of(batch: Any, local: bool) -> Leaves:
+        """Take a batch apart."""
+        tensors, tree = flatten(batch)
+        return Leaves(tensors, json.dumps(tree), local)
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """Structure and shapes."""
+        return (self.tree, *(f"{n}{spec_of(t)}" for n, t in self.tensors.items()))
+
+    @property
+    def samples(self) -> int:
+        """How many samples: the length that most leaves have."""
+        lengths = [t.shape[0] for t in self.tensors.values() if t.dim()]
+        return max(set(lengths), key=lengths.count) if lengths else 1
+
+    def split(self, parts: int) -> list[Leaves]:
+        """Micro-batches: consecutive samples, as equal in number as they can be."""
+        n = self.samples
+        if parts == 1:
+            return [self]
+        if n < parts:
+            raise BatchError(f"{n} samples can't make {parts} micro-batches", next="lower micro_batches")
+        cuts = [n // parts + (i < n % parts) for i in range(parts)]
+        pieces = {k: t.split(cuts) if t.dim() and t.shape[0] == n else (t,) * parts for k, t in self.tensors.items()}
+        return [Leaves({k: p[i] for k, p in pieces.items()}, self.tree, self.local) for i in range(parts)]
+
+
+@dataclass
+class Ready:
+    """A graph, its plan, its program, and the code that runs it on this rank."""
+
+    graph: Graph
+    plan: Plan
+    program: Program
+    step: Callable[..., list[Tensor]]
+    fixed: list[Any]
+    """Inputs in order: parameters and buffers stand, the rest is filled in each time."""
+    filled: dict[str, int]
+    outputs: dict[str, int]
+    """Position of each output by `kind:name`."""
+
+    def __call__(self, leaves: Mapping[str, Tensor], key: Tensor | None, scale: Tensor | None) -> list[Tensor]:
+        """Run one (micro-)batch of local leaves; local outputs in order."""
+        args = list(self.fixed)
+        for name, at in self.filled.items():
+            args[at] = key if name == "rng" else scale if name == "scale" else leaves[name]
+        return self.step(*args)
+
+    def of_kind(self, kind: str) -> list[tuple[str, int]]:
+        """Names and positions of outputs of one kind, in order."""
+        return [(n.partition(":")[2], i) for n, i in self.outputs.items() if n.partition(":")[0] == kind]
+
+
+class Engine:
+    """The compiled steps of one model and loss."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Callable[[Any, Any], Any],
+        mesh: Mesh,
+        transport: Groups | Null,
+        micro_batches: int,
+        scaled: bool,
+        build: Callable[[Program, Groups | Null, Mapping[str, Tensor], tuple[int, ...]], Callable[..., list[Tensor]]],
+    ) -> None:
+        """`build` turns a program into code; it is told which inputs never change their place."""
+        self.model, self.loss, self.mesh, self.transport = model, loss, mesh, transport
+        self.micro_batches, self.build = micro_batches, build
+        self.scaled = scaled or micro_batches > 1
+        """Whether gradients are those of the scaled total, to be divided at the end."""
+        self.plan: Plan | None = None
+        self.whole: dict[str, Tensor] = {}
+        """Stand-ins of the model's tensors at full size, once this process holds only parts of them."""
+        self.held: dict[str, Tensor] = {}
+        """What this rank holds of parameters and buffers, by name."""
+        self._ready: dict[Any, Ready] = {}
+        self._moves: dict[Any, Callable[..., list[Tensor]]] = {}
+
+    # --- capture and plan ----------------------------------------------------------------------
+
+    def capture(self, leaves: Leaves, backward: bool = True) -> Graph:
+        """The graph of a (micro-)batch at its global shape."""
+        emit("phase", name="capturing")
+        batch = unflatten(json.loads(leaves.tree), leaves.tensors)
+        graph = capture(self.model, self.loss, batch, whole=self.whole, scaled=self.scaled and backward,
+                        backward=backward, wide=True)  # fmt: skip
+        return probe(graph)
+
+    def together(self, leaves: Leaves) -> Leaves:
+        """The batch that ranks hold together, from this rank's share: stand-ins, of which split ones are longer."""
+        if not leaves.local:
+            return leaves
+        n, out = leaves.samples, {}
+        sizes = [s for s, a in zip(self.mesh.sizes, range(len(self.mesh.sizes)), strict=True) if self._splits(a)]
+        for name, t in leaves.tensors.items():
+            shape = list(t.shape)
+            if t.dim() and t.shape[0] == n:
+                for size in sizes:
+                    shape[0] *= size
+            out[name] = torch.empty(shape, dtype=t.dtype, device="meta")
+        return Leaves(out, leaves.tree, False)
+
+    def _splits(self, axis: int) -> bool:
+        assert self.plan is not None
+        return any(nd[axis] != B for n, nd in self.plan.inputs.items() if n.startswith("batch"))
+
+    def ready(self, leaves: Leaves, backward: bool = True) -> Ready:
+        """The compiled step for such a (micro-)batch, made on first use."""
+        modes = tuple(m.training for m in self.model.modules())
+        trained = tuple(p.requires_grad for p in self.model.parameters())
+        leaves = self.together(leaves)
+        key = (leaves.key, backward, modes, trained)
+        if key not in self._ready:
+            graph = self.capture(leaves, backward)
+            assert self.plan is not None
+            plan = self.plan if graph.hash == self.plan.graph_hash else like(graph, self.plan)
+            self._ready[key] = self.compile(graph, plan)
+        return self._ready[key]
+
+    def compile(self, graph: Graph, plan: Plan) -> Ready:
+        """Lower a plan and turn it into code."""
+        emit("phase", name="compiling")
+        wanted = self.wanted(graph, plan)
+        program = lower(graph, replace(plan, outputs={**plan.outputs, **wanted}))
+        stays = ("param", "buffer")
+        static = tuple(i for i, item in enumerate(program.inputs) if item.kind in stays)
+        constants = {c.name: constant_tensor(c) for c in program.constants}
+        step = self.build(program, self.transport, constants, static)
+        fixed = [self.held.get(i.name) if i.kind in stays else None for i in program.inputs]
+        filled = {item.name: i for i, item in enumerate(program.inputs) if item.kind not in stays}
+        outputs = {f"{o.kind}:{o.name}": i for i, o in enumerate(program.outputs)}
+        return Ready(graph, plan, program, step, fixed, filled, outputs)
+
+    def wanted(self, graph: Graph, plan: Plan) -> dict[str, NdSbp]:
+        """How outputs leave the program, where that is not how the plan keeps them.
+
+        A gradient goes to whoever updates that piece. With several micro-batches, sums that would be
+        kept whole stay unfinished.
+        """
+        out: dict[str, NdSbp] = {}
+        for o in graph.outputs:
+            key = f"{o.kind}:{o.name}"
+            kept = plan.outputs[key]
+            if o.kind == "buffer":
+                continue
+            node = graph.by_name.get(o.ref.name)
+            made = plan.ops[node.name].outs[o.ref.index] if node is not None else kept
+            later = tuple(m if isinstance(m, Partial) and m.op == "sum" and k == B else k
+                          for m, k in zip(made, kept, strict=True))  # fmt: skip
+            if self.micro_batches > 1 and o.kind in ("loss", "metric", "grad"):
+                out[key] = later
+            elif o.kind == "grad":
+                out[key] = plan.state.get(o.name, plan.inputs[o.name])
+        return out
+
+    # --- batches and moves ---------------------------------------------------------------------
+
+    def share(self, ready: Ready, leaves: Leaves, device: torch.device) -> dict[str, Tensor]:
+        """This rank's part of a batch, on its device."""
+        out = {}
+        for item in ready.program.inputs:
+            if item.kind != "batch":
+                continue
+            x, placed = leaves.tensors[item.name], item.placed
+            if leaves.local:
+                want = local_shape(placed.spec.shape, placed.nd, self.mesh.sizes, self.mesh.coords(self.transport.rank))
+                if tuple(x.shape) != want:
+                    raise BatchError(f"{item.name}: this rank's share is {tuple(x.shape)}, the plan wants {want} of "
+                                     f"{placed.spec}", next="give every rank an equal share")  # fmt: skip
+            else:
+                x = shard(x, placed.nd, self.mesh, self.transport.rank)
+            out[item.name] = x.to(device, non_blocking=True)
+        return out
+
+    def move(self, items: list[Move], why: str, tensors: list[Tensor]) -> list[Tensor]:
+        """Take tensors from one placement to another, all at once; every rank must call this."""
+        if all(src == dst for _, _, src, dst in items):
+            return tensors
+        key = (why, *((n, s, a, b) for n, s, a, b in items))
+        if key not in self._moves:
+            self._moves[key] = Step(moves(self.mesh, items, why), self.transport)
+        return self._moves[key](*tensors)

@@ -1,0 +1,473 @@
+"""A job: a model, its loss and its optimizer, trained as planned.
+
+Every rank makes the same job from the same script. What happens in a step: the batch is cut into
+micro-batches, each runs through the compiled program (forward, backward, the collectives between),
+gradients are summed, measured and clipped, the user's optimizer updates the pieces this rank owns,
+and parameters kept whole are put together again from everyone's pieces. Nothing is read back from
+the device unless the caller looks at the result.
+
+All public methods are collective: every rank calls them, in the same order.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from laminar.capture.private import foreach_add, foreach_copy, foreach_lerp
+from laminar.capture.torch_ops import spec_of
+from laminar.errors import CaptureError, LaminarError
+from laminar.events import emit
+from laminar.ir.graph import Graph
+from laminar.ir.mesh import Mesh
+from laminar.ir.plan import Plan
+from laminar.ir.program import Program
+from laminar.ir.sbp import B, NdSbp
+from laminar.lower.moves import Move
+from laminar.runtime.module import Step
+from laminar.runtime.shards import shard
+from laminar.runtime.transport import Groups, Null
+from laminar.train import choose, storage
+from laminar.train import optimizer as optim
+from laminar.train.anomaly import Watched
+from laminar.train.engine import Engine, Leaves, Ready
+from laminar.train.gradients import Norm, scale_and_clip
+from laminar.train.optimizer import Kept
+from laminar.train.precision import Precision, Scaler, rounded_update
+from laminar.train.world import World
+
+
+@dataclass(frozen=True)
+class Local:
+    """This rank's own share of a batch, instead of the global batch."""
+
+    share: Any
+
+
+class Result:
+    """What a step came to. Numbers stay on the device until they are read."""
+
+    def __init__(self, step: int, loss: Tensor, norm: Tensor, lr: float, clock: Callable[[], float], skipped: bool):
+        self.step, self.lr, self.skipped = step, lr, skipped
+        """`step` counts from 0. A skipped step changed nothing: its gradient was not finite."""
+        self._loss, self._norm, self._clock = loss, norm, clock
+
+    @property
+    def loss(self) -> float:
+        """The loss of the global batch."""
+        return float(self._loss)
+
+    @property
+    def grad_norm(self) -> float:
+        """The norm of the whole gradient, before clipping."""
+        return float(self._norm)
+
+    @property
+    def seconds(self) -> float:
+        """How long the step took on this rank."""
+        return self._clock()
+
+    def __repr__(self) -> str:
+        return f"Result(step={self.step}, loss={self.loss:.6g}, grad_norm={self.grad_norm:.4g}, lr={self.lr:.4g})"
+
+
+class Job:
+    """See `laminar.parallelize`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Callable[[Any, Any], Any],
+        optimizer: Any,
+        batch: Any,
+        plan: Any = "auto",
+        mesh: Mesh | None = None,
+        device: torch.device | str | None = None,
+        precision: str | Precision = "f32",
+        micro_batches: int = 1,
+        clip_norm: float | None = None,
+        clip_value: float | None = None,
+        ema: float | None = None,
+        seed: int = 0,
+        compile: bool | None = None,
+        detect_anomaly: bool = False,
+        timeout_s: float = 600.0,
+    ) -> None:
+        if micro_batches < 1:
+            raise LaminarError(f"micro_batches is {micro_batches}", allowed="a whole number of at least 1")
+        if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
+            raise CaptureError("the model has no values: it lives on meta", next="make it with real weights")
+        self._world = World(device, timeout_s)
+        self.rank, self.world, self.device = self._world.rank, self._world.size, self._world.device
+        plan = choose.loaded(plan)
+        self.mesh = choose.mesh_for(plan, mesh, self.world)
+        self._model = model
+        self.precision = Precision.of(precision)
+        self.clip_norm, self.clip_value, self.seed = clip_norm, clip_value, seed
+        self.steps = 0
+        self._scaler = Scaler() if self.precision.scaled else None
+        self._transport: Groups | Null = (
+            Groups(self.mesh, self.device) if self.world > 1 else Null(self.mesh, 0, self.device)
+        )
+        self._watched = Watched(self.rank) if detect_anomaly else None
+        self._engine = Engine(
+            model, self.precision.around(loss, self.device), self.mesh, self._transport, micro_batches,
+            self.precision.scaled, self._builder(compile),
+        )  # fmt: skip
+        slots = storage.moved(model, self.device, self.precision.weights)
+        self._world.broadcast([s.tensor.detach() for s in slots])
+        self.optimizer = optim.made(optimizer, model.parameters())
+        optim.refuse_unknown(self.optimizer, {id(s.tensor): s.name for s in slots})
+        optim.faster(self.optimizer, self.device)
+        leaves = self._leaves(batch)
+        if leaves.local:
+            raise LaminarError("batch= is an example of the global batch", next="give all of it, not a Local share")
+        graph = self._engine.capture(leaves.split(micro_batches)[0])
+        emit("phase", name="planning")
+        self.plan: Plan = choose.chosen(plan, graph, self.mesh, self.device)
+        self._engine.plan = self.plan
+        self._keep(slots)
+        self._first = self._engine.ready(leaves.split(micro_batches)[0])
+        self._noted: tuple[str, ...] = ()
+        self._sums: dict[str, Tensor] = {}
+        self._norms: dict[tuple[str, ...], Norm] = {}
+        self._ema_decay = ema
+        self._ema = {k.name: k.owned.detach().float().clone() for k in self._kept} if ema is not None else {}
+        self._copy: nn.Module | None = None
+
+    def _builder(self, compile: bool | None) -> Callable[..., Callable[..., list[Tensor]]]:
+        def build(
+            program: Program, transport: Groups | Null, constants: Mapping[str, Tensor], static: tuple[int, ...]
+        ) -> Callable[..., list[Tensor]]:
+            if self._watched is not None:
+                return Step(program, transport, constants, watch=self._watched)
+            return Step(program, transport, constants)
+
+        return build
+
+    # --- storage --------------------------------------------------------------------------------
+
+    def _cut(self, whole: Tensor, nd: NdSbp) -> Tensor:
+        return shard(whole, nd, self.mesh, self.rank)
+
+    def _keep(self, slots: Sequence[Any]) -> None:
+        """Leave this rank's parts in the model, and make the optimizer update what it owns."""
+        self._slots = slots
+        self._kept: list[Kept] = []
+        self._specs = {s.name: spec_of(s.tensor) for s in slots}
+        for slot in slots:
+            stand_in = torch.empty_like(slot.tensor, device="meta")
+            nd = self.plan.inputs.get(slot.name, (B,) * len(self.mesh.sizes))
+            if slot.kind != "param":
+                if any(p != B for p in nd):
+                    slot.tensor.data = self._cut(slot.tensor.detach(), nd).clone()
+                self._engine.held[slot.name] = slot.tensor.detach()
+                self._engine.whole[slot.name] = stand_in
+                continue
+            param = slot.tensor
+            spec = self._specs[slot.name]
+            state_nd = self.plan.state.get(slot.name, nd) if param.requires_grad else nd
+            param.data = self._cut(param.detach(), nd).clone() if any(p != B for p in nd) else param.detach()
+            owned = param
+            if state_nd != nd:
+                owned = nn.Parameter(self._cut(param.detach(), state_nd), requires_grad=param.requires_grad)
+            self._kept.append(Kept(slot.name, spec, param, nd, state_nd, owned))
+            self._engine.held[slot.name] = param.detach()
+            self._engine.whole[slot.name] = stand_in
+        in_optimizer = {id(p) for g in self.optimizer.param_groups for p in g["params"]}
+        trained = [k for k in self._kept if id(k.param) in in_optimizer]
+        optim.refuse_unless_elementwise(self.optimizer, trained)
+        optim.adopt(self.optimizer, trained, self._cut)
+        self._by_name = {k.name: k for k in trained}
+
+    # --- a step ---------------------------------------------------------------------------------
+
+    def _leaves(self, batch: Any) -> Leaves:
+        local = isinstance(batch, Local)
+        leaves = Leaves.of(batch.share if isinstance(batch, Local) else batch, local)
+        if self.precision.weights is None:
+            return leaves
+        return Leaves({n: self.precision.leaf(t) for n, t in leaves.tensors.items()}, leaves.tree, local)
+
+    def _agreed(self, batch: Any) -> Leaves:
+        """The leaves of a batch, which must be alike on all ranks."""
+        leaves = self._leaves(batch)
+        note = leaves.key
+        self._world.agree(" ".join(note[1:]), note != self._noted)
+        self._noted = note
+        return leaves
+
+    def step(self, batch: Any) -> Result:
+        """Train on one batch: the global one, or `Local(share)`."""
+        clock = clock_of(self.device)
+        leaves = self._agreed(batch)
+        micros = leaves.split(self._engine.micro_batches)
+        samples = [m.samples for m in micros]
+        scale = self._scaler.scale if self._scaler else 1.0
+        ready = None
+        grads: list[Tensor] = []
+        values: list[Tensor] = []
+        for i, micro in enumerate(micros):
+            ready = self._engine.ready(micro)
+            key = self._key(ready, self.steps * len(micros) + i)
+            weight = 1.0 if ("metric:loss_weight" in ready.outputs) else samples[i] / sum(samples)
+            out = ready(
+                self._engine.share(ready, micro, self.device),
+                key,
+                torch.tensor(scale * weight, device=self.device) if self._engine.scaled else None,
+            )
+            self._put_buffers(ready, out)
+            grads, values = self._add(ready, out, grads, values, weight, i)
+        assert ready is not None
+        loss, weight_sum, grads = self._finished(ready, values, grads, len(micros))
+        if self._watched is not None:
+            finite = all(bool(torch.isfinite(t).all()) for t in (loss, *([] if self._scaler else grads)))
+            self._watched.report(self._world, self.steps, not finite)
+        return self._update(ready, loss, weight_sum, grads, scale, clock)
+
+    def _key(self, ready: Ready, number: int) -> Tensor | None:
+        """What random draws of one run of a program hang on, if it makes any."""
+        return torch.tensor([self.seed, number], device=self.device) if "rng" in ready.filled else None
+
+    def _put_buffers(self, ready: Ready, out: list[Tensor]) -> None:
+        new = ready.of_kind("buffer")
+        if new:
+            foreach_copy([self._engine.held[n] for n, _ in new], [out[i] for _, i in new])
+
+    def _add(
+        self, ready: Ready, out: list[Tensor], grads: list[Tensor], values: list[Tensor], weight: float, i: int
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Gradients and loss so far, this micro-batch included."""
+        now = [out[at] for _, at in ready.of_kind("grad")]
+        here = [out[at] for _, at in (*ready.of_kind("loss"), *ready.of_kind("metric"))]
+        if self._engine.micro_batches == 1:
+            return now, here
+        here = [v.detach() * weight for v in here]
+        if i == 0:
+            # A program's outputs are overwritten by its next run, so sums have memory of their own.
+            if len(self._sums) != len(now):
+                self._sums = {n: torch.empty_like(out[at]) for n, at in ready.of_kind("grad")}
+            sums = list(self._sums.values())
+            foreach_copy(sums, now)
+            return sums, here
+        foreach_add(grads, now)
+        return grads, [a + b for a, b in zip(values, here, strict=True)]
+
+    def _finished(
+        self, ready: Ready, values: list[Tensor], grads: list[Tensor], count: int
+    ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
+        """Loss, weight if there is one, and gradients as owners need them."""
+        names = [f"loss:{n}" for n, _ in ready.of_kind("loss")] + [f"metric:{n}" for n, _ in ready.of_kind("metric")]
+        if count > 1:
+            made = {f"{o.kind}:{o.name}": o.placed for o in ready.program.outputs}
+            everywhere = (B,) * len(self.mesh.sizes)
+            items: list[Move] = [(n, made[n].spec, made[n].nd, everywhere) for n in names]
+            for n, _ in ready.of_kind("grad"):
+                placed = made[f"grad:{n}"]
+                items.append((f"grad:{n}", placed.spec, placed.nd, self._owner_nd(n)))
+            moved = self._engine.move(items, "micro-batches summed", [*values, *grads])
+            values, grads = moved[: len(names)], moved[len(names) :]
+        by_name = dict(zip(names, values, strict=True))
+        if "metric:loss_weight" in by_name:
+            weight = by_name["metric:loss_weight"]
+            return by_name["metric:loss_total"] / weight, weight, grads
+        return by_name["loss:loss"], None, grads
+
+    def _owner_nd(self, name: str) -> NdSbp:
+        return self.plan.state.get(name, self.plan.inputs[name])
+
+    def _update(
+        self, ready: Ready, loss: Tensor, weight: Tensor | None, grads: list[Tensor], scale: float, clock: Any
+    ) -> Result:
+        names = tuple(n for n, _ in ready.of_kind("grad") if n in self._by_name)
+        if len(names) != len(grads):
+            grads = [g for (n, _), g in zip(ready.of_kind("grad"), grads, strict=True) if n in self._by_name]
+        if names not in self._norms:
+            self._norms[names] = Norm([self._owner_nd(n) for n in names], self.mesh, self.device)
+        inverse: Tensor | float = 1.0 / scale
+        if self._engine.scaled and weight is not None:
+            inverse = inverse / weight
+        raw = self._norms[names](grads)
+        lr = float(self.optimizer.param_groups[0]["lr"]) if "lr" in self.optimizer.param_groups[0] else math.nan
+        number, self.steps = self.steps, self.steps + 1
+        if self._scaler is not None:
+            finite = math.isfinite(float(raw))
+            self._scaler.update(finite)
+            if not finite:
+                return Result(number, loss.detach().clone(), raw * inverse, lr, clock(), True)
+        norm = scale_and_clip(grads, raw, inverse, self.clip_norm, self.clip_value)
+        updates = [(self._by_name[n], g) for n, g in zip(names, grads, strict=True)]
+        if self.precision.rounding != "nearest":
+            key = torch.tensor([self.seed, number], device=self.device)
+            rounded_update(self.optimizer, updates, self.precision.rounding, key, self.mesh, self.rank)
+        else:
+            for k, g in updates:
+                k.owned.grad = g if g.dtype == k.owned.dtype else g.to(k.owned.dtype)
+            self.optimizer.step()
+            for k, _ in updates:
+                k.owned.grad = None
+        self._gather()
+        if self._ema_decay is not None:
+            foreach_lerp(list(self._ema.values()), [k.owned.detach().float() for k in self._kept], 1 - self._ema_decay)
+        return Result(number, loss.detach().clone(), norm, lr, clock(), False)
+
+    def _gather(self) -> None:
+        """Put parameters that are kept whole together from everyone's updated pieces."""
+        split = [k for k in self._kept if k.gathered]
+        if split:
+            items = [(k.name, k.spec, k.state_nd, k.nd) for k in split]
+            moved = self._engine.move(items, "updated parameters", [k.owned.detach() for k in split])
+            foreach_copy([k.param.detach() for k in split], moved)
+
+    # --- evaluation -----------------------------------------------------------------------------
+
+    def evaluate(self, batches: Iterable[Any]) -> float:
+        """The loss over batches with the model in evaluation mode: totals over weights, or the mean by sample."""
+        training = [(m, m.training) for m in self._model.modules()]
+        self._model.eval()
+        total: Tensor | float = 0.0
+        weight: Tensor | float = 0.0
+        try:
+            for i, batch in enumerate(batches):
+                leaves = self._agreed(batch)
+                for micro in leaves.split(min(self._engine.micro_batches, leaves.samples)):
+                    ready = self._engine.ready(micro, backward=False)
+                    key = self._key(ready, -1 - i)
+                    out = ready(self._engine.share(ready, micro, self.device), key, None)
+                    names = [*(f"loss:{n}" for n, _ in ready.of_kind("loss")),
+                             *(f"metric:{n}" for n, _ in ready.of_kind("metric"))]  # fmt: skip
+                    values = dict(zip(names, self._whole_values(ready, names, out), strict=True))
+                    if "metric:loss_weight" in values:
+                        total = total + values["metric:loss_total"].double()
+                        weight = weight + values["metric:loss_weight"].double()
+                    else:
+                        n = self._engine.together(micro).samples
+                        total, weight = total + values["loss:loss"].double() * n, weight + n
+        finally:
+            for module, mode in training:
+                module.training = mode
+        return float(total / weight) if weight is not None and float(weight) else math.nan
+
+    def _whole_values(self, ready: Ready, names: list[str], out: list[Tensor]) -> list[Tensor]:
+        made = {f"{o.kind}:{o.name}": o.placed for o in ready.program.outputs}
+        everywhere = (B,) * len(self.mesh.sizes)
+        items: list[Move] = [(n, made[n].spec, made[n].nd, everywhere) for n in names]
+        return self._engine.move(items, "values of an evaluation", [out[ready.outputs[n]] for n in names])
+
+    # --- weights and state ------------------------------------------------------------------------
+
+    def _assembled(self, pieces: Sequence[tuple[str, Sequence[int], NdSbp, Tensor]]) -> list[Tensor]:
+        """Whole tensors from what ranks hold of them."""
+        items: list[Move] = []
+        for name, shape, nd, piece in pieces:
+            spec = spec_of(torch.empty(tuple(shape), dtype=piece.dtype, device="meta"))
+            items.append((name, spec, nd, (B,) * len(self.mesh.sizes)))
+        moved = self._engine.move(items, "a whole copy", [p for *_, p in pieces])
+        return [m.clone() if m.data_ptr() != p.data_ptr() else m for m, (*_, p) in zip(moved, pieces, strict=True)]
+
+    def state_dict(self, sharded: bool = False, ema: bool = False) -> dict[str, Any]:
+        """Weights and buffers under the model's own names: whole tensors, or DTensors.
+
+        `ema=True` gives the moving average of the weights instead.
+        """
+        return storage.state_dict(self, sharded, ema)
+
+    def load_state_dict(self, given: Mapping[str, Any]) -> None:
+        """Take weights and buffers from a state dict of this model, from here or from plain PyTorch."""
+        storage.load_state_dict(self, given)
+
+    def optimizer_state_dict(self) -> dict[str, Any]:
+        """What `optimizer.state_dict()` would be on one device."""
+        return optim.state_dict(self.optimizer, list(self._by_name.values()), self._assembled)  # type: ignore[no-any-return]
+
+    def load_optimizer_state_dict(self, given: Mapping[str, Any]) -> None:
+        """The inverse; also of what a plain optimizer over the same parameters saved."""
+        optim.load_state_dict(self.optimizer, list(self._by_name.values()), given, self._cut)
+
+    def load_average(self, given: Mapping[str, Tensor]) -> None:
+        """Take the moving average of the weights from whole tensors."""
+        for k in self._kept:
+            self._ema[k.name].copy_(self._cut(given[k.name], k.state_nd))
+
+    def hash(self) -> str:
+        """Hex digest over weights, buffers and optimizer state: equal exactly if all of them are, bit for bit."""
+        return storage.digest(self)
+
+    def save(self, directory: Any) -> None:
+        """Write weights, optimizer state and counters as whole tensors into a directory."""
+        storage.save(self, directory)
+
+    def resume(self, directory: Any) -> None:
+        """Go on from what `save` wrote, on any layout."""
+        storage.resume(self, directory)
+
+    @property
+    def model(self) -> nn.Module:
+        """The model with whole weights, for inference; where ranks hold pieces, a copy that is made anew here."""
+        if all(k.nd == (B,) * len(self.mesh.sizes) for k in self._kept):
+            return self._model
+        if self._copy is None:
+            self._copy = storage.empty_copy(self._model, self._slots, self._engine.whole, self.device)
+        storage.fill(self._copy, self.state_dict())
+        return self._copy
+
+    @property
+    def graph(self) -> Graph:
+        """The captured graph of the first batch."""
+        return self._first.graph
+
+    @property
+    def program(self) -> Program:
+        """The program of the first batch."""
+        return self._first.program
+
+    def memory(self) -> dict[str, int]:
+        """Bytes that this rank holds from step to step."""
+        grads = [o.placed for o in self.program.outputs if o.kind == "grad"]
+        return {
+            "parameters": sum(k.param.nbytes + (k.owned.nbytes if _apart(k) else 0) for k in self._kept),
+            "gradients": sum(p.local(self.mesh, self.rank).nbytes for p in grads),
+            "state": sum(
+                v.nbytes for s in self.optimizer.state.values() for v in s.values() if isinstance(v, Tensor) and v.dim()
+            ),
+        }
+
+    def close(self) -> None:
+        """Leave the process group, if this job made it."""
+        self._world.close()
+
+
+def _apart(k: Kept) -> bool:
+    """Whether an owned piece has memory of its own."""
+    return k.gathered and k.owned.untyped_storage().data_ptr() != k.param.untyped_storage().data_ptr()
+
+
+def clock_of(device: torch.device) -> Callable[[], Callable[[], float]]:
+    """Call it at the end of a step; what comes back tells the seconds since, when asked."""
+    if device.type != "cuda":
+        start = time.perf_counter()
+
+        def stop() -> Callable[[], float]:
+            passed = time.perf_counter() - start
+            return lambda: passed
+
+        return stop
+    first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    first.record()
+
+    def recorded() -> Callable[[], float]:
+        last.record()
+
+        def read() -> float:
+            last.synchronize()
+            return float(first.elapsed_time(last)) / 1e3
+
+        return read
+
+    return recorded

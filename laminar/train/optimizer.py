@@ -1,0 +1,229 @@
+"""The user's optimizer, run on pieces.
+
+An elementwise update of a tensor is the same update of each of its pieces, so the optimizer itself
+is not rewritten: its parameter groups are made to name what this rank owns, and everything that
+hangs on them (learning-rate schedulers, weight decay by group) goes on working. Which pieces a rank
+owns is the plan's decision (`Plan.state`). Whether an update is elementwise is tried out, not looked
+up: one that is not gives other numbers on halves than on the whole, and is refused by name.
+
+With parameters held whole on every rank, any optimizer will do.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from laminar.errors import OptimizerError, StateError
+from laminar.ir.sbp import NdSbp, Split
+from laminar.ir.tensor import TensorSpec
+
+TRIAL = (6, 4)
+"""Shape of the tensor on which an optimizer is tried."""
+
+
+@dataclass
+class Kept:
+    """One parameter as this rank keeps it."""
+
+    name: str
+    spec: TensorSpec
+    """Of the whole tensor."""
+    param: nn.Parameter
+    """The model's own; its data is this rank's part."""
+    nd: NdSbp
+    state_nd: NdSbp
+    """Of the part that this rank's optimizer updates, and of its state."""
+    owned: nn.Parameter
+    """That part: the parameter itself, or a piece that lies in its memory where that is possible."""
+
+    @property
+    def gathered(self) -> bool:
+        """Whether the parameter is put together from owned pieces after an update."""
+        return self.owned is not self.param
+
+
+def made(optimizer: Any, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """The optimizer, from itself or from a factory."""
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return optimizer
+    if not callable(optimizer):
+        raise OptimizerError(f"optimizer is a {type(optimizer).__name__}", allowed="a torch optimizer, or a function "
+                             "that makes one from parameters")  # fmt: skip
+    out = optimizer(params)
+    if not isinstance(out, torch.optim.Optimizer):
+        raise OptimizerError(f"the optimizer factory returned a {type(out).__name__}", allowed="a torch optimizer")
+    return out
+
+
+def refuse_unknown(optimizer: torch.optim.Optimizer, params: Mapping[int, str]) -> None:
+    """Every parameter of the optimizer must be one of the model's."""
+    for g, group in enumerate(optimizer.param_groups):
+        for i, p in enumerate(group["params"]):
+            if id(p) not in params:
+                raise OptimizerError(f"parameter {i} of group {g} ({tuple(p.shape)}) is not one of the model's",
+                                     next="make the optimizer from model.parameters()")  # fmt: skip
+
+
+def faster(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """Use the fused or multi-tensor form of the update where torch has one and the user has not chosen."""
+    fused = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
+    for group in optimizer.param_groups:
+        free = group.get("fused", False) is None and group.get("foreach", False) is None
+        if not free or group.get("differentiable") or group.get("capturable") or optimizer.state:
+            continue
+        both = type(optimizer) is not torch.optim.Adagrad or device.type == "cpu"
+        floats = all(p.dtype in (torch.float32, torch.float64, torch.bfloat16) for p in group["params"])
+        if type(optimizer) in fused and both and floats:
+            group["fused"] = True
+        else:
+            group["foreach"] = True
+
+
+def adopt(optimizer: torch.optim.Optimizer, kept: Sequence[Kept], cut: Callable[[Tensor, NdSbp], Tensor]) -> None:
+    """Make the optimizer's groups and its state be about owned pieces; `cut` takes this rank's part of a whole."""
+    by_param = {id(k.param): k for k in kept}
+    for group in optimizer.param_groups:
+        group["params"] = [by_param[id(p)].owned for p in group["params"]]
+    old = dict(optimizer.state)
+    optimizer.state.clear()
+    for p, state in old.items():
+        k = by_param[id(p)]
+        optimizer.state[k.owned] = {
+            key: cut(v, k.state_nd) if isinstance(v, Tensor) and v.shape == k.spec.shape and v.dim() else v
+            for key, v in state.items()
+        }
+
+
+# --- which updates are elementwise -------------------------------------------------------------
+
+
+def refuse_unless_elementwise(optimizer: torch.optim.Optimizer, kept: Sequence[Kept]) -> None:
+    """Refuse an optimizer whose update of a whole differs from its updates of the pieces, if there are pieces."""
+    if not any(isinstance(p, Split) for k in kept for p in k.state_nd):
+        return
+    name = type(optimizer).__name__
+    advice = 'use a plan that keeps parameters and state whole (plan="data"), or an elementwise optimizer'
+    for group in optimizer.param_groups:
+        hyper = {k: v for k, v in group.items() if k != "params"}
+        try:
+            whole, *halves = (_trial(optimizer, hyper, cut) for cut in (_uncut, _rows, _columns))
+        except Exception as error:
+            raise OptimizerError(
+                f"{name} can't be tried on a small tensor: {type(error).__name__}: {error}",
+                why="its update must be elementwise, because the plan keeps state in pieces",
+                next=advice,
+            ) from error
+        for half in halves:
+            if not torch.allclose(whole, half, rtol=1e-9, atol=1e-12):
+                raise OptimizerError(f"{name} is not elementwise: updating a tensor in pieces gives other numbers "
+                                     "than updating it whole", next=advice)  # fmt: skip
+
+
+def _uncut(x: Tensor) -> list[Tensor]:
+    return [x]
+
+
+def _rows(x: Tensor) -> list[Tensor]:
+    return list(x.split([1, x.shape[0] - 1]))
+
+
+def _columns(x: Tensor) -> list[Tensor]:
+    return list(x.split([1, x.shape[1] - 1], 1))
+
+
+def _trial(optimizer: torch.optim.Optimizer, hyper: dict[str, Any], cut: Callable[[Tensor], list[Tensor]]) -> Tensor:
+    """A few updates of a small float64 tensor, in the pieces that `cut` makes; the result put together."""
+    random = torch.Generator().manual_seed(0)
+    start = torch.randn(TRIAL, generator=random, dtype=torch.float64)
+    params = [nn.Parameter(piece.clone()) for piece in cut(start)]
+    twin = copy.copy(optimizer)
+    twin.__dict__ = dict(optimizer.__dict__)
+    twin.state = defaultdict(dict)
+    plain = {k: v.detach().cpu() if isinstance(v, Tensor) else v for k, v in hyper.items()}
+    twin.param_groups = [{**plain, "params": params}]
+    step = type(optimizer).step  # not the instance's, which a scheduler may have wrapped to count calls
+    for _ in range(3):
+        grad = torch.randn(TRIAL, generator=random, dtype=torch.float64)
+        for p, g in zip(params, cut(grad), strict=True):
+            p.grad = g.clone()
+        step(twin)
+    if len(params) == 1:
+        return params[0].detach()
+    return torch.cat([p.detach() for p in params], 0 if params[0].shape[1] == TRIAL[1] else 1)
+
+
+# --- state in torch's own format ---------------------------------------------------------------
+
+
+def state_dict(optimizer: torch.optim.Optimizer, kept: Sequence[Kept], whole: Callable[..., list[Tensor]]) -> Any:
+    """What `optimizer.state_dict()` would be on one device; `whole` assembles (spec, placement, piece) triples."""
+    by_owned = {id(k.owned): k for k in kept}
+    groups, order = _numbered(optimizer)
+    pieces: list[tuple[Kept, str, Tensor]] = []
+    state: dict[int, dict[str, Any]] = {}
+    for i, p in enumerate(order):
+        if p not in optimizer.state:
+            continue
+        state[i] = dict(optimizer.state[p])
+        k = by_owned[id(p)]
+        pieces += [(k, key, v) for key, v in state[i].items() if _is_piece(k, v)]
+    found = whole([(f"{k.name}.{key}", k.spec.shape, k.state_nd, v) for k, key, v in pieces])
+    put = {(k.name, key): t for (k, key, _), t in zip(pieces, found, strict=True)}
+    for i, p in enumerate(order):
+        for key in state.get(i, {}):
+            state[i][key] = put.get((by_owned[id(p)].name, key), state[i][key])
+    return {"state": state, "param_groups": groups}
+
+
+def load_state_dict(
+    optimizer: torch.optim.Optimizer, kept: Sequence[Kept], given: Any, cut: Callable[[Tensor, NdSbp], Tensor]
+) -> None:
+    """The inverse; also of what a plain optimizer saved."""
+    by_owned = {id(k.owned): k for k in kept}
+    _, order = _numbered(optimizer)
+    groups = given["param_groups"]
+    if [len(g["params"]) for g in groups] != [len(g["params"]) for g in optimizer.param_groups]:
+        raise StateError("the optimizer state has other parameter groups than this optimizer",
+                         mine=str([len(g["params"]) for g in optimizer.param_groups]),
+                         given=str([len(g["params"]) for g in groups]))  # fmt: skip
+    optimizer.state.clear()
+    numbers = [i for g in groups for i in g["params"]]
+    owners = [g for g in optimizer.param_groups for _ in g["params"]]
+    for number, p, group in zip(numbers, order, owners, strict=True):
+        k = by_owned[id(p)]
+        state = given["state"].get(number, given["state"].get(str(number)))
+        if state is not None:
+            optimizer.state[p] = {key: _placed(v, k, group, cut) for key, v in state.items()}
+    for group, other in zip(optimizer.param_groups, groups, strict=True):
+        group.update({key: v for key, v in other.items() if key not in ("params", "fused", "foreach")})
+
+
+def _placed(value: Any, k: Kept, group: dict[str, Any], cut: Callable[[Tensor, NdSbp], Tensor]) -> Any:
+    """One entry of the state as this rank keeps it; unlike torch's own loading it keeps the entry's dtype."""
+    if not isinstance(value, Tensor):
+        return value
+    if value.dim() and tuple(value.shape) == k.spec.shape:
+        return cut(value, k.state_nd).to(k.owned.device, copy=True)
+    on_device = group.get("fused") or group.get("capturable")
+    return value.to(k.owned.device, copy=True) if on_device or value.dim() else value.clone()
+
+
+def _is_piece(k: Kept, value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0 and value.shape == k.owned.shape
+
+
+def _numbered(optimizer: torch.optim.Optimizer) -> tuple[list[dict[str, Any]], list[nn.Parameter]]:
+    order: list[nn.Parameter] = []
+    groups = []
+    for group in optimizer.param_groups:
+        numbers = list(range(len(order), len(order) + len(group["params"])))
+        order += group["params"]
+        groups.append({**{k: v for k, v in group.items() if k != "params"}, "params": numbers})
+    return groups, order

@@ -1,0 +1,142 @@
+"""The ranks that train together, as one of them sees it.
+
+Alone, under `torchrun`, under `laminar train` or inside a script that has made its own process
+group: all four look the same from here on. Besides collectives there is a store, where ranks leave
+small notes that cost the others nothing; through it they notice that their batches differ before
+the collectives of two different programs meet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from laminar.capture.private import default_store
+from laminar.errors import BatchError, MeshError
+from laminar.events import emit
+
+_MADE = itertools.count()
+"""Worlds made so far by this process: ranks make them in the same order, so this tells them apart."""
+PATIENCE_S = 60.0
+"""How long to wait for another rank to begin the same step before saying that it does not."""
+
+
+class World:
+    """This rank among `size`."""
+
+    def __init__(self, device: torch.device | str | None = None, timeout_s: float = 600.0) -> None:
+        self.joined = False
+        if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            self._join(device, timeout_s)
+        self.size = dist.get_world_size() if dist.is_initialized() else 1
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.device = _device(device)
+        self.store = default_store() if self.size > 1 else None
+        self._notes = 0
+        self._place = f"laminar/{next(_MADE)}/note"
+
+    def _join(self, device: torch.device | str | None, timeout_s: float) -> None:
+        missing = [k for k in ("RANK", "MASTER_ADDR", "MASTER_PORT") if k not in os.environ]
+        if missing:
+            raise MeshError(f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but {', '.join(missing)} is not set",
+                            next="start with torchrun or laminar train")  # fmt: skip
+        if os.environ["MASTER_ADDR"] in ("localhost", "127.0.0.1"):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        emit("phase", name="meeting the other ranks")
+        dist.init_process_group(_backend(device), timeout=timedelta(seconds=timeout_s))
+        self.joined = True
+
+    def broadcast(self, tensors: Sequence[Tensor]) -> None:
+        """Give everyone rank 0's values, in place."""
+        if self.size == 1:
+            return
+        plain = [t if t.is_contiguous() else t.contiguous() for t in tensors]
+        work = [dist.broadcast(t.view(torch.uint8) if t.dtype == torch.bool else t, 0, async_op=True) for t in plain]
+        for w, t, p in zip(work, tensors, plain, strict=True):
+            w.wait()
+            if p is not t:
+                t.copy_(p)
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Everyone's small value, by rank."""
+        if self.size == 1:
+            return [value]
+        out: list[Any] = [None] * self.size
+        dist.all_gather_object(out, value)
+        return out
+
+    def agree(self, note: str, changed: bool) -> None:
+        """Leave a note about the step that begins; if it differs from the last one, see that everyone's does.
+
+        Costs one message to the store, and no waiting while nothing changes. The rank whose batch has
+        changed waits for the others to begin the same step, and speaks up if theirs is another.
+        """
+        self._notes += 1
+        if self.store is None:
+            return
+        self.store.set(f"{self._place}/{self.rank}", f"{self._notes}|{note}")
+        if not changed:
+            return
+        for other in range(self.size):
+            if other != self.rank:
+                theirs = self._note_of(other)
+                if theirs != note:
+                    raise BatchError(
+                        f"step {self._notes}: rank {self.rank} has another batch than rank {other}",
+                        mine=note,
+                        theirs=theirs,
+                        next="hand the same global batch to every rank, or equal shares as laminar.Local(share)",
+                    )
+
+    def _note_of(self, other: int) -> str:
+        start = time.monotonic()
+        while time.monotonic() - start < PATIENCE_S:
+            if self.store.check([f"{self._place}/{other}"]):  # type: ignore[union-attr]
+                count, _, note = self.store.get(f"{self._place}/{other}").decode().partition("|")  # type: ignore[union-attr]
+                if int(count) >= self._notes:
+                    return str(note)
+            time.sleep(0.005)
+        raise BatchError(
+            f"rank {other} has not begun step {self._notes} after {PATIENCE_S:.0f} s",
+            next="see that every rank makes the same number of steps, and whether that one still runs",
+        )
+
+    def close(self) -> None:
+        """Leave the process group, if this made it."""
+        if self.joined and dist.is_initialized():
+            with contextlib.suppress(Exception):
+                dist.destroy_process_group()
+            self.joined = False
+
+
+def _own_gpu() -> bool:
+    """Whether every rank of this machine can have a GPU of its own."""
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
+    return torch.cuda.is_available() and torch.cuda.device_count() >= here
+
+
+def _backend(device: torch.device | str | None) -> str:
+    on_gpu = torch.device(device).type == "cuda" if device is not None else _own_gpu()
+    return "nccl" if on_gpu and _own_gpu() else "gloo"
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    """The device of this rank: the one asked for, else its own GPU, else the CPU."""
+    chosen = torch.device(device) if device is not None else torch.device("cuda" if _own_gpu() else "cpu")
+    if chosen.type == "cuda":
+        if not torch.cuda.is_available():
+            raise MeshError("there is no GPU here", next='use device="cpu"')
+        index: int | None = chosen.index
+        if index is None:
+            chosen = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        torch.cuda.set_device(chosen)
+    return chosen

@@ -1,0 +1,122 @@
+"""Training equals plain PyTorch: every model of the zoo, every layout, two optimizers, twenty steps.
+
+The oracle is an ordinary loop in one process (`loss.backward(); optimizer.step()`), none of our code
+but the mode that supplies keyed draws where a model has dropout. In float64 the weights agree to
+1e-9; in float32, where an update may amplify rounding, to 1e-4.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import laminar
+from laminar import Mesh
+from laminar.capture.canonical import Canonical
+from tests.ranks import Ranks
+from tests.zoo import NAMES, recipe
+
+STEPS = 20
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
+LAYOUTS: dict[str, tuple[int, str, dict[str, int]]] = {
+    "alone": (1, "data", {"dp": 1}),
+    "dp2": (2, "data", {"dp": 2}),
+    "zero1": (2, "zero1", {"dp": 2}),
+    "zero2": (2, "zero2", {"dp": 2}),
+    "zero3": (2, "zero3", {"dp": 2}),
+    "dp2xtp2": (4, "tensor", {"dp": 2, "tp": 2}),
+}
+OPTIMIZERS = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.9, weight_decay=1e-3),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=1e-3, weight_decay=0.1),
+}
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[dict[int, Ranks]]:
+    """Processes by number, shared by the tests of this file."""
+    pools = {n: Ranks(n) for n in (2, 4)}
+    yield pools
+    for pool in pools.values():
+        pool.stop()
+
+
+def cast(value: Any, dtype: torch.dtype) -> Any:
+    """A batch with its floating leaves in another precision."""
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, dict):
+        return {k: cast(v, dtype) for k, v in value.items()}
+    return type(value)(cast(v, dtype) for v in value) if isinstance(value, (list, tuple)) else value
+
+
+def material(name: str, dtype: torch.dtype, steps: int = STEPS) -> tuple[nn.Module, Any, list[Any]]:
+    """A model, its loss and its batches."""
+    made = recipe(name)
+    batches = [cast(b, dtype) for b in itertools.islice(made.data(), steps)]
+    return made.model().to(dtype), made.loss, batches
+
+
+def plain(model: nn.Module, loss: Any, optimizer: torch.optim.Optimizer, batches: list[Any], seed: int) -> list[float]:
+    """The ordinary loop."""
+    losses = []
+    for i, batch in enumerate(batches):
+        with Canonical(torch.tensor([seed, i])):
+            value = loss(model, batch)
+        value = value.total / value.weight if isinstance(value, laminar.Loss) else value
+        optimizer.zero_grad()
+        value.backward()
+        optimizer.step()
+        losses.append(value.item())
+    return losses
+
+
+def difference(got: dict[str, Tensor], want: dict[str, Tensor]) -> tuple[float, str]:
+    """The largest difference of any weight, relative to the largest of its tensor (at least 1e-2), and whose."""
+    worst = (0.0, "")
+    for name, w in want.items():
+        if w.is_floating_point() and w.numel():
+            scale = max(float(w.abs().max()), 1e-2)
+            worst = max(worst, (float((got[name] - w).abs().max()) / scale, name))
+    return worst
+
+
+def compare(name: str, layout: str, optimizer: str, dtype: torch.dtype) -> tuple[float, str, float]:
+    """Train both ways; the difference of weights, where, and that of losses."""
+    _, plan, axes = LAYOUTS[layout]
+    model, loss, batches = material(name, dtype)
+    other = copy.deepcopy(model)
+    job = laminar.parallelize(
+        model, loss, OPTIMIZERS[optimizer](model.parameters()), batch=batches[0], plan=plan, mesh=Mesh(axes), seed=5,
+        device="cpu",
+    )  # fmt: skip
+    losses = [job.step(batch).loss for batch in batches]
+    want = plain(other, loss, OPTIMIZERS[optimizer](other.parameters()), batches, 5)
+    gap, where = difference(job.state_dict(), other.state_dict())
+    return gap, where, max(abs(a - b) / max(abs(b), 1e-2) for a, b in zip(losses, want, strict=True))
+
+
+def check(ranks: dict[int, Ranks], name: str, layout: str, optimizer: str, dtype: torch.dtype) -> None:
+    """All ranks agree with plain PyTorch."""
+    world = LAYOUTS[layout][0]
+    found = ranks[world].run(compare, name, layout, optimizer, dtype) if world > 1 else [
+        compare(name, layout, optimizer, dtype)
+    ]  # fmt: skip
+    for rank, (gap, where, losses) in enumerate(found):
+        assert gap <= TOLERANCE[dtype], f"rank {rank}: {where} differs by {gap:.2e}"
+        assert losses <= TOLERANCE[dtype], f"rank {rank}: losses differ by {losses:.2e}"
+
+
+CASES = [(n, la, ("sgd", "adamw")[(i + j) % 2]) for i, n in enumerate(NAMES) for j, la in enumerate(LAYOUTS)]
+
+
+@pytest.mark.parametrize(("name", "layout", "optimizer"), CASES)
+def test_twenty_steps_equal_plain_pytorch(ranks: dict[int, Ranks], name: str, layout: str, optimizer: str) -> None:
+    """In float64, so that only a wrong step can differ."""
+    check(ranks, name, layout, optimizer, torch.float64)
