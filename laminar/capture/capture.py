@@ -107,7 +107,7 @@ def capture(
         if stand_in is not None:
             slot.tensor = stand_in.requires_grad_(slot.tensor.requires_grad)
     if scaled:
-        leaves = {**leaves, "scale": torch.ones(())}
+        leaves = {**leaves, "scale": torch.ones((), dtype=torch.float64)}
 
     def set_leaves(fakes: list[Tensor]) -> None:
         given.update(zip(leaves, fakes, strict=True))

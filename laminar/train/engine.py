@@ -124,6 +124,8 @@ class Engine:
         self.held: dict[str, Tensor] = {}
         """What this rank holds of parameters and buffers, by name."""
         self._ready: dict[Any, Ready] = {}
+        self._terms: dict[str, NdSbp] = {}
+        """How loss and gradients of micro-batches lie until they are summed up."""
         self._moves: dict[Any, Callable[..., list[Tensor]]] = {}
 
     # --- capture and plan ----------------------------------------------------------------------
@@ -197,8 +199,9 @@ class Engine:
             made = plan.ops[node.name].outs[o.ref.index] if node is not None else kept
             later = tuple(m if isinstance(m, Partial) and m.op == "sum" and k == B else k
                           for m, k in zip(made, kept, strict=True))  # fmt: skip
-            if self.micro_batches > 1 and o.kind in ("loss", "metric", "grad"):
-                out[key] = later
+            if self.micro_batches > 1:
+                # Micro-batches of one step may differ in size, and what they give is added up: it must lie alike.
+                out[key] = self._terms.setdefault(key, later)
             elif o.kind == "grad":
                 out[key] = plan.state.get(o.name, plan.inputs[o.name])
         return out

@@ -104,6 +104,7 @@ class Job:
         if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
             raise CaptureError("the model has no values: it lives on meta", next="make it with real weights")
         self._world = World(device, timeout_s)
+        emit("phase", name="preparing")
         self.rank, self.world, self.device = self._world.rank, self._world.size, self._world.device
         plan = choose.loaded(plan)
         self.mesh = choose.mesh_for(plan, mesh, self.world)
@@ -220,7 +221,7 @@ class Job:
             out = ready(
                 self._engine.share(ready, micro, self.device),
                 key,
-                torch.tensor(scale * weight, device=self.device) if self._engine.scaled else None,
+                torch.tensor(scale * weight, dtype=torch.float64, device=self.device) if self._engine.scaled else None,
             )
             self._put_buffers(ready, out)
             grads, values = self._add(ready, out, grads, values, weight, i)
@@ -248,7 +249,7 @@ class Job:
         here = [out[at] for _, at in (*ready.of_kind("loss"), *ready.of_kind("metric"))]
         if self._engine.micro_batches == 1:
             return now, here
-        here = [v.detach() * weight for v in here]
+        here = [v * weight if weight != 1.0 else v.clone() for v in here]
         if i == 0:
             # A program's outputs are overwritten by its next run, so sums have memory of their own.
             if len(self._sums) != len(now):
@@ -275,7 +276,7 @@ class Job:
             values, grads = moved[: len(names)], moved[len(names) :]
         by_name = dict(zip(names, values, strict=True))
         if "metric:loss_weight" in by_name:
-            weight = by_name["metric:loss_weight"]
+            weight = by_name["metric:loss_weight"].double()
             return by_name["metric:loss_total"] / weight, weight, grads
         return by_name["loss:loss"], None, grads
 
