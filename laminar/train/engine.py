@@ -12,8 +12,10 @@ their memory.
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -36,6 +38,9 @@ from laminar.runtime.shards import shard
 from laminar.runtime.transport import Groups, Null
 from laminar.search.presets import like
 
+SOME = 1 << 16
+"""How many elements of a leaf are looked at to tell batches apart."""
+
 
 @dataclass(frozen=True)
 class Leaves:
@@ -51,10 +56,18 @@ class Leaves:
         tensors, tree = flatten(batch)
         return Leaves(tensors, json.dumps(tree), local)
 
-    @property
+    @cached_property
     def key(self) -> tuple[str, ...]:
         """Structure and shapes."""
         return (self.tree, *(f"{n}{spec_of(t)}" for n, t in self.tensors.items()))
+
+    def fingerprint(self) -> str:
+        """A few digits of the values: equal batches have equal ones, others hardly ever do."""
+        crc = 0
+        for t in self.tensors.values():
+            some = t.detach().reshape(-1)[:SOME].cpu().contiguous()
+            crc = zlib.crc32(some.view(torch.uint8).numpy().tobytes(), crc) if some.numel() else crc
+        return f"{crc:08x}"
 
     @property
     def samples(self) -> int:
@@ -95,8 +108,22 @@ class Ready:
             args[at] = key if name == "rng" else scale if name == "scale" else leaves[name]
         return self.step(*args)
 
-    def of_kind(self, kind: str) -> list[tuple[str, int]]:
-        """Names and positions of outputs of one kind, in order."""
+    @cached_property
+    def grads(self) -> list[tuple[str, int]]:
+        """Parameters with a gradient, and where it stands among the outputs."""
+        return self._of_kind("grad")
+
+    @cached_property
+    def buffers(self) -> list[tuple[str, int]]:
+        """Buffers with a new value, and where it stands among the outputs."""
+        return self._of_kind("buffer")
+
+    @cached_property
+    def values(self) -> list[tuple[str, int]]:
+        """Loss and metrics as `kind:name`, and where they stand among the outputs."""
+        return [(f"{kind}:{n}", i) for kind in ("loss", "metric") for n, i in self._of_kind(kind)]
+
+    def _of_kind(self, kind: str) -> list[tuple[str, int]]:
         return [(n.partition(":")[2], i) for n, i in self.outputs.items() if n.partition(":")[0] == kind]
 
 
@@ -123,6 +150,7 @@ class Engine:
         """Stand-ins of the model's tensors at full size, once this process holds only parts of them."""
         self.held: dict[str, Tensor] = {}
         """What this rank holds of parameters and buffers, by name."""
+        self._modules, self._parameters = list(model.modules()), list(model.parameters())
         self._ready: dict[Any, Ready] = {}
         self._terms: dict[str, NdSbp] = {}
         """How loss and gradients of micro-batches lie until they are summed up."""
@@ -158,8 +186,8 @@ class Engine:
 
     def ready(self, leaves: Leaves, backward: bool = True) -> Ready:
         """The compiled step for such a (micro-)batch, made on first use."""
-        modes = tuple(m.training for m in self.model.modules())
-        trained = tuple(p.requires_grad for p in self.model.parameters())
+        modes = tuple([m.training for m in self._modules])
+        trained = tuple([p.requires_grad for p in self._parameters])
         leaves = self.together(leaves)
         key = (leaves.key, backward, modes, trained)
         if key not in self._ready:

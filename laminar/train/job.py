@@ -42,6 +42,9 @@ from laminar.train.optimizer import Kept
 from laminar.train.precision import Precision, Scaler, rounded_update
 from laminar.train.world import World
 
+CHECKS = 2
+"""How many of the first batches are compared between ranks by value, not only by shape."""
+
 
 @dataclass(frozen=True)
 class Local:
@@ -129,13 +132,17 @@ class Job:
         leaves = self._leaves(batch)
         if leaves.local:
             raise LaminarError("batch= is an example of the global batch", next="give all of it, not a Local share")
-        graph = self._engine.capture(leaves.split(micro_batches)[0])
+        try:
+            graph = self._engine.capture(leaves.split(micro_batches)[0])
+        except CaptureError as error:
+            raise CaptureError(f'{error}\n  or    train it as it is, with plan="ddp"') from error
         emit("phase", name="planning")
         self.plan: Plan = choose.chosen(plan, graph, self.mesh, self.device)
         self._engine.plan = self.plan
         self._keep(slots)
         self._first = self._engine.ready(leaves.split(micro_batches)[0])
         self._noted: tuple[str, ...] = ()
+        self._checks = CHECKS
         self._sums: dict[str, Tensor] = {}
         self._norms: dict[tuple[str, ...], Norm] = {}
         self._ema_decay = ema
@@ -143,11 +150,18 @@ class Job:
         self._copy: nn.Module | None = None
 
     def _builder(self, compile: bool | None) -> Callable[..., Callable[..., list[Tensor]]]:
+        """How programs become code: through Inductor on GPUs or if asked, else line by line."""
+        through_inductor = self.device.type == "cuda" if compile is None else compile
+
         def build(
             program: Program, transport: Groups | Null, constants: Mapping[str, Tensor], static: tuple[int, ...]
         ) -> Callable[..., list[Tensor]]:
             if self._watched is not None:
                 return Step(program, transport, constants, watch=self._watched)
+            if through_inductor:
+                from laminar.runtime.compiled import Compiled
+
+                return Compiled(program, transport, constants, static)
             return Step(program, transport, constants)
 
         return build
@@ -199,9 +213,14 @@ class Job:
     def _agreed(self, batch: Any) -> Leaves:
         """The leaves of a batch, which must be alike on all ranks."""
         leaves = self._leaves(batch)
-        note = leaves.key
-        self._world.agree(" ".join(note[1:]), note != self._noted)
-        self._noted = note
+        if self.world > 1:
+            note = leaves.key
+            if self._checks and not leaves.local:
+                # Shapes tell nothing about ranks that shuffle with seeds of their own.
+                self._checks -= 1
+                note = (*note, f"values {leaves.fingerprint()}")
+            self._world.agree(" ".join(note[1:]), note != self._noted)
+            self._noted = note
         return leaves
 
     def step(self, batch: Any) -> Result:
@@ -237,23 +256,22 @@ class Job:
         return torch.tensor([self.seed, number], device=self.device) if "rng" in ready.filled else None
 
     def _put_buffers(self, ready: Ready, out: list[Tensor]) -> None:
-        new = ready.of_kind("buffer")
-        if new:
-            foreach_copy([self._engine.held[n] for n, _ in new], [out[i] for _, i in new])
+        if ready.buffers:
+            foreach_copy([self._engine.held[n] for n, _ in ready.buffers], [out[i] for _, i in ready.buffers])
 
     def _add(
         self, ready: Ready, out: list[Tensor], grads: list[Tensor], values: list[Tensor], weight: float, i: int
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Gradients and loss so far, this micro-batch included."""
-        now = [out[at] for _, at in ready.of_kind("grad")]
-        here = [out[at] for _, at in (*ready.of_kind("loss"), *ready.of_kind("metric"))]
+        now = [out[at] for _, at in ready.grads]
+        here = [out[at] for _, at in ready.values]
         if self._engine.micro_batches == 1:
             return now, here
         here = [v * weight if weight != 1.0 else v.clone() for v in here]
         if i == 0:
             # A program's outputs are overwritten by its next run, so sums have memory of their own.
             if len(self._sums) != len(now):
-                self._sums = {n: torch.empty_like(out[at]) for n, at in ready.of_kind("grad")}
+                self._sums = {n: torch.empty_like(out[at]) for n, at in ready.grads}
             sums = list(self._sums.values())
             foreach_copy(sums, now)
             return sums, here
@@ -264,12 +282,12 @@ class Job:
         self, ready: Ready, values: list[Tensor], grads: list[Tensor], count: int
     ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
         """Loss, weight if there is one, and gradients as owners need them."""
-        names = [f"loss:{n}" for n, _ in ready.of_kind("loss")] + [f"metric:{n}" for n, _ in ready.of_kind("metric")]
+        names = [n for n, _ in ready.values]
         if count > 1:
             made = {f"{o.kind}:{o.name}": o.placed for o in ready.program.outputs}
             everywhere = (B,) * len(self.mesh.sizes)
             items: list[Move] = [(n, made[n].spec, made[n].nd, everywhere) for n in names]
-            for n, _ in ready.of_kind("grad"):
+            for n, _ in ready.grads:
                 placed = made[f"grad:{n}"]
                 items.append((f"grad:{n}", placed.spec, placed.nd, self._owner_nd(n)))
             moved = self._engine.move(items, "micro-batches summed", [*values, *grads])
@@ -286,9 +304,9 @@ class Job:
     def _update(
         self, ready: Ready, loss: Tensor, weight: Tensor | None, grads: list[Tensor], scale: float, clock: Any
     ) -> Result:
-        names = tuple(n for n, _ in ready.of_kind("grad") if n in self._by_name)
+        names = tuple(n for n, _ in ready.grads if n in self._by_name)
         if len(names) != len(grads):
-            grads = [g for (n, _), g in zip(ready.of_kind("grad"), grads, strict=True) if n in self._by_name]
+            grads = [g for (n, _), g in zip(ready.grads, grads, strict=True) if n in self._by_name]
         if names not in self._norms:
             self._norms[names] = Norm([self._owner_nd(n) for n in names], self.mesh, self.device)
         inverse: Tensor | float = 1.0 / scale
@@ -341,9 +359,7 @@ class Job:
                     ready = self._engine.ready(micro, backward=False)
                     key = self._key(ready, -1 - i)
                     out = ready(self._engine.share(ready, micro, self.device), key, None)
-                    names = [*(f"loss:{n}" for n, _ in ready.of_kind("loss")),
-                             *(f"metric:{n}" for n, _ in ready.of_kind("metric"))]  # fmt: skip
-                    values = dict(zip(names, self._whole_values(ready, names, out), strict=True))
+                    values = self._whole_values(ready, out)
                     if "metric:loss_weight" in values:
                         total = total + values["metric:loss_total"].double()
                         weight = weight + values["metric:loss_weight"].double()
@@ -355,11 +371,13 @@ class Job:
                 module.training = mode
         return float(total / weight) if weight is not None and float(weight) else math.nan
 
-    def _whole_values(self, ready: Ready, names: list[str], out: list[Tensor]) -> list[Tensor]:
+    def _whole_values(self, ready: Ready, out: list[Tensor]) -> dict[str, Tensor]:
+        """Loss and metrics by name, the same on every rank."""
         made = {f"{o.kind}:{o.name}": o.placed for o in ready.program.outputs}
         everywhere = (B,) * len(self.mesh.sizes)
-        items: list[Move] = [(n, made[n].spec, made[n].nd, everywhere) for n in names]
-        return self._engine.move(items, "values of an evaluation", [out[ready.outputs[n]] for n in names])
+        items: list[Move] = [(n, made[n].spec, made[n].nd, everywhere) for n, _ in ready.values]
+        moved = self._engine.move(items, "values of an evaluation", [out[i] for _, i in ready.values])
+        return dict(zip([n for n, _ in ready.values], moved, strict=True))
 
     # --- weights and state ------------------------------------------------------------------------
 
