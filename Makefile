@@ -12,7 +12,7 @@ STAMP := .venv/.filled
 TORCH := $(shell grep '^torch==' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint bench fuzz
+.PHONY: help setup demo test lint bench fuzz prove
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s %s\n", $$1, $$2 }' Makefile
@@ -36,6 +36,9 @@ lint: setup ## ruff (lint and format), mypy --strict, who-may-import-whom
 
 test: lint ## lint, then every test that needs neither a GPU nor minutes
 	$(BIN)/python -m pytest -n 2 -m 'not gpu and not slow'
+
+prove: setup ## training against plain PyTorch: every model, layout, optimizer and precision
+	$(BIN)/python -m pytest -n 2 -m slow tests/test_training.py
 
 fuzz: setup ## random plans against one device; PLANS=1000 says how many
 	LAMINAR_FUZZ_PLANS=$(PLANS) $(BIN)/python -m pytest -m slow tests/fuzz

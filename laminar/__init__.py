@@ -29,15 +29,19 @@ _WHERE = {
     "NoRuleError": "laminar.errors",
     "NonFiniteError": "laminar.errors",
     "OptimizerError": "laminar.errors",
+    "OutOfMemoryError": "laminar.errors",
     "P": "laminar.ir.sbp",
     "PlacementError": "laminar.errors",
     "Plan": "laminar.ir.plan",
     "PlanError": "laminar.errors",
     "Program": "laminar.ir.program",
+    "RankError": "laminar.errors",
     "Recipe": "laminar.api",
     "RecipeError": "laminar.errors",
+    "RendezvousError": "laminar.errors",
     "S": "laminar.ir.sbp",
     "StateError": "laminar.errors",
+    "StoppedError": "laminar.errors",
     "TensorSpec": "laminar.ir.tensor",
     "capture": "laminar.api",
     "load_recipe": "laminar.api",
@@ -62,15 +66,19 @@ __all__ = [
     "NoRuleError",
     "NonFiniteError",
     "OptimizerError",
+    "OutOfMemoryError",
     "P",
     "PlacementError",
     "Plan",
     "PlanError",
     "Program",
+    "RankError",
     "Recipe",
     "RecipeError",
+    "RendezvousError",
     "S",
     "StateError",
+    "StoppedError",
     "TensorSpec",
     "capture",
     "load_recipe",
@@ -137,7 +145,7 @@ def __dir__() -> list[str]:
 
 
 if TYPE_CHECKING:
-    from laminar.api import Recipe, capture, load_recipe, plans, verify
+    from laminar.api import Recipe, capture, load_recipe, parallelize, plans, verify
     from laminar.capture.capture import Loss
     from laminar.errors import (
         BatchError,
@@ -145,10 +153,17 @@ if TYPE_CHECKING:
         GraphError,
         LaminarError,
         MeshError,
+        NonFiniteError,
         NoRuleError,
+        OptimizerError,
+        OutOfMemoryError,
         PlacementError,
         PlanError,
+        RankError,
         RecipeError,
+        RendezvousError,
+        StateError,
+        StoppedError,
     )
     from laminar.ir.graph import Graph
     from laminar.ir.mesh import Link, Mesh
@@ -157,3 +172,4 @@ if TYPE_CHECKING:
     from laminar.ir.sbp import B, P, S
     from laminar.ir.tensor import TensorSpec
     from laminar.lower.lower import lower
+    from laminar.train.job import Job, Local

@@ -1,4 +1,4 @@
-"""The command line: `laminar capture | plan | explain | verify`.
+"""The command line: `laminar capture | plan | explain | verify | train`.
 
 Every verb prints for people by default and JSON with `--json`, shows a progress line when it takes
 longer than two seconds, exits 0 only on success, and reports errors without a traceback unless
@@ -30,6 +30,7 @@ examples
   laminar plan    examples/gpt.py:tiny --mesh tp=2 --seed 'blocks.*up.weight=tp:S(0)' -o plan.json
   laminar explain plan.json
   laminar verify  examples/gpt.py:tiny --plan plan.json
+  laminar train   examples/gpt.py:tiny --workers 2
 
 A recipe is a Python function that returns laminar.Recipe(...), named path/to/file.py:function.
 """
@@ -228,8 +229,19 @@ def do_verify(args: argparse.Namespace) -> int:
     return 0 if report.ok else 1
 
 
+def do_train(args: argparse.Namespace) -> int:
+    """Start the ranks and watch them; or be one of them, where the environment says so."""
+    from laminar.api import load_recipe, train
+    from laminar.launch import command
+
+    args.mesh = parse_mesh(args.mesh) if args.mesh else None
+    return command.run(args, train, load_recipe)
+
+
 def parser() -> argparse.ArgumentParser:
     """All verbs and their options."""
+    from laminar.launch import command
+
     top = argparse.ArgumentParser("laminar", description="Train a PyTorch model on many devices as if they were one.",
                                   epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     verbs = top.add_subparsers(dest="verb", required=True, metavar="verb")
@@ -264,12 +276,14 @@ def parser() -> argparse.ArgumentParser:
                    help="all ranks in lock-step here, or one Gloo process each")  # fmt: skip
     p.add_argument("--dtype", default="f64", choices=["f64", "f32"], help="precision of the comparison (default: f64)")
     p.add_argument("--batches", type=int, default=1, help="how many batches (default: 1)")
+    command.options(verb("train", do_train, "train a recipe on this machine's ranks", True))
     return top
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one verb; the exit code."""
     args = parser().parse_args(argv)
+    args.argv = sys.argv[1:] if argv is None else argv
     try:
         return int(args.run(args))
     except LaminarError as error:

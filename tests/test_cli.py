@@ -24,7 +24,7 @@ from laminar.ir.sbp import S
 
 ROOT = Path(__file__).parent.parent
 MLP = "examples/mlp.py:tiny"
-VERBS = ("capture", "plan", "explain", "verify")
+VERBS = ("capture", "plan", "explain", "verify", "train")
 
 
 @pytest.fixture(autouse=True)

@@ -26,6 +26,8 @@ import pytest
 from laminar import events
 from laminar.cli import main
 from laminar.ir.plan import Plan
+from laminar.launch.local import Launch
+from laminar.launch.rundir import RunDir
 
 LIMIT_S = 150
 """Far more than any of these takes, far less than a hang."""
@@ -47,6 +49,8 @@ def fault(x):
         torch.empty(1 << 50)
     if FAULT == "nan":
         x["x"][0, 0] = float("nan")
+    if FAULT == "short":
+        return {k: v[:4] for k, v in x.items()}
     if FAULT == "quit":
         os._exit(3)
     if FAULT == "exit":
@@ -297,9 +301,16 @@ def test_a_rank_that_leaves_is_missed(folder: Path, fault: str, words: str) -> N
     assert code == 1 and f"RankError: rank 1 of 2 ended with {words}, after step 3" in err
 
 
+def test_ranks_with_different_batches_are_told_so(folder: Path) -> None:
+    """Their programs differ, and would wait for each other or mix their numbers."""
+    code, _, err = Run(folder, "good", "--workers", "2", fault="short:1:3").end()
+    assert code == 1 and "BatchError: step 4" in err and "another batch than rank" in err
+    assert err.count("Error:") == 1
+
+
 def test_a_run_that_stands_still_is_stopped(folder: Path) -> None:
     """Every rank's stack is in its log, so one sees where it hangs."""
-    code, _, err = Run(folder, "good", "--workers", "2", "--timeout", "12", fault="hang:1:3").end()
+    code, _, err = Run(folder, "good", "--workers", "2", "--timeout", "20", fault="hang:1:3").end()
     assert code == 1
     assert "RankError" in err and ("no rank has made progress" in err or "did not answer" in err)
     assert "rank 1" in err and "3 steps" in err
@@ -335,6 +346,20 @@ def test_a_signal_before_the_first_step_stops_all_ranks(folder: Path) -> None:
     os.kill(run.process.pid, signal.SIGINT)
     code, _, err = run.end()
     assert code == 130 and "StoppedError" in err
+
+
+def test_signals_that_are_ignored_stay_ignored(tmp_path: Path) -> None:
+    """`nohup laminar train` outlives its terminal."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        one = Launch([], 1, RunDir(tmp_path), None, 1.0)
+        with one.catching():
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert one.signalled is None
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert one.signalled == signal.SIGTERM
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_ranks_do_not_outlive_a_launcher_that_is_killed(folder: Path) -> None:

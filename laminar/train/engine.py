@@ -151,6 +151,7 @@ class Engine:
         self.held: dict[str, Tensor] = {}
         """What this rank holds of parameters and buffers, by name."""
         self._modules, self._parameters = list(model.modules()), list(model.parameters())
+        self._captured: dict[Any, Graph] = {}
         self._ready: dict[Any, Ready] = {}
         self._terms: dict[str, NdSbp] = {}
         """How loss and gradients of micro-batches lie until they are summed up."""
@@ -184,14 +185,21 @@ class Engine:
         assert self.plan is not None
         return any(nd[axis] != B for n, nd in self.plan.inputs.items() if n.startswith("batch"))
 
-    def ready(self, leaves: Leaves, backward: bool = True) -> Ready:
-        """The compiled step for such a (micro-)batch, made on first use."""
+    def begin(self, leaves: Leaves) -> Graph:
+        """The graph of the first (micro-)batch, for which a plan is to be made."""
+        return self._captured.setdefault(self._key(leaves, True), self.capture(leaves))
+
+    def _key(self, leaves: Leaves, backward: bool) -> Any:
         modes = tuple([m.training for m in self._modules])
         trained = tuple([p.requires_grad for p in self._parameters])
+        return (leaves.key, backward, modes, trained)
+
+    def ready(self, leaves: Leaves, backward: bool = True) -> Ready:
+        """The compiled step for such a (micro-)batch, made on first use."""
         leaves = self.together(leaves)
-        key = (leaves.key, backward, modes, trained)
+        key = self._key(leaves, backward)
         if key not in self._ready:
-            graph = self.capture(leaves, backward)
+            graph = self._captured.pop(key, None) or self.capture(leaves, backward)
             assert self.plan is not None
             plan = self.plan if graph.hash == self.plan.graph_hash else like(graph, self.plan)
             self._ready[key] = self.compile(graph, plan)

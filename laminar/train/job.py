@@ -133,7 +133,7 @@ class Job:
         if leaves.local:
             raise LaminarError("batch= is an example of the global batch", next="give all of it, not a Local share")
         try:
-            graph = self._engine.capture(leaves.split(micro_batches)[0])
+            graph = self._engine.begin(leaves.split(micro_batches)[0])
         except CaptureError as error:
             raise CaptureError(f'{error}\n  or    train it as it is, with plan="ddp"') from error
         emit("phase", name="planning")
@@ -248,7 +248,7 @@ class Job:
         loss, weight_sum, grads = self._finished(ready, values, grads, len(micros))
         if self._watched is not None:
             finite = all(bool(torch.isfinite(t).all()) for t in (loss, *([] if self._scaler else grads)))
-            self._watched.report(self._world, self.steps, not finite)
+            self._watched.report(self._world, self.steps + 1, not finite)
         return self._update(ready, loss, weight_sum, grads, scale, clock)
 
     def _key(self, ready: Ready, number: int) -> Tensor | None:

@@ -1,0 +1,206 @@
+"""`laminar train`: its options, and what it does with them.
+
+The same command is the launcher and, started by it or by torchrun with a rank's environment, one of
+the ranks. The launcher checks what can be checked without torch, so that a wrong mesh or a port in
+use is said at once and leaves nothing behind; then it makes the run directory, starts the ranks with
+the very arguments it was given, and shows what they tell.
+
+`train` and `load_recipe` come from the front door, which is above this room.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from laminar import events
+from laminar.errors import MeshError, PlanError, RecipeError
+from laminar.ir.plan import Plan
+from laminar.launch import rundir
+from laminar.launch.blame import Verdict
+from laminar.launch.display import display, summary
+from laminar.launch.rank import Place, agree_on, leave, run_rank
+
+EPILOG = """\
+examples
+  laminar train examples/gpt.py:tiny                                one process
+  laminar train examples/gpt.py:tiny --workers 2                    two ranks on this machine, data parallel
+  laminar train examples/gpt.py:tiny --workers 4 --plan zero3       parameters, gradients and state in pieces
+  laminar train examples/gpt.py:tiny --mesh dp=2,tp=2 --plan tensor
+  laminar train examples/gpt.py:tiny --plan plan.json               as many ranks as the plan has
+  laminar train examples/gpt.py:tiny --steps 200 --checkpoint here  weights and optimizer state at the end,
+  laminar train examples/gpt.py:tiny --steps 400 --checkpoint here --resume    to go on from
+  torchrun --nproc-per-node 2 -m laminar train examples/gpt.py:tiny under another launcher, on many machines
+
+the run directory (runs/RECIPE-TIME unless --run-dir)
+  config.json  plan.json  events.jsonl (other ranks: events.rankN.jsonl)  logs/rankN.log
+
+exit codes
+  0    trained to the last step
+  1    failed: a rank raised or died, out of memory, a loss that is not finite
+  2    refused before the first step: wrong options, recipe, plan or mesh, a port in use
+  130  stopped by Ctrl-C (SIGINT); 143 by SIGTERM, 129 by SIGHUP
+"""
+PLANS = ("auto", "data", "zero1", "zero2", "zero3", "tensor", "ddp")
+PRECISIONS = ("f32", "bf16", "fp16", "bf16-kahan", "bf16-stochastic", "bf16-pure")
+TIMEOUT_S = 600.0
+
+
+def options(p: argparse.ArgumentParser) -> None:
+    """What `laminar train` can be told; the rest is the recipe's."""
+    p.epilog, p.formatter_class = EPILOG, argparse.RawDescriptionHelpFormatter
+    whole, positive, amount = _at_least(1, int), _at_least(0, int), _at_least(0, float)
+    add = p.add_argument_group("where and how").add_argument
+    add("--workers", type=whole, metavar="N", help="ranks on this machine (default: as many as the mesh has, or 1)")
+    add("--plan", default="auto", metavar="PLAN", help="  ".join(PLANS) + ", or a plan file (default: auto)")
+    add("--mesh", help="axes and sizes, such as dp=2,tp=2 (default: dp=N; tp=N for --plan tensor)")
+    add("--device", choices=["cpu", "cuda"], help="default: a GPU for each rank if there are enough")
+    add("--precision", default="f32", choices=PRECISIONS, help="default: f32")
+    add("--compile", action=argparse.BooleanOptionalAction, help="compile the step (default: on GPUs)")
+    add = p.add_argument_group("training").add_argument
+    add(
+        "--steps", type=positive, metavar="S", help="in all, those before a resumption included (default: the recipe's)"
+    )
+    add("--seed", type=positive, default=0, help="of weights and dropout (default: 0)")
+    add("--micro-batches", type=whole, default=1, metavar="M", help="parts a batch is worked off in (default: 1)")
+    add("--clip-norm", type=amount, metavar="X", help="clip gradients to this global norm")
+    add("--clip-value", type=amount, metavar="X", help="clip each gradient value to this size")
+    add("--ema", type=amount, metavar="DECAY", help="keep a moving average of the weights, such as 0.999")
+    add("--detect-anomaly", action="store_true", help="name the op that first made a NaN or Inf (slow)")
+    add = p.add_argument_group("the run").add_argument
+    add("--run-dir", metavar="DIR", help="where to write what happens (default: runs/RECIPE-TIME)")
+    add("--checkpoint", metavar="DIR", help="save weights and optimizer state here at the end")
+    add("--resume", action="store_true", help="go on from what --checkpoint holds")
+    add("--log-every", type=whole, metavar="K", help="read losses every K steps (default: 1 on CPU, 10 on GPU)")
+    add("--master-port", type=positive, default=0, metavar="P", help="where ranks meet (default: a free port)")
+    add("--timeout", type=amount, default=TIMEOUT_S, metavar="S",
+        help=f"stop if no rank makes progress for S seconds (default: {TIMEOUT_S:.0f})")  # fmt: skip
+
+
+def _at_least(least: int, kind: type) -> Callable[[str], Any]:
+    """A number for argparse that is not below `least`."""
+
+    def number(text: str) -> Any:
+        value = kind(text)
+        if not value >= least:
+            raise argparse.ArgumentTypeError(f"{text} is less than {least}")
+        return value
+
+    number.__name__ = "whole number" if kind is int else "number"  # argparse's word for it in errors
+    return number
+
+
+def run(args: argparse.Namespace, train: Callable[..., Any], load_recipe: Callable[[str], Any]) -> int:
+    """Be the launcher, or a rank where the environment says so; the exit code."""
+    place = Place.of(os.environ)
+    world = world_of(args, place)
+    path, _, function = args.recipe.partition(":")
+    if not function or not Path(path).is_file():
+        load_recipe(args.recipe)  # says what is wrong with the name
+    if args.resume and not args.checkpoint:
+        raise RecipeError("--resume needs --checkpoint DIR, the place to resume from")
+    if place is not None:
+        return be_a_rank(args, place, train)
+    return start(args, world)
+
+
+def world_of(args: argparse.Namespace, place: Place | None) -> int:
+    """How many ranks; refused here where plan, mesh and workers do not agree, before any rank starts."""
+    mesh = args.mesh
+    if args.plan.endswith(".json"):
+        planned = Plan.load(args.plan).mesh
+        if mesh is not None and mesh != planned:
+            raise MeshError(f"{args.plan} is for {planned}, not for {mesh}", next="leave out --mesh")
+        mesh = planned
+    elif args.plan not in PLANS:
+        raise PlanError(f"there is no plan {args.plan!r}", allowed="  ".join(PLANS) + "  FILE.json")
+    world = place.world if place is not None else args.workers or (mesh.ranks if mesh else 1)
+    if args.workers and args.workers != world:
+        raise MeshError(f"--workers {args.workers} among {world} ranks", next="leave out --workers under torchrun")
+    if mesh is not None and mesh.ranks != world:
+        raise MeshError(f"{mesh} has {mesh.ranks} ranks, and there are {world} workers",
+                        next=f"use --workers {mesh.ranks}, or a mesh of {world}")  # fmt: skip
+    return int(world)
+
+
+def start(args: argparse.Namespace, world: int) -> int:
+    """The launcher: ranks on this machine until they are done."""
+    from laminar.launch import local
+
+    listener = local.reserve(args.master_port) if world > 1 else None
+    where = rundir.make(args.recipe, args.run_dir, args.resume)
+    rundir.write_config(where, _asked(args), world)
+    show = display(quiet=args.json)
+    try:
+        arguments = [*args.argv, "--run-dir", str(where)]
+        ended = local.launch(arguments, world, where, listener, show.on, show.tick, args.timeout)
+    finally:
+        show.close()
+    if isinstance(ended, Verdict):
+        return _failed(args, ended, where)
+    _done(args, ended, where)
+    return 0
+
+
+def be_a_rank(args: argparse.Namespace, place: Place, train: Callable[..., Any]) -> int:
+    """One rank. The process ends here. Under another launcher than ours, rank 0 shows the progress."""
+    mine = args.run_dir or str(Path("runs") / rundir.default_name(args.recipe))
+    where = rundir.RunDir(Path(mine if args.run_dir else agree_on(place, mine, os.environ)))
+    speaks = place.rank == 0 and not place.launched
+    if speaks:
+        rundir.make(args.recipe, str(where), args.resume)
+        rundir.write_config(where, _asked(args), place.world)
+    show = display(quiet=args.json or not speaks)
+    events.subscribe(show.on)
+    ended: dict[str, Any] = {}
+
+    def body() -> None:
+        outcome = train(
+            args.recipe, steps=args.steps, seed=args.seed, log_every=args.log_every, checkpoint=args.checkpoint,
+            resume=args.resume, plan_file=where.plan, plan=args.plan, mesh=args.mesh, device=args.device,
+            precision=args.precision, micro_batches=args.micro_batches, clip_norm=args.clip_norm,
+            clip_value=args.clip_value, ema=args.ema, compile=args.compile, detect_anomaly=args.detect_anomaly,
+            timeout_s=max(args.timeout, 1.0),
+        )  # fmt: skip
+        ended.update(asdict(outcome))
+
+    found = run_rank(body, place, where)
+    show.close()
+    code = 0
+    if found is not None:
+        code = found.code if place.launched else _failed(args, found, where)
+    elif speaks:
+        _done(args, ended, where)
+    leave(code)
+
+
+def _done(args: argparse.Namespace, ended: dict[str, Any], where: rundir.RunDir) -> None:
+    """The last words of a run that went well."""
+    if args.json:
+        print(json.dumps(events.plain({**ended, "run_dir": str(where), "checkpoint": args.checkpoint})))
+    else:
+        print(summary(ended, str(where), args.checkpoint))
+
+
+def _failed(args: argparse.Namespace, found: Verdict, where: rundir.RunDir) -> int:
+    """What went wrong: the traceback first, then one error."""
+    name = type(found.error).__name__
+    if found.traceback and (args.debug or not found.plain):
+        print(found.traceback.rstrip() + "\n", file=sys.stderr)
+    if args.json:
+        said = {"error": name, "message": str(found.error), "rank": found.rank, "run_dir": str(where)}
+        print(json.dumps(said))
+    print(f"{name}: {found.error}\nrun directory  {where}", file=sys.stderr, flush=True)
+    return found.code
+
+
+def _asked(args: argparse.Namespace) -> dict[str, Any]:
+    """The arguments as the run directory keeps them."""
+    asked = {k: v for k, v in vars(args).items() if k not in ("run", "argv", "verb", "debug", "json")}
+    return {**asked, "mesh": args.mesh.to_json() if args.mesh else None}

@@ -1,0 +1,273 @@
+"""The loop around a job: batches in, steps, events out.
+
+`loop` draws batches, calls `job.step`, and says what happens as events: "start", "plan", "phase",
+"step", "skipped", "eval", "end". It prints nothing and knows no files but the checkpoint.
+
+A loss is read late. On a GPU a step is only queued when `job.step` returns, and reading its loss
+waits for everything queued before it. So results are kept, and read in groups of `log_every`, the
+newest `LAG` left alone: every loss is still looked at and every step has its event, in order, with
+its own number. A loss that is not finite ends the run with an error that names the first such step.
+
+Data that runs out begins anew, as a next epoch. Throughput counts tokens where the first integer leaf
+of a batch has two dims (batch x tokens), else samples: the length of the first leaf. The first step is
+left out of it, because it holds what happens once: capture of kernels, buffers, caches.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from laminar.errors import NonFiniteError, RecipeError
+from laminar.events import emit
+
+LAG = 2
+"""Steps queued on a GPU beyond the newest one whose loss is read; none on a CPU, where nothing is queued."""
+GROUP = 10
+"""Losses read together on a GPU, unless told otherwise: one wait for ten steps."""
+MOST_SKIPPED = 50
+"""Skipped steps in a row after which the loss scale can't be the reason: 2^50 is more than any scale."""
+
+
+class Trains(Protocol):
+    """What the loop needs of a job. It never sees the model, the plan's contents or another rank."""
+
+    rank: int
+    device: Any
+    plan: Any
+    optimizer: Any
+
+    @property
+    def steps(self) -> int:
+        """Steps made so far, those before a resumption included."""
+
+    def step(self, batch: Any) -> Any:
+        """One step; the result has loss, grad_norm, lr and skipped, forced only when read."""
+
+    def evaluate(self, batches: Iterable[Any]) -> float:
+        """The mean loss without training."""
+
+    def save(self, uri: Any) -> Any:
+        """A checkpoint."""
+
+    def resume(self, uri: Any) -> Any:
+        """Go on from a checkpoint."""
+
+    def memory(self) -> dict[str, int]:
+        """Bytes on this rank."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a run ended."""
+
+    steps: int
+    loss: float | None
+    """Of the last step; nothing if none was made."""
+    evaluation: float | None
+    """The last one, where the recipe has data for it."""
+    seconds: float
+    """From the first batch to the last loss, evaluation included."""
+    per_s: float | None
+    """Throughput without the first step and without evaluation."""
+    unit: str
+    """What `per_s` counts: "tokens" or "samples"."""
+    skipped: int = 0
+
+
+def leaves(batch: Any) -> Iterator[Any]:
+    """The tensors of a batch, in the order they are written in."""
+    if isinstance(batch, dict):
+        for value in batch.values():
+            yield from leaves(value)
+    elif isinstance(batch, list | tuple):
+        for value in batch:
+            yield from leaves(value)
+    elif hasattr(batch, "shape"):
+        yield batch
+    elif hasattr(batch, "share"):  # laminar.Local
+        yield from leaves(batch.share)
+
+
+def count(batch: Any) -> tuple[int, str]:
+    """How much a batch holds, and of what."""
+    found = list(leaves(batch))
+    for leaf in found:
+        if not (leaf.dtype.is_floating_point or leaf.dtype.is_complex or str(leaf.dtype) == "torch.bool"):
+            if len(leaf.shape) == 2:
+                return int(leaf.shape[0] * leaf.shape[1]), "tokens"
+            break
+    return next((int(leaf.shape[0]) for leaf in found if len(leaf.shape)), 1), "samples"
+
+
+def epochs(data: Callable[[], Iterable[Any]], skip: int = 0) -> Iterator[Any]:
+    """Batches without end, begun anew when they run out; the first `skip` are drawn and thrown away."""
+    seen = 0
+    while True:
+        before = seen
+        for batch in data():
+            seen += 1
+            if seen > skip:
+                yield batch
+        if seen == before:
+            what = "gives no batch" if seen == 0 else f"gave {seen} batches and no more when it was called again"
+            raise RecipeError(
+                f"data() {what}", next="data() must make a new iterable of batches each time it is called"
+            )
+
+
+def scheduler(job: Trains, schedule: Callable[[Any], Any] | None, resume: Path | str | None) -> Any:
+    """The learning-rate scheduler on the job's optimizer, and the job resumed: where both stood.
+
+    A scheduler is brought forward by stepping it again from the state it was made with. So it has no
+    file of its own, and a schedule that was changed since (more steps, another decay) is what holds.
+    """
+    made = schedule(job.optimizer) if schedule else None
+    fresh = [{k: v for k, v in g.items() if k != "params"} for g in job.optimizer.param_groups] if made else []
+    if resume is not None:
+        emit("phase", name="resuming")
+        job.resume(resume)
+    if made is not None and job.steps:
+        for group, values in zip(job.optimizer.param_groups, fresh, strict=True):
+            group.update(values)
+        for _ in range(job.steps):
+            advance(made)
+    return made
+
+
+def advance(made: Any) -> None:
+    """One step of a scheduler. Torch warns where it has not seen the optimizer step; a job steps what it shards."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step", category=UserWarning)
+        made.step()
+
+
+class Reader:
+    """Results of steps that have not been read yet, and what was learned from those that were."""
+
+    def __init__(self, job: Trains, log_every: int | None) -> None:
+        queued = getattr(job.device, "type", str(job.device)) != "cpu"
+        self.rank = job.rank
+        self.every = log_every or (GROUP if queued else 1)
+        self.lag = LAG if queued else 0
+        self.pending: list[tuple[int, int, str, Any]] = []
+        self.loss: float | None = None
+        self.skipped = self.in_a_row = 0
+        self.timed_s, self.timed_units = 0.0, 0
+        self.first = True
+        self.since = time.perf_counter()
+
+    def add(self, step: int, units: int, unit: str, result: Any) -> None:
+        """Keep a result; read the oldest ones if enough have come together."""
+        self.pending.append((step, units, unit, result))
+        if self.first:
+            self.read(1)
+        elif len(self.pending) >= self.every + self.lag:
+            self.read(self.every)
+
+    def pause(self) -> None:
+        """Read all there is: what comes next is not part of any step."""
+        self.read(len(self.pending))
+
+    def read(self, number: int) -> None:
+        """Force the oldest results and tell of them."""
+        group, self.pending = self.pending[:number], self.pending[number:]
+        if not group:
+            return
+        read = [(bool(r.skipped), _number(r.loss), _number(r.grad_norm), _number(r.lr)) for *_, r in group]
+        now = time.perf_counter()
+        passed, self.since = now - self.since, now
+        units = sum(u for _, u, _, _ in group)
+        if not self.first:
+            self.timed_s, self.timed_units = self.timed_s + passed, self.timed_units + units
+        self.first = False
+        for (step, _, unit, _), (skipped, loss, norm, lr) in zip(group, read, strict=True):
+            if skipped:
+                self._skip(step, loss, norm)
+                continue
+            self.in_a_row = 0
+            if loss is not None and not math.isfinite(loss):
+                raise NonFiniteError(
+                    f"the loss of step {step} is {loss} (rank {self.rank})",
+                    before=f"{self.loss:.6g}" if self.loss is not None else "",
+                    next="run with --detect-anomaly (detect_anomaly=True) to see which op made it first;"
+                    " a lower learning rate or --clip-norm 1 often helps",
+                )
+            self.loss = loss
+            emit("step", step=step, loss=loss, grad_norm=norm, lr=lr, seconds=passed / len(group),
+                 per_s=units / passed if passed > 0 else None, unit=unit)  # fmt: skip
+
+    def _skip(self, step: int, loss: float | None, norm: float | None) -> None:
+        self.skipped, self.in_a_row = self.skipped + 1, self.in_a_row + 1
+        emit("skipped", step=step, loss=loss, grad_norm=norm)
+        if self.in_a_row >= MOST_SKIPPED:
+            raise NonFiniteError(
+                f"{self.in_a_row} steps in a row up to step {step} were skipped: gradients are not finite at any scale",
+                next="run with --detect-anomaly, or in another --precision",
+            )
+
+
+def _number(value: Any) -> float | None:
+    return None if value is None else float(value)
+
+
+def loop(
+    job: Trains,
+    data: Callable[[], Iterable[Any]],
+    steps: int,
+    *,
+    log_every: int | None = None,
+    schedule: Callable[[Any], Any] | None = None,
+    evaluate: Callable[[], Iterable[Any]] | None = None,
+    evaluate_every: int = 0,
+    checkpoint: Path | str | None = None,
+    resume: Path | str | None = None,
+) -> Outcome:
+    """Train until `steps` steps are made in all; those before a resumption count.
+
+    `evaluate` makes the batches to evaluate on, at the end and every `evaluate_every` steps.
+    """
+    made = scheduler(job, schedule, resume)
+    emit("start", steps=steps, done=job.steps, device=str(job.device), memory=job.memory())
+    if job.plan is not None:
+        emit("plan", name=job.plan.name, hash=job.plan.hash, mesh=job.plan.mesh.to_json())
+    begun, evaluation, unit, step = time.perf_counter(), None, "samples", job.steps
+
+    def evaluated() -> float:
+        reader.pause()
+        emit("phase", name="evaluating")
+        value = float(job.evaluate(evaluate()))  # type: ignore[misc]
+        emit("eval", step=step, loss=value)
+        reader.since = time.perf_counter()
+        return value
+
+    reader = Reader(job, log_every)
+    emit("phase", name="first step")
+    batches = epochs(data, skip=step)
+    while step < steps:
+        batch = next(batches)
+        units, unit = count(batch)
+        result = job.step(batch)
+        step += 1
+        if made is not None:
+            advance(made)
+        reader.add(step, units, unit, result)
+        if evaluate is not None and evaluate_every and step % evaluate_every == 0 and step < steps:
+            evaluation = evaluated()
+    reader.pause()
+    if evaluate is not None:
+        evaluation = evaluated()
+    outcome = Outcome(
+        steps=step, loss=reader.loss, evaluation=evaluation, unit=unit, skipped=reader.skipped,
+        seconds=time.perf_counter() - begun, per_s=reader.timed_units / reader.timed_s if reader.timed_s else None,
+    )  # fmt: skip
+    if checkpoint is not None:
+        emit("phase", name="saving")
+        job.save(checkpoint)
+    emit("end", ok=True, **asdict(outcome))
+    return outcome
