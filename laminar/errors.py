@@ -14,6 +14,7 @@
     ├── NonFiniteError      a loss or gradient that is NaN or infinite
     ├── OutOfMemoryError    a rank needs more memory than there is
     ├── RankError           a rank failed or died while the others trained
+    │   └── PeerError       this rank is well, but has lost another
     ├── StoppedError        a signal asked the run to end
     └── RendezvousError     ranks have no place to meet: a port in use, a run directory nobody named
 
@@ -84,6 +85,10 @@ class OutOfMemoryError(LaminarError):
 
 class RankError(LaminarError):
     """A rank failed or died while the others trained."""
+
+
+class PeerError(RankError):
+    """This rank is well, but has lost another."""
 
 
 class StoppedError(LaminarError):

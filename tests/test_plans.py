@@ -26,7 +26,7 @@ from laminar.ir.program import Instr, Program
 from laminar.ir.sbp import Split, local_spec
 from laminar.ir.tensor import TensorSpec
 from tests.test_examples import load
-from tests.zoo import NAMES, Specimen, captured, one_thread, specimen, verified
+from tests.zoo import NAMES, Specimen, captured, one_thread, recipe, specimen, verified
 
 
 @pytest.fixture(autouse=True)
@@ -376,3 +376,28 @@ def test_the_same_question_gets_the_same_plan() -> None:
     plans = [laminar.plans.tensor_parallel(one.graph, Mesh({"dp": 2, "tp": 2})) for _ in range(2)]
     assert plans[0].hash == plans[1].hash
     assert laminar.lower(one.graph, plans[0]).hash == laminar.lower(one.graph, plans[1]).hash
+
+
+def test_zero_under_autocast_keeps_no_whole_weight_between_forward_and_backward() -> None:
+    """A cast of a gathered parameter is as large as the parameter: backward gathers and casts again."""
+    made = recipe("gpt.py:tiny")
+    model, batch = made.model(), next(iter(made.data()))
+
+    def loss(m: Any, b: Any) -> Any:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return made.loss(m, b)
+
+    graph = laminar.capture(model, loss, batch)
+    plan = laminar.plans.zero(graph, Mesh({"dp": 2}), 3)
+    program = laminar.lower(graph, plan)
+    from_params = {i.name for i in program.inputs if i.kind == "param"}
+    early = set()
+    for instr in program.instrs:
+        if instr.refs and all(r.name in from_params for r in instr.refs):
+            from_params.add(instr.name)
+            early |= {instr.name} if instr.phase == "forward" else set()
+    assert any(i.op == "aten._to_copy" and i.name in early for i in program.instrs)
+    assert not [i for i in program.instrs if i.phase == "backward" and any(r.name in early for r in i.refs)]
+    assert laminar.verify(model, loss, [batch], plan, graph=graph).ok
+    tensor = laminar.lower(graph, laminar.plans.tensor_parallel(graph, Mesh({"tp": 2})))
+    assert not [i for i in tensor.instrs if i.name.endswith("_again")], "pieces that are read as they lie may stay"

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from laminar.capture import private
+
 aten = torch.ops.aten
 
 # --- attention -------------------------------------------------------------------------------
@@ -52,15 +54,34 @@ def attention(
             q, k, v, 0.0, causal, attn_mask=_bias(mask, q), scale=scale
         )
         return out, lse
-    if q.device.type == "cuda" and q.shape[-1] == v.shape[-1] and q.dtype != torch.float64:
-        out, lse, _, _ = aten._scaled_dot_product_efficient_attention(
-            q, k, v, _cuda_bias(mask, q, k), True, 0.0, causal, scale=scale
-        )
-        return out, lse[..., : q.shape[2]]
+    if q.device.type == "cuda":
+        fused = _fused_on_cuda(q, k, v, mask, causal, scale)
+        if fused == private.FLASH:
+            out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
+            return out, lse
+        if fused == private.CUDNN:
+            out, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, scale=scale)
+            return out, lse.reshape(q.shape[:3])
+        if fused == private.EFFICIENT:
+            out, lse, _, _ = aten._scaled_dot_product_efficient_attention(
+                q, k, v, _cuda_bias(mask, q, k), True, 0.0, causal, scale=scale
+            )
+            return out, lse[..., : q.shape[2]]
     s = _scores(q, k, mask, causal, scale)
     lse = s.logsumexp(-1)
     p = (s - lse.masked_fill(lse == float("-inf"), 0.0).unsqueeze(-1)).exp()
     return p @ v, lse
+
+
+def _fused_on_cuda(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float) -> int:
+    """Which fused kernel: what torch would take, if there is no mask; 0 for none. Backward asks the same question."""
+    if q.shape[-1] != v.shape[-1] or q.dtype == torch.float64:
+        return 0
+    if mask is None and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0:
+        choice = private.sdp_choice(q, k, v, causal, scale)
+        if choice in (private.FLASH, private.CUDNN):
+            return choice
+    return private.EFFICIENT
 
 
 def _cuda_bias(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
@@ -92,14 +113,8 @@ def attention_backward(
         dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             dout, q, k2, v2, out, lse, 0.0, causal, attn_mask=_bias(mask, q), scale=scale
         )
-    elif q.device.type == "cuda" and q.shape[-1] == v.shape[-1] and q.dtype != torch.float64:
-        seed = torch.zeros((), dtype=torch.int64, device=q.device)
-        room = lse.new_zeros((*lse.shape[:-1], -(-lse.shape[-1] // 32) * 32))
-        room[..., : lse.shape[-1]] = lse
-        dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
-            dout, q, k2, v2, _cuda_bias(mask, q, k), out, room, seed, seed, 0.0, [True, True, True, False], causal,
-            scale=scale,
-        )  # fmt: skip
+    elif q.device.type == "cuda" and (fused := _fused_on_cuda(q, k2, v2, mask, causal, scale)):
+        dq, dk, dv = _backward_on_cuda(fused, dout, q, k2, v2, mask, out, lse, causal, scale)
     else:
         s = _scores(q, k2, mask, causal, scale)
         p = (s - lse.masked_fill(lse == float("-inf"), 0.0).unsqueeze(-1)).exp()
@@ -110,6 +125,32 @@ def attention_backward(
     if q.shape[1] != groups:
         dk = dk.unflatten(1, (groups, -1)).sum(2)
         dv = dv.unflatten(1, (groups, -1)).sum(2)
+    return dq, dk, dv
+
+
+def _backward_on_cuda(
+    fused: int, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor, lse: Tensor,
+    causal: bool, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    if fused == private.EFFICIENT:
+        seed = torch.zeros((), dtype=torch.int64, device=q.device)
+        room = lse.new_zeros((*lse.shape[:-1], -(-lse.shape[-1] // 32) * 32))
+        room[..., : lse.shape[-1]] = lse
+        dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
+            dout, q, k, v, _cuda_bias(mask, q, k), out, room, seed, seed, 0.0, [True, True, True, False], causal,
+            scale=scale,
+        )  # fmt: skip
+        return dq, dk, dv
+    sizes = q.shape[2], k.shape[2]
+    seed = torch.empty((), dtype=torch.int64, device=q.device)  # of a generator that nobody asks without dropout
+    if fused == private.FLASH:
+        dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
+            dout, q, k, v, out, lse, None, None, *sizes, 0.0, causal, seed, seed, scale=scale
+        )
+    else:
+        dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(
+            dout, q, k, v, out, lse.unsqueeze(-1), seed, seed, None, None, None, *sizes, 0.0, causal, scale=scale
+        )
     return dq, dk, dv
 
 

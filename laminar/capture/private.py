@@ -6,10 +6,13 @@ a new torch moves something, this is the file to change, and no other file spell
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
+import functools
 import itertools
 import sys
 import types
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -135,8 +138,35 @@ FLASH, EFFICIENT, CUDNN = 1, 2, 3
 
 
 def sdp_choice(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> int:
-    """Which fused attention torch itself would take for these tensors, without a mask."""
-    return int(torch._fused_sdp_choice(q, k, v, None, 0.0, causal, scale=scale))
+    """Which fused attention torch itself would take for tensors that lie like these, without a mask.
+
+    Asked for one sample, because the batch does not matter, and in a thread of its own: there no mode is
+    active, so tensors that are only being traced give the same answer as real ones.
+    """
+    cuda = torch.backends.cuda
+    allowed = cuda.flash_sdp_enabled(), cuda.cudnn_sdp_enabled(), cuda.mem_efficient_sdp_enabled()
+    layouts = tuple(((1, *t.shape[1:]), t.stride()) for t in (q, k, v))
+    return _choice(layouts, q.dtype, q.device, causal, scale, allowed)
+
+
+@functools.cache
+def _choice(layouts: Any, dtype: Any, device: Any, causal: bool, scale: float, allowed: Any) -> int:
+    def ask() -> int:
+        q, k, v = (torch.empty_strided(*layout, dtype=dtype, device=device) for layout in layouts)
+        return int(torch._fused_sdp_choice(q, k, v, None, 0.0, causal, scale=scale))
+
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        return thread.submit(ask).result()
+
+
+def abandon_recording(device: torch.device, pool: Any, stream: Any) -> None:
+    """Put right what torch leaves behind when a CUDA graph can't be recorded: stream, allocator and generator."""
+    torch.cuda.set_stream(stream)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    with contextlib.suppress(RuntimeError):
+        torch._C._cuda_endAllocateToPool(index, pool)
+    generator = torch.cuda.default_generators[index]  # still believes in the recording
+    generator.graphsafe_set_state(generator.clone_state())
 
 
 def compiled_graph(fn: Callable[..., Any], inputs: list[Tensor], late: bool, mine: list[int], shown: list[int]) -> Any:
@@ -145,28 +175,37 @@ def compiled_graph(fn: Callable[..., Any], inputs: list[Tensor], late: bool, min
     `late` says that this is part of backward; then inputs at the positions `mine` may be overwritten.
     Outputs at the positions `shown` keep the strides they have in eager PyTorch.
     """
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")  # what the compiler says about torch itself is nothing a user could change
+        return _through_inductor(fn, inputs, late, mine, shown)
+
+
+def _through_inductor(fn: Any, inputs: list[Tensor], late: bool, mine: list[int], shown: list[int]) -> Any:
     from torch._guards import TracingContext, tracing
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes
     from torch._inductor.utils import BoxedBool
     from torch._inductor.virtualized import V
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    fake_mode = FakeTensorMode()
-    with torch.no_grad():
-        fakes = [fake_mode.from_tensor(t.detach(), static_shapes=True) for t in inputs]
-        with fake_mode:
-            functional = torch.func.functionalize(fn, remove="mutations")
-            gm = make_fx(functional, decomposition_table=select_decomp_table(), tracing_mode="real")(*fakes)
-        context: Any = TracingContext(fake_mode)
-        context.fw_metadata = types.SimpleNamespace(bw_donated_idxs=mine, static_input_indices=[])
-        with tracing(context):
-            with fake_mode, V.set_fake_mode(fake_mode):
-                gm = joint_graph_passes(gm)
-            gm.graph.find_nodes(op="output")[0].meta["user_visible_output_idxs"] = shown
-            return compile_fx_inner(
-                gm, fakes, cudagraphs=BoxedBool(False), is_backward=late, static_input_idxs=(), graph_id=next(_numbers)
-            )
+    fake_mode = FakeTensorMode(shape_env=ShapeEnv())  # without symbols here, but the cache insists on one
+    fakes = [fake_mode.from_tensor(t.detach(), static_shapes=True) for t in inputs]
+    with fake_mode:
+        functional = torch.func.functionalize(fn, remove="mutations")
+        gm = make_fx(functional, decomposition_table=select_decomp_table(), tracing_mode="real")(*fakes)
+    context: Any = TracingContext(fake_mode)
+    context.fw_metadata = types.SimpleNamespace(bw_donated_idxs=mine, static_input_indices=[])
+    # Inductor's cache does not look at what may be overwritten or is shown, so that goes into the key.
+    settings: Any = torch.compiler.config
+    tag = f"{settings.cache_key_tag} mine={mine} shown={shown}"
+    with tracing(context), settings.patch(cache_key_tag=tag):
+        with fake_mode, V.set_fake_mode(fake_mode):
+            gm = joint_graph_passes(gm)
+        gm.graph.find_nodes(op="output")[0].meta["user_visible_output_idxs"] = shown
+        return compile_fx_inner(
+            gm, fakes, cudagraphs=BoxedBool(False), is_backward=late, static_input_idxs=(), graph_id=next(_numbers)
+        )
 
 
 _numbers = itertools.count(1 << 20)

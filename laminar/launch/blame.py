@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from laminar import errors
-from laminar.errors import LaminarError, OutOfMemoryError, RankError
+from laminar.errors import LaminarError, OutOfMemoryError, PeerError, RankError
 
 FAILED, REFUSED = 1, 2
 """Exit codes: training began and failed; or it was refused before the first step."""
@@ -85,7 +85,7 @@ def kind_of(error: BaseException) -> str:
             return "memory"
         if isinstance(e, RuntimeError | OSError) and _MEMORY_WORDS.search(text):
             return "memory"
-        if own in _LOST_TYPES or (isinstance(e, RuntimeError) and _LOST_WORDS.search(text)):
+        if isinstance(e, PeerError) or own in _LOST_TYPES or (isinstance(e, RuntimeError) and _LOST_WORDS.search(text)):
             return "peer"
     return "refused" if isinstance(error, LaminarError) else "raised"
 

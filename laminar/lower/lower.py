@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from laminar.cost.work import FREE
 from laminar.errors import PlacementError
 from laminar.ir.codec import Ref
 from laminar.ir.graph import Graph, Node, map_refs
@@ -46,6 +47,21 @@ class _Writer:
     have: dict[Any, dict[NdSbp, Ref]] = field(default_factory=dict)
     specs: dict[Ref, TensorSpec] = field(default_factory=dict)
     params: set[str] = field(default_factory=set)
+    gathered: set[str] = field(default_factory=set)
+    """Nodes of forward that only cast or view parameters that were gathered for them."""
+
+    def again(self, ref: Ref, plan: Plan) -> Ref:
+        """A cast or view of a gathered parameter, made anew for backward: kept, it would be whole all that time."""
+        if ref.name not in self.gathered:
+            return ref
+        name = f"{ref.name}_again"
+        if Ref(name) not in self.have:
+            node = self.graph.by_name[ref.name]
+            args = map_refs(node.args, lambda r: self.again(r, plan))
+            copy = replace(node, name=name, args=args, phase="backward")
+            self.specs.update({Ref(name, i): o for i, o in enumerate(node.outs) if o})
+            self.put(copy, plan.ops[node.name].ins, plan.ops[node.name].outs)
+        return Ref(name, ref.index)
 
     def fetch(self, ref: Ref, want: NdSbp, node: Node, why: str) -> Ref:
         """A value in the placement wanted, boxed if need be."""
@@ -156,8 +172,11 @@ def lower(graph: Graph, plan: Plan, *, bucket_bytes: int = BUCKET_BYTES, schedul
     everywhere = (B,) * len(plan.mesh.sizes)
     for const in graph.constants:
         writer.have[Ref(const.name)] = {everywhere: Ref(const.name)}
+    writer.gathered = _gathered(graph, plan)
     for node in graph.nodes:
         choice = plan.ops[node.name]
+        if node.phase == "backward" and any(r.name in writer.gathered for r in node.ins):
+            node = replace(node, args=map_refs(node.args, lambda r: writer.again(r, plan)))
         writer.put(node, choice.ins, choice.outs, writer.probed.get(node.name, ()))
     outputs = []
     end = Node("end", "laminar.end", (), (), phase="backward")
@@ -179,6 +198,20 @@ def lower(graph: Graph, plan: Plan, *, bucket_bytes: int = BUCKET_BYTES, schedul
     program = drop_unused(program)
     program = merged(program, bucket_bytes)
     return overlap(program) if schedule else program
+
+
+def _gathered(graph: Graph, plan: Plan) -> set[str]:
+    """Forward's casts and views of parameters that are put together from pieces for them."""
+    params = {i.name for i in graph.of_kind("param")}
+    found: set[str] = set()
+    for node in graph.nodes:
+        light = (node.op in FREE or node.op == "aten._to_copy") and node.phase == "forward" and len(node.outs) == 1
+        if not light or not node.ins or any(r.name not in params | found for r in node.ins):
+            continue
+        pieces = zip(node.ins, plan.ops[node.name].ins, strict=True)
+        if any(r.name in found or plan.inputs[r.name] != nd for r, nd in pieces):
+            found.add(node.name)
+    return found
 
 
 def check_stored(name: str, nd: NdSbp) -> None:

@@ -24,7 +24,20 @@ from laminar.runtime.boxes import Box
 from laminar.runtime.local import prepare
 from laminar.runtime.transport import Bucket, Groups, Null
 
-INTO: dict[str, Callable[..., Any]] = {"aten.mm": torch.mm, "aten.bmm": torch.bmm, "aten.addmm": torch.addmm}
+
+def _rows_into(grad: Tensor, ids: Tensor, rows: int, padding: int, by_count: bool, *, out: Tensor) -> Tensor:
+    """The gradient of a table of embeddings, where it is wanted: fresh memory the size of the table costs more."""
+    if grad.device.type != "cpu" or padding >= 0 or by_count:
+        return out.copy_(torch.ops.aten.embedding_dense_backward(grad, ids, rows, padding, by_count))
+    return out.zero_().index_add_(0, ids.reshape(-1), grad.reshape(-1, grad.shape[-1]))
+
+
+INTO: dict[str, Callable[..., Any]] = {
+    "aten.mm": torch.mm,
+    "aten.bmm": torch.bmm,
+    "aten.addmm": torch.addmm,
+    "aten.embedding_dense_backward": _rows_into,
+}
 """Ops that can write their result where they are told."""
 
 
@@ -85,12 +98,14 @@ class _Build:
             # A lone gradient gets a buffer too: one that is made once, not in every step.
             if instr.kind == "all_reduce" and (len(instr.refs) > 1 or Ref(instr.name) in leaving):
                 self._plan_bucket(instr)
+        if self.device.type == "cpu":
+            self._plan_local_gradients()
 
     def _plan_bucket(self, instr: Instr) -> None:
         """Lay out a bucket, and see which members can be written straight into it."""
         shapes = [local_shape(p.spec.shape, p.nd, self.mesh.sizes, self.mesh.coords(self.rank)) for p in instr.ins]
         dtype = DTYPES[instr.ins[0].spec.dtype]
-        bucket = Bucket(shapes, dtype, self.device)
+        bucket = self.transport.bucket(instr, shapes, dtype)
         fill = []
         for i, ref in enumerate(instr.refs):
             maker = self.makers.get(ref.name)
@@ -99,6 +114,15 @@ class _Build:
             else:
                 fill.append(i)
         self.buckets[instr.name] = (bucket, fill)
+
+    def _plan_local_gradients(self) -> None:
+        """Gradients that nobody reduces get buffers as well: the system would clear fresh memory in every step."""
+        for out in self.program.outputs:
+            maker = self.makers.get(out.ref.name)
+            if out.kind == "grad" and maker is not None and maker.op in INTO and self.uses[out.ref] == 1:
+                shape = out.placed.local(self.mesh, self.rank).shape
+                bucket = Bucket([shape], DTYPES[out.placed.spec.dtype], self.device)
+                self.into.setdefault(out.ref.name, (bucket, 0))
 
     def keep(self, name: str, value: Any) -> fx.Node:
         """An object the generated code refers to."""

@@ -5,8 +5,8 @@ nobody and returns tensors of the right shape: for measuring what everything els
 *exchanges*, objects with `start(x)` and `finish(handle)`: the generated code starts one where it
 stands in the program and finishes it before the first reader.
 
-Built the fastest way measured on each backend: on Gloo a reduce-scatter is an all-to-all followed
-by additions, three times faster there than Gloo's own.
+Built the fastest way measured: ranks of one machine without GPUs share memory (`shared.py`); elsewhere
+on Gloo gathers and reduce-scatters are sends and receives (`direct.py`), cheaper than Gloo's own.
 """
 
 from __future__ import annotations
@@ -21,11 +21,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from laminar.capture.private import foreach_copy, gather_into, scatter_into
+from laminar.capture.torch_ops import DTYPES
 from laminar.errors import MeshError
+from laminar.ir.codec import Ref
 from laminar.ir.mesh import Mesh
 from laminar.ir.program import Instr, Program
+from laminar.runtime import direct, shared
 from laminar.runtime.boxes import Box
 
+FIRST_TAG = 1 << 20
+"""Tags below are left to others who send and receive in the same group."""
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
@@ -43,9 +48,20 @@ class Exchange(Protocol):
 class Bucket:
     """A buffer in which the members of a merged all-reduce lie side by side."""
 
-    def __init__(self, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        shapes: Sequence[tuple[int, ...]],
+        dtype: torch.dtype,
+        device: torch.device,
+        area: shared.Area | None = None,
+    ) -> None:
+        """`area`: where in memory that ranks share it lies, if it does."""
         sizes = [torch.Size(s).numel() for s in shapes]
-        self.flat = torch.zeros(sum(sizes), dtype=dtype, device=device)
+        self.area = area
+        if area is None:
+            self.flat = torch.zeros(sum(sizes), dtype=dtype, device=device)
+        else:
+            self.flat = area.of(area.yard.at, dtype)[: sum(sizes)]
         self.views = [v.view(s) for v, s in zip(self.flat.split(sizes), shapes, strict=True)]
 
 
@@ -184,7 +200,10 @@ class ReduceScatter:
 class Groups:
     """Real process groups over a mesh; every rank must make this at the same point."""
 
-    def __init__(self, mesh: Mesh, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, mesh: Mesh, device: torch.device | str = "cpu", share: bool = True, timeout_s: float = 600.0
+    ) -> None:
+        """`share`: exchange through shared memory where ranks have it; `timeout_s` is how long to wait there."""
         if not dist.is_initialized():
             raise MeshError("no process group", next="start under torchrun, or call dist.init_process_group first")
         world = dist.get_world_size()
@@ -193,9 +212,19 @@ class Groups:
                             next=f"start {mesh.ranks} processes, or use a mesh of {world}")  # fmt: skip
         self.mesh, self.rank, self.device = mesh, dist.get_rank(), torch.device(device)
         self._groups: dict[tuple[int, ...], Any] = {}
+        self._shares, self.timeout_s = share, timeout_s
+        self._yards: dict[tuple[int, ...], shared.Yard] = {}
+        self._tag = FIRST_TAG
+        self._slots, self._scratch = direct.Slots(), direct.Scratch()
+        self._given: dict[str, Tensor] = {}
+        self._leaving: set[str] = set()
 
-    def prepare(self, program: Program) -> None:
-        """Make the process groups a program needs, in the same order on every rank."""
+    def prepare(self, program: Program, in_order: bool = False) -> None:
+        """Make what a program needs, in the same order on every rank: its process groups, memory for its gathers.
+
+        `in_order` promises that its lines will run one after the other as they stand, so that a gathered
+        tensor's memory may be used again behind its last reader.
+        """
         for axes in sorted({i.args[1] for i in program.collectives}):
             if axes in self._groups:
                 continue
@@ -208,20 +237,97 @@ class Groups:
                 group = dist.group.WORLD if len(members) == self.mesh.ranks else dist.new_group(list(members))
                 if self.rank in members:
                     self._groups[axes] = group
+        self._given, self._leaving = {}, direct.leaving(program)
+        self._yards = {}
+        if self.device.type != "cpu":
+            return
+        for axes in sorted({i.args[1] for i in program.collectives}):
+            self._open_yard(axes, program)
+        if in_order:
+            by_name = {i.name: i for i in program.instrs}
+            needs = []
+            for name, (first, last) in direct.lives(program).items():
+                shapes = [p.local(self.mesh, self.rank).shape for p in by_name[name].outs if p]
+                dtype = DTYPES[by_name[name].ins[0].spec.dtype]
+                needs.append((name, direct.carved_bytes(shapes, dtype), first, last))
+            self._given = self._slots.assign(needs)
+
+    def _open_yard(self, axes: tuple[int, ...], program: Program) -> None:
+        """Memory shared by the ranks of a group, for all exchanges of a program that `shared` has a way for."""
+        group, wants = self._groups[axes], shared.Wants()
+        members = self.mesh.group(axes, self.mesh.coords(self.rank))
+        if not self._shares or not self._gloo(group) or len(members) == 1:
+            return
+        leaving = {o.ref for o in program.outputs}
+        for instr in program.collectives:
+            if instr.args[1] != axes:
+                continue
+            dtype = DTYPES[instr.ins[0].spec.dtype]
+            boxes = [Box.of(instr, self.mesh, self.rank, i) for i in range(len(instr.refs))]
+            if instr.kind == "all_reduce":
+                numel = sum(torch.Size(b.src).numel() for b in boxes)
+                if len(boxes) > 1 or Ref(instr.name) in leaving:
+                    wants.buckets[instr.name] = shared.bucket_bytes(numel, len(members), dtype)
+                else:
+                    wants.transient(shared.Reduce.need(numel, len(members), dtype))
+            elif instr.kind == "all_gather":
+                wants.transient(shared.Gather.need(boxes, dtype))
+            elif instr.kind == "reduce_scatter":
+                wants.transient(shared.Scatter.need(boxes, dtype))
+        if wants.buckets or any(wants.rings.values()):
+            yard = shared.Yard.open(group, members, members.index(self.rank), wants, self.timeout_s)
+            if yard is not None:
+                self._yards[axes] = yard
+
+    def bucket(self, instr: Instr, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> Bucket:
+        """The buffer of a merged all-reduce."""
+        yard = self._yards.get(instr.args[1])
+        return Bucket(shapes, dtype, self.device, yard.buckets.get(instr.name) if yard else None)
 
     def exchange(self, instr: Instr, rank: int, copy: bool, bucket: Bucket | None, fill: Sequence[int]) -> Exchange:
         """The exchange of one collective."""
         group = self._groups[instr.args[1]]
+        yard = self._yards.get(instr.args[1])
+        found = self._shared(yard, instr, copy, bucket, fill) if yard else None
+        if found is not None:
+            return found
         if instr.kind == "all_reduce":
             return AllReduce(group, instr.args[4], copy, bucket, fill)
         boxes = [Box.of(instr, self.mesh, self.rank, i) for i in range(len(instr.refs))]
         box = boxes[0]
+        if instr.kind in ("all_gather", "reduce_scatter") and self.device.type == "cpu" and self._gloo(group):
+            wire = direct.Wire(group, box, self._tag)
+            self._tag += len(boxes) + 1
+            dtype = DTYPES[instr.ins[0].spec.dtype]
+            if instr.kind == "all_gather":
+                return direct.Gather(wire, boxes, dtype, self._given.get(instr.name))
+            return direct.Scatter(wire, boxes, dtype, self._scratch, instr.name in self._leaving)
         if instr.kind == "all_gather":
             return AllGather(group, box) if len(boxes) == 1 else MergedGather(group, boxes)
         even = len(boxes) == 1 and len({box.dst, *(tuple(p) for p in box.incoming_shapes())}) == 1
         if instr.kind == "reduce_scatter" and even and box.dst and dist.get_backend(group) == "nccl":
             return ReduceScatter(group, box)
         return AllToAll(group, boxes)
+
+    def _shared(
+        self, yard: shared.Yard, instr: Instr, copy: bool, bucket: Bucket | None, fill: Sequence[int]
+    ) -> Exchange | None:
+        """The exchange through shared memory, if there is a way."""
+        dtype, op = DTYPES[instr.ins[0].spec.dtype], instr.args[4]
+        boxes = [Box.of(instr, self.mesh, self.rank, i) for i in range(len(instr.refs))]
+        if instr.kind == "all_gather":
+            return shared.Gather(yard, boxes, dtype, self._given.get(instr.name))
+        if instr.kind == "reduce_scatter":
+            return shared.Scatter(yard, boxes, dtype, instr.name in self._leaving)
+        if instr.kind == "all_reduce" and bucket is not None and bucket.area is not None:
+            return shared.BucketReduce(bucket.area, bucket.views, fill, bucket.flat.numel(), op)
+        if instr.kind == "all_reduce" and bucket is None:
+            return shared.Reduce(yard, boxes[0].src, dtype, op, copy)
+        return None
+
+    @staticmethod
+    def _gloo(group: Any) -> bool:
+        return "gloo" in str(dist.get_backend(group))
 
 
 class _Nothing:
@@ -259,8 +365,12 @@ class Null:
     def __init__(self, mesh: Mesh, rank: int = 0, device: torch.device | str = "cpu") -> None:
         self.mesh, self.rank, self.device = mesh, rank, torch.device(device)
 
-    def prepare(self, program: Program) -> None:
+    def prepare(self, program: Program, in_order: bool = False) -> None:
         """Nothing to make."""
+
+    def bucket(self, instr: Instr, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> Bucket:
+        """The buffer of a merged all-reduce."""
+        return Bucket(shapes, dtype, self.device)
 
     def exchange(self, instr: Instr, rank: int, copy: bool, bucket: Bucket | None, fill: Sequence[int]) -> Exchange:
         """An exchange that is none."""

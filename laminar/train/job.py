@@ -117,7 +117,7 @@ class Job:
         self.steps = 0
         self._scaler = Scaler() if self.precision.scaled else None
         self._transport: Groups | Null = (
-            Groups(self.mesh, self.device) if self.world > 1 else Null(self.mesh, 0, self.device)
+            Groups(self.mesh, self.device, timeout_s=timeout_s) if self.world > 1 else Null(self.mesh, 0, self.device)
         )
         self._watched = Watched(self.rank) if detect_anomaly else None
         self._engine = Engine(
