@@ -4,13 +4,17 @@ Nearly all parameters sit in embedding tables and nearly all arithmetic in two s
 best place for a table is rarely the best place for the rest: tables go by row, by column or whole
 to different ranks while the MLPs follow the batch. One table sums a bag of ids per sample. What
 the numbers and the look-ups say to each other is the dot product of every pair of their vectors.
+
+In `tiny` one id and two numbers decide; in `small` it is whether hidden preferences agree, ids follow a
+power law as they do in real logs, and a click remains a matter of chance.
 """
 
 from collections.abc import Iterable, Iterator
-from itertools import pairwise
+from itertools import islice, pairwise
 
 import torch
 import torch.nn.functional as F
+from data import ClickLog
 from torch import Tensor, nn
 
 from laminar import Recipe
@@ -27,11 +31,14 @@ def mlp(*widths: int) -> nn.Sequential:
 class DLRM(nn.Module):
     """Numbers (batch, n), one id per table (batch, tables) and a bag (batch, k) to logits (batch,)."""
 
-    def __init__(self, *, numbers: int, tables: list[int], bag_rows: int, d: int) -> None:
+    def __init__(self, *, numbers: int, tables: list[int], bag_rows: int, d: int, spread: float = 1.0) -> None:
         super().__init__()
         self.bottom = mlp(numbers, 32, d)
         self.tables = nn.ModuleList(nn.Embedding(rows, d) for rows in tables)
         self.bag = nn.EmbeddingBag(bag_rows, d, mode="sum")
+        with torch.no_grad():
+            for table in (*self.tables, self.bag):
+                table.weight.mul_(spread)
         vectors = 1 + len(tables) + 1
         self.top = mlp(d + vectors * (vectors - 1) // 2, 40, 24, 1)
 
@@ -79,3 +86,23 @@ def tiny() -> Recipe:
         return torch.optim.Adagrad(params, lr=0.05)
 
     return Recipe(model=model, loss=loss, data=data, optimizer=optimizer, steps=50)
+
+
+def small() -> Recipe:
+    """320k parameters, all but five thousand in tables."""
+    log = ClickLog(numbers=13, tables=[1_000, 2_000, 5_000], bag_rows=2_000, bag=4)
+
+    def model() -> DLRM:
+        torch.manual_seed(0)
+        return DLRM(numbers=log.numbers, tables=log.tables, bag_rows=log.bag_rows, d=32, spread=0.1)
+
+    def data() -> Iterator[dict[str, Tensor]]:
+        return log.batches(batch=512)
+
+    def evaluate() -> Iterable[dict[str, Tensor]]:
+        return islice(log.batches(batch=512, seed=2), 20)
+
+    def optimizer(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.Adagrad(params, lr=0.1)
+
+    return Recipe(model=model, loss=loss, data=data, optimizer=optimizer, steps=1000, evaluate=evaluate)

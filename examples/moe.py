@@ -5,13 +5,17 @@ Routing is written densely, after GShard: every sequence gives every expert a fi
 bring results back. Shapes never depend on the data, so one graph describes every step; what the
 network does with a split over experts is an all-to-all. A token that finds all places taken passes
 by on the residual stream alone. A small extra loss keeps the experts evenly used.
+
+`tiny` learns to count, `small` reads the text of the standard library.
 """
 
 import math
 from collections.abc import Iterable, Iterator
+from itertools import islice
 
 import torch
 import torch.nn.functional as F
+from data import VOCAB, windows
 from torch import Tensor, nn
 
 from laminar import Recipe
@@ -123,3 +127,22 @@ def tiny() -> Recipe:
         return torch.optim.AdamW(params, lr=3e-3)
 
     return Recipe(model=model, loss=loss, data=data, optimizer=optimizer, steps=50)
+
+
+def small() -> Recipe:
+    """1.2M parameters in two layers of eight experts, of which a token uses a quarter."""
+
+    def model() -> MoE:
+        torch.manual_seed(0)
+        return MoE(layers=2, d=128, heads=4, hidden=256, experts=8, vocab=VOCAB, tokens=64)
+
+    def data() -> Iterator[dict[str, Tensor]]:
+        return windows(batch=16, tokens=64)
+
+    def evaluate() -> Iterable[dict[str, Tensor]]:
+        return islice(windows(batch=16, tokens=64, held_out=True), 20)
+
+    def optimizer(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(params, lr=2e-3, betas=(0.9, 0.95))
+
+    return Recipe(model=model, loss=loss, data=data, optimizer=optimizer, steps=400, evaluate=evaluate)

@@ -145,8 +145,6 @@ EVERYTHING = list(itertools.product(NAMES, LAYOUTS, OPTIMIZERS, (torch.float64, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "layout", "optimizer", "dtype"), EVERYTHING)
-def test_every_combination(
-    ranks: dict[int, Ranks], name: str, layout: str, optimizer: str, dtype: torch.dtype
-) -> None:
+def test_every_combination(ranks: dict[int, Ranks], name: str, layout: str, optimizer: str, dtype: torch.dtype) -> None:
     """All models, layouts, optimizers and precisions: `make prove`."""
     check(ranks, name, layout, optimizer, dtype)
