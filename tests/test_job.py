@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import laminar
 from laminar import Mesh
-from laminar.errors import BatchError, MeshError, NonFiniteError, OptimizerError, PlanError, StateError
+from laminar.errors import MeshError, NonFiniteError, OptimizerError, PlanError, StateError
 from tests.ranks import Ranks
 
 PLANS = ("data", "zero1", "zero2", "zero3", "tensor")
