@@ -9,6 +9,7 @@ PLANS  ?= 1000
 
 BIN   := .venv/bin
 STAMP := .venv/.filled
+PARTS := $(addprefix bench/,common.py models.py peers.py race.py)
 TORCH := $(shell grep '^torch==' constraints.txt)
 
 .DEFAULT_GOAL := help
@@ -38,10 +39,10 @@ test: lint ## lint, then every test that needs neither a GPU nor minutes
 	$(BIN)/python -m pytest -n 2 -m 'not gpu and not slow'
 
 prove: setup ## training against plain PyTorch: every model, layout, optimizer and precision
-	$(BIN)/python -m pytest -n 2 -m slow tests/test_training.py
+	$(BIN)/python -m pytest -n 2 -m slow tests/test_training.py tests/test_examples.py
 
 fuzz: setup ## random plans against one device; PLANS=1000 says how many
 	LAMINAR_FUZZ_PLANS=$(PLANS) $(BIN)/python -m pytest -m slow tests/fuzz
 
 bench: setup ## run every benchmark, one JSON line per result
-	@set -e; for file in $(sort $(wildcard bench/*.py)); do echo "# $$file" >&2; $(BIN)/python $$file; done
+	@set -e; for file in $(filter-out $(PARTS),$(sort $(wildcard bench/*.py))); do echo "# $$file" >&2; $(BIN)/python $$file; done

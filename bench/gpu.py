@@ -212,6 +212,9 @@ def main() -> None:
     args.add_argument("--small", action="store_true", help="a size for trying the benchmark itself, on any device")
     given = args.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu" and not given.small:
+        print("skipped: there is no GPU here; --small tries the benchmark itself on the CPU", file=sys.stderr)
+        return
     if given.alone:
         print(json.dumps(alone(given.alone, given.models[0], device, given.small)))
         return

@@ -224,7 +224,7 @@ BY_NUMBERS = 0.6
     [
         ("gpt.py:demo", 40, BY_FREQUENCY),
         ("moe.py:small", 40, BY_FREQUENCY),
-        ("bert.py:small", 260, BY_FREQUENCY),
+        pytest.param("bert.py:small", 260, BY_FREQUENCY, marks=pytest.mark.slow),
         ("resnet.py:small", 50, 0.75 * math.log(10)),
         ("dlrm.py:small", 250, BY_NUMBERS),
     ],

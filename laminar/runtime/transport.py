@@ -28,6 +28,7 @@ from laminar.ir.mesh import Mesh
 from laminar.ir.program import Instr, Program
 from laminar.runtime import direct, shared
 from laminar.runtime.boxes import Box
+from laminar.runtime.yard import Area, Wants, Yard
 
 FIRST_TAG = 1 << 20
 """Tags below are left to others who send and receive in the same group."""
@@ -53,7 +54,7 @@ class Bucket:
         shapes: Sequence[tuple[int, ...]],
         dtype: torch.dtype,
         device: torch.device,
-        area: shared.Area | None = None,
+        area: Area | None = None,
     ) -> None:
         """`area`: where in memory that ranks share it lies, if it does."""
         sizes = [torch.Size(s).numel() for s in shapes]
@@ -213,7 +214,7 @@ class Groups:
         self.mesh, self.rank, self.device = mesh, dist.get_rank(), torch.device(device)
         self._groups: dict[tuple[int, ...], Any] = {}
         self._shares, self.timeout_s = share, timeout_s
-        self._yards: dict[tuple[int, ...], shared.Yard] = {}
+        self._yards: dict[tuple[int, ...], Yard] = {}
         self._tag = FIRST_TAG
         self._slots, self._scratch = direct.Slots(), direct.Scratch()
         self._given: dict[str, Tensor] = {}
@@ -254,7 +255,7 @@ class Groups:
 
     def _open_yard(self, axes: tuple[int, ...], program: Program) -> None:
         """Memory shared by the ranks of a group, for all exchanges of a program that `shared` has a way for."""
-        group, wants = self._groups[axes], shared.Wants()
+        group, wants = self._groups[axes], Wants()
         members = self.mesh.group(axes, self.mesh.coords(self.rank))
         if not self._shares or not self._gloo(group) or len(members) == 1:
             return
@@ -275,7 +276,7 @@ class Groups:
             elif instr.kind == "reduce_scatter":
                 wants.transient(shared.Scatter.need(boxes, dtype))
         if wants.buckets or any(wants.rings.values()):
-            yard = shared.Yard.open(group, members, members.index(self.rank), wants, self.timeout_s)
+            yard = Yard.open(group, members, members.index(self.rank), wants, self.timeout_s)
             if yard is not None:
                 self._yards[axes] = yard
 
@@ -310,7 +311,7 @@ class Groups:
         return AllToAll(group, boxes)
 
     def _shared(
-        self, yard: shared.Yard, instr: Instr, copy: bool, bucket: Bucket | None, fill: Sequence[int]
+        self, yard: Yard, instr: Instr, copy: bool, bucket: Bucket | None, fill: Sequence[int]
     ) -> Exchange | None:
         """The exchange through shared memory, if there is a way."""
         dtype, op = DTYPES[instr.ins[0].spec.dtype], instr.args[4]

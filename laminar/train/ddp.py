@@ -37,7 +37,7 @@ LIMITS = """plan="ddp": the model runs as it is on every rank. Batch norm sees e
 depends on the number of ranks, parameters and optimizer state are whole on every rank, nothing is compiled."""
 
 
-class DdpJob:
+class DdpJob(storage.Stored):
     """A job with the same methods as `Job`, without a plan, a graph or a program."""
 
     plan = graph = program = None
@@ -204,18 +204,6 @@ class DdpJob:
         for p, e in zip(self._params, self._ema, strict=True):
             e.copy_(given[names[id(p)]])
 
-    def hash(self) -> str:
-        """Hex digest over weights, buffers and optimizer state."""
-        return storage.digest(self)
-
-    def save(self, directory: Any) -> None:
-        """Write weights, optimizer state and counters into a directory."""
-        storage.save(self, directory)
-
-    def resume(self, directory: Any) -> None:
-        """Go on from what `save` wrote."""
-        storage.resume(self, directory)
-
     def memory(self) -> dict[str, int]:
         """Bytes that this rank holds from step to step."""
         held = [v for s in self.optimizer.state.values() for v in s.values() if isinstance(v, Tensor) and v.dim()]
@@ -225,10 +213,6 @@ class DdpJob:
             "gradients": sum(p.nbytes for p in self._params),
             "state": sum(v.nbytes for v in held),
         }
-
-    def close(self) -> None:
-        """Leave the process group, if this job made it."""
-        self._world.close()
 
 
 class _Whole(nn.Module):

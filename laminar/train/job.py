@@ -80,7 +80,7 @@ class Result:
         return f"Result(step={self.step}, loss={self.loss:.6g}, grad_norm={self.grad_norm:.4g}, lr={self.lr:.4g})"
 
 
-class Job:
+class Job(storage.Stored):
     """See `laminar.parallelize`."""
 
     def __init__(
@@ -414,18 +414,6 @@ class Job:
         for k in self._kept:
             self._ema[k.name].copy_(self._cut(given[k.name], k.state_nd))
 
-    def hash(self) -> str:
-        """Hex digest over weights, buffers and optimizer state: equal exactly if all of them are, bit for bit."""
-        return storage.digest(self)
-
-    def save(self, directory: Any) -> None:
-        """Write weights, optimizer state and counters as whole tensors into a directory."""
-        storage.save(self, directory)
-
-    def resume(self, directory: Any) -> None:
-        """Go on from what `save` wrote, on any layout."""
-        storage.resume(self, directory)
-
     @property
     def model(self) -> nn.Module:
         """The model with whole weights, for inference; where ranks hold pieces, a copy that is made anew here."""
@@ -456,10 +444,6 @@ class Job:
                 v.nbytes for s in self.optimizer.state.values() for v in s.values() if isinstance(v, Tensor) and v.dim()
             ),
         }
-
-    def close(self) -> None:
-        """Leave the process group, if this job made it."""
-        self._world.close()
 
 
 def _apart(k: Kept) -> bool:

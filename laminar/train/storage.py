@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from laminar.capture.slots import Slot, slots_of
 from laminar.errors import StateError
 from laminar.ir.sbp import B, NdSbp, Split
+from laminar.train.world import World
 
 if TYPE_CHECKING:
     from laminar.train.ddp import DdpJob
@@ -37,6 +38,28 @@ def moved(model: nn.Module, device: torch.device, weights: torch.dtype | None) -
             for holder, key in slot.places:
                 holder[key] = there
     return slots_of(model)
+
+
+class Stored:
+    """What every job does with its state as a whole, whatever it is made of."""
+
+    _world: World
+
+    def hash(self) -> str:
+        """Hex digest over weights, buffers and optimizer state: equal exactly if all of them are, bit for bit."""
+        return digest(self)  # type: ignore[arg-type]
+
+    def save(self, directory: str | Path) -> None:
+        """Write weights, optimizer state and counters as whole tensors into a directory."""
+        save(self, directory)  # type: ignore[arg-type]
+
+    def resume(self, directory: str | Path) -> None:
+        """Go on from what `save` wrote, on any layout."""
+        resume(self, directory)  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        """Leave the process group, if this job made it."""
+        self._world.close()
 
 
 # --- state dicts -------------------------------------------------------------------------------

@@ -1,0 +1,175 @@
+"""The four models the training benchmarks run, each with its batches and with how the peers split it.
+
+GPT of 10.9M parameters (`examples/gpt.py:small` with q, k and v apart, because eager DTensor can't
+split a packed projection by heads), the residual CNN of `examples/resnet.py`, a wide MLP of 16.8M
+(gradients large against compute), and a DLRM of 11.8M (nearly all of it in embedding tables; the bag
+is an embedding that is summed, for the same reason as above). Where the batch is split it grows with the
+ranks; where every rank has all of it, it is that of two ranks, or the fraction of it that is asked for.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from laminar.api import load_recipe
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, its loss and its batches; which of its parts are blocks, and the usual way to split it."""
+
+    model: Callable[[], nn.Module]
+    loss: Callable[[nn.Module, Any], Tensor]
+    batches: list[dict[str, Tensor]]
+    blocks: Callable[[nn.Module], list[nn.Module]]
+    """What FSDP2 shards one by one."""
+    ways: dict[str, str]
+    """For DTensor: the ending of a module's name -> column, row or vocab."""
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block that does not mind being given a share of its heads."""
+
+    def __init__(self, d: int, heads: int) -> None:
+        super().__init__()
+        self.head_d = d // heads
+        self.norm1, self.norm2 = nn.LayerNorm(d), nn.LayerNorm(d)
+        self.q, self.k, self.v = nn.Linear(d, d), nn.Linear(d, d), nn.Linear(d, d)
+        self.out = nn.Linear(d, d)
+        self.up, self.down = nn.Linear(d, 4 * d), nn.Linear(4 * d, d)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, _ = x.shape
+        y = self.norm1(x)
+        q, k, v = (part(y).view(b, t, -1, self.head_d).transpose(1, 2) for part in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, -1)
+        x = x + self.out(y)
+        return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
+
+
+class GPT(nn.Module):
+    """Token ids to logits."""
+
+    def __init__(self, layers: int, d: int, heads: int, vocab: int, tokens: int) -> None:
+        super().__init__()
+        self.embed, self.position = nn.Embedding(vocab, d), nn.Embedding(tokens, d)
+        self.blocks = nn.ModuleList(Block(d, heads) for _ in range(layers))
+        self.norm = nn.LayerNorm(d)
+        self.head = nn.Linear(d, vocab, bias=False)
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids) + self.position(torch.arange(ids.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def gpt(ranks: int, split: bool, shrink: int = 1) -> Case:
+    """Sequences of 64 tokens, 4 a rank, so that reduction counts."""
+    heads = 8 if ranks <= 8 else 16
+    batch = 4 * ranks if split else 8 // shrink
+
+    def make(rng: torch.Generator) -> dict[str, Tensor]:
+        ids = torch.randint(256, (batch, 65), generator=rng)
+        return {"ids": ids[:, :-1].contiguous(), "target": ids[:, 1:].contiguous()}
+
+    return Case(
+        lambda: GPT(layers=6, d=384, heads=heads, vocab=256, tokens=64),
+        lambda m, b: F.cross_entropy(m(b["ids"]).flatten(0, 1), b["target"].flatten()),
+        _some(make),
+        lambda m: list(m.blocks),
+        {**dict.fromkeys(("q", "k", "v", "up"), "column"), "out": "row", "down": "row"},
+    )
+
+
+def mlp(ranks: int, split: bool, shrink: int = 1) -> Case:
+    """Four wide layers and a head, 32 samples a rank."""
+    batch = 32 * ranks if split else 64 // shrink
+
+    def model() -> nn.Module:
+        layers = [nn.Sequential(nn.Linear(2048, 2048), nn.ReLU()) for _ in range(4)]
+        return nn.Sequential(*layers, nn.Linear(2048, 10))
+
+    def make(rng: torch.Generator) -> dict[str, Tensor]:
+        x, y = torch.randn(batch, 2048, generator=rng), torch.randint(10, (batch,), generator=rng)
+        return {"x": x, "y": y}
+
+    ways = {"0.0": "column", "1.0": "row", "2.0": "column", "3.0": "row"}
+    return Case(
+        model, lambda m, b: F.cross_entropy(m(b["x"]), b["y"]), _some(make), lambda m: [m[i] for i in range(4)], ways
+    )
+
+
+def cnn(ranks: int, split: bool, shrink: int = 1) -> Case:
+    """The residual CNN of the examples on pictures of 32 by 32, 16 a rank, batch norm over the whole batch."""
+    load_recipe(f"{EXAMPLES}/resnet.py:small")
+    example = sys.modules["laminar_recipe_resnet"]
+    batch = 16 * ranks if split else 32 // shrink
+    source = example.images(batch=batch, size=32, classes=10)
+    return Case(
+        lambda: example.ResNet(widths=[32, 64, 128, 256], blocks=2, classes=10),
+        example.loss,
+        [next(source) for _ in range(4)],
+        lambda m: list(m.stages),
+        {"conv1": "column", "norm1": "column", "conv2": "row"},
+    )
+
+
+class DLRM(nn.Module):
+    """Numbers, one id per table and a bag of ids to logits."""
+
+    def __init__(self, tables: int, rows: int, d: int) -> None:
+        super().__init__()
+        self.bottom = nn.Sequential(nn.Linear(13, 256), nn.ReLU(), nn.Linear(256, d))
+        self.tables = nn.ModuleList(nn.Embedding(rows, d) for _ in range(tables))
+        self.bag = nn.Embedding(rows, d)
+        n = tables + 2
+        self.register_buffer("pairs", torch.tril_indices(n, n, offset=-1), persistent=False)
+        self.top = nn.Sequential(nn.Linear(d + n * (n - 1) // 2, 256), nn.ReLU(), nn.Linear(256, 128), nn.ReLU())
+        self.last = nn.Linear(128, 1)
+
+    def forward(self, numbers: Tensor, ids: Tensor, bag: Tensor) -> Tensor:
+        dense = self.bottom(numbers)
+        found = [table(ids[:, i]) for i, table in enumerate(self.tables)]
+        vectors = torch.stack([dense, *found, self.bag(bag).sum(1)], dim=1)
+        dots = torch.bmm(vectors, vectors.transpose(1, 2))
+        met = dots[:, self.pairs[0], self.pairs[1]]
+        return self.last(self.top(torch.cat([dense, met], dim=1))).squeeze(1)
+
+
+def dlrm(ranks: int, split: bool, shrink: int = 1) -> Case:
+    """Nine tables of 20480 rows; 256 samples a rank."""
+    batch, rows = 256 * ranks if split else 512 // shrink, 20480
+
+    def make(rng: torch.Generator) -> dict[str, Tensor]:
+        x = torch.randn(batch, 13, generator=rng)
+        ids, bag = (torch.randint(rows, (batch, n), generator=rng) for n in (8, 4))
+        return {"numbers": x, "ids": ids, "bag": bag, "click": (x[:, 0] > x[:, 1]).float()}
+
+    def loss(model: nn.Module, b: dict[str, Tensor]) -> Tensor:
+        return F.binary_cross_entropy_with_logits(model(b["numbers"], b["ids"], b["bag"]), b["click"])
+
+    ways = {f"tables.{i}": "vocab" for i in range(8)} | {"bag": "vocab"}
+    ways |= {"bottom.0": "column", "bottom.2": "row", "top.0": "column", "top.2": "row"}
+    return Case(lambda: DLRM(8, rows, 64), loss, _some(make), lambda m: [*m.tables, m.bag, m.bottom, m.top], ways)
+
+
+def _some(make: Callable[[torch.Generator], dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    rng = torch.Generator().manual_seed(1)
+    return [make(rng) for _ in range(4)]
+
+
+MODELS: dict[str, Callable[[int, bool, int], Case]] = {"gpt": gpt, "cnn": cnn, "mlp": mlp, "dlrm": dlrm}
