@@ -175,12 +175,11 @@ def _last_batch(plan: str, local: bool) -> tuple[float, int]:
     return gap(job.state_dict(), other.state_dict()), len(job._engine._ready)
 
 
-@pytest.mark.parametrize("plan", ["data", "zero3", "tensor"])
-@pytest.mark.parametrize("local", [False, True])
+@pytest.mark.parametrize(
+    ("plan", "local"), [("data", False), ("data", True), ("zero3", False), ("zero3", True), ("tensor", False)]
+)
 def test_a_smaller_last_batch_is_captured_once(two: Ranks, plan: str, local: bool) -> None:
     """The second batch of that size finds the step ready; shares of ranks do as well as global batches."""
-    if local and plan == "tensor":
-        pytest.skip("tensor parallel ranks all read the whole batch, so there are no shares")
     for weights, steps in two.run(_last_batch, plan, local):
         assert weights < 1e-9
         assert steps == 2
@@ -311,7 +310,6 @@ def _refused(plan: str) -> dict[str, str]:
     makers: dict[str, Any] = {
         "Lamb": lambda p: Lamb(p),
         "Adafactor": lambda p: torch.optim.Adafactor(p),
-        "LBFGS": lambda p: torch.optim.LBFGS(p),
         "Muon": lambda p: torch.optim.Muon([x for x in p if x.dim() == 2]),
     }
     for name, make in makers.items():
@@ -802,3 +800,107 @@ def _side_by_side() -> list[float]:
     jobs = [laminar.parallelize(m, mean, adamw(m), batch=data[0], plan=p, device="cpu")
             for m, p in zip(models, ("data", "zero3"), strict=True)]  # fmt: skip
     return [job.step(b).loss for b in data for job in jobs]
+
+
+# --- corners -------------------------------------------------------------------------------------------
+
+
+class Sum(nn.Module):
+    """Two layers added up: their biases have one and the same gradient. A mask that is in no state dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 6), nn.Linear(4, 6), nn.Linear(6, 6)
+        self.register_buffer("mask", torch.full((6,), 2.0), persistent=False)
+        self.table = torch.full((6,), 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c((self.a(x) + self.b(x)) * self.mask + self.table)
+
+
+def squares(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean()
+
+
+@pytest.mark.parametrize("limits", [{}, {"clip_norm": 0.05}, {"clip_value": 0.01}, {"micro_batches": 2}])
+def test_gradients_that_are_one_tensor_are_scaled_once(limits: dict[str, Any]) -> None:
+    """Scaling happens in place."""
+    torch.manual_seed(0)
+    model = Sum().double()
+    other = copy.deepcopy(model)
+    data = [torch.randn(4, 4, dtype=torch.float64) for _ in range(3)]
+    sgd = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (model, other)]
+    job = laminar.parallelize(model, squares, sgd[0], batch=data[0], device="cpu", **limits)
+    for x in data:
+        job.step(x)
+
+    def after() -> None:
+        if "clip_norm" in limits:
+            nn.utils.clip_grad_norm_(other.parameters(), 0.05)
+        elif "clip_value" in limits:
+            nn.utils.clip_grad_value_(other.parameters(), 0.01)
+
+    plain(other, squares, sgd[1], data, after)
+    assert gap(job.state_dict(), other.state_dict()) < 1e-12
+
+
+def _inference(plan: str) -> float:
+    torch.manual_seed(0)
+    model = Sum()
+    other = copy.deepcopy(model)
+    x = torch.randn(4, 4)
+    opt = torch.optim.SGD(model.parameters(), lr=0.5)
+    job = laminar.parallelize(model, squares, opt, batch=x, plan=plan, device="cpu")
+    return float((job.model(x) - other(x)).abs().max())
+
+
+def test_inference_has_buffers_that_no_state_dict_lists(two: Ranks) -> None:
+    """Rotary tables and causal masks are often kept out of it, or are plain attributes."""
+    for plan in ("zero3", "tensor"):
+        assert max(two.run(_inference, plan)) < 1e-6
+
+
+def _frozen_in_turns(plan: str) -> float:
+    torch.manual_seed(0)
+    model = Sum().double()
+    other = copy.deepcopy(model)
+    data = [torch.randn(4, 4, dtype=torch.float64) for _ in range(6)]
+    sgd = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, other)]
+    job = laminar.parallelize(model, squares, sgd[0], batch=data[0], plan=plan, micro_batches=2, device="cpu")
+    for i, x in enumerate(data):
+        for m in (model, other):
+            for name in "abc":
+                getattr(m, name).requires_grad_(name != "abc"[i % 3])
+        job.step(x)
+        plain(other, squares, sgd[1], [x])
+    return gap(job.state_dict(), other.state_dict())
+
+
+def test_layers_may_be_frozen_and_thawed_between_steps(two: Ranks) -> None:
+    """Each set of trained parameters is another graph, with sums of its own."""
+    for plan in ("data", "zero1", "zero3"):
+        assert max(two.run(_frozen_in_turns, plan)) < 1e-12
+
+
+def _in_a_hurry() -> int:
+    """Batches smaller than the world are computed whole by everyone: nothing makes ranks wait for each other."""
+    torch.manual_seed(0)
+    model = Sum()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(4, 4)
+    job = laminar.parallelize(model, squares, opt, batch=x, device="cpu")
+    for _ in range(20):
+        job.evaluate([x[:1], x[:1].repeat(1, 1), x, x[:1]])
+    return job.steps
+
+
+def test_ranks_may_run_ahead_of_each_other(two: Ranks) -> None:
+    """Notes about batches are told apart by their number."""
+    assert two.run(_in_a_hurry) == [0, 0]
+
+
+def test_an_optimizer_that_wants_a_closure_is_refused() -> None:
+    """It would compute the loss again on its own."""
+    model = net()
+    with pytest.raises(OptimizerError, match="LBFGS computes the loss several times"):
+        laminar.parallelize(model, mean, torch.optim.LBFGS(model.parameters()), batch=batches(1)[0], device="cpu")

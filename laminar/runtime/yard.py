@@ -63,7 +63,7 @@ class Wants:
     def transient(self, nbytes: int) -> None:
         """An exchange that goes through a ring."""
         ring = "small" if nbytes <= SMALL_BYTES else "large"
-        self.rings[ring] = max(self.rings[ring], aligned(nbytes))
+        self.rings[ring] = max(self.rings[ring], aligned(max(nbytes, 1)))
 
 
 class Yard:

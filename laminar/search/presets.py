@@ -106,7 +106,7 @@ def like(graph: Graph, plan: Plan) -> Plan:
     as they do; everything else is completed anew, in the pattern of the plan.
     """
     mesh = plan.mesh
-    batch = [plan.inputs[n] for n in plan.inputs if n.startswith("batch")]
+    batch = [nd for n, nd in plan.inputs.items() if n.split(".")[0] == "batch"]
     pins = []
     for axis in range(len(mesh.sizes)):
         if any(nd[axis] == Split(0) for nd in batch):

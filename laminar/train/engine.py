@@ -38,6 +38,8 @@ from laminar.runtime.shards import shard
 from laminar.runtime.transport import Groups, Null
 from laminar.search.presets import like
 
+MOST = 16
+"""Shapes of batches that are kept compiled: each has buffers for its gradients."""
 SOME = 1 << 16
 """How many elements of a leaf are looked at to tell batches apart."""
 
@@ -183,7 +185,7 @@ class Engine:
 
     def _splits(self, axis: int) -> bool:
         assert self.plan is not None
-        return any(nd[axis] != B for n, nd in self.plan.inputs.items() if n.startswith("batch"))
+        return any(nd[axis] != B for n, nd in self.plan.inputs.items() if n.split(".")[0] == "batch")
 
     def begin(self, leaves: Leaves) -> Graph:
         """The graph of the first (micro-)batch, for which a plan is to be made."""
@@ -202,7 +204,10 @@ class Engine:
             graph = self._captured.pop(key, None) or self.capture(leaves, backward)
             assert self.plan is not None
             plan = self.plan if graph.hash == self.plan.graph_hash else like(graph, self.plan)
+            while len(self._ready) >= MOST:
+                del self._ready[next(iter(self._ready))]  # the one used longest ago, the same on every rank
             self._ready[key] = self.compile(graph, plan)
+        self._ready[key] = self._ready.pop(key)
         return self._ready[key]
 
     def compile(self, graph: Graph, plan: Plan) -> Ready:

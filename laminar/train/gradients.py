@@ -56,9 +56,20 @@ def scale_and_clip(
     if clip_norm is not None:
         factor = torch.clamp(clip_norm / (norm + 1e-6), max=1.0) * inverse
         plain = False
+    if (not plain or clip_value is not None) and grads:
+        _set_apart(grads)
     if not plain and grads:
         foreach_mul(grads, factor.to(grads[0].dtype) if isinstance(factor, Tensor) else factor)
     if clip_value is not None and grads:
         foreach_clamp_min(grads, -clip_value)
         foreach_clamp_max(grads, clip_value)
     return norm
+
+
+def _set_apart(grads: list[Tensor]) -> None:
+    """Give every gradient memory of its own: those of two biases that are added up may be one tensor."""
+    seen: set[int] = set()
+    for i, g in enumerate(grads):
+        if g.numel() and g.data_ptr() in seen:
+            grads[i] = g.clone()
+        seen.add(g.data_ptr())

@@ -270,7 +270,7 @@ class Job(storage.Stored):
         here = [v * weight if weight != 1.0 else v.clone() for v in here]
         if i == 0:
             # A program's outputs are overwritten by its next run, so sums have memory of their own.
-            if len(self._sums) != len(now):
+            if list(self._sums) != [n for n, _ in ready.grads]:
                 self._sums = {n: torch.empty_like(out[at]) for n, at in ready.grads}
             sums = list(self._sums.values())
             foreach_copy(sums, now)
@@ -421,7 +421,7 @@ class Job(storage.Stored):
             return self._model
         if self._copy is None:
             self._copy = storage.empty_copy(self._model, self._slots, self._engine.whole, self.device)
-        storage.fill(self._copy, self.state_dict())
+        storage.fill(self._copy, self.state_dict(), storage.unlisted(self))
         return self._copy
 
     @property

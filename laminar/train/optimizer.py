@@ -12,6 +12,7 @@ With parameters held whole on every rank, any optimizer will do.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -52,14 +53,23 @@ class Kept:
 def made(optimizer: Any, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """The optimizer, from itself or from a factory."""
     if isinstance(optimizer, torch.optim.Optimizer):
-        return optimizer
+        return _without_closure(optimizer)
     if not callable(optimizer):
         raise OptimizerError(f"optimizer is a {type(optimizer).__name__}", allowed="a torch optimizer, or a function "
                              "that makes one from parameters")  # fmt: skip
     out = optimizer(params)
     if not isinstance(out, torch.optim.Optimizer):
         raise OptimizerError(f"the optimizer factory returned a {type(out).__name__}", allowed="a torch optimizer")
-    return out
+    return _without_closure(out)
+
+
+def _without_closure(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Refuse an optimizer that wants to compute the loss again itself."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise OptimizerError(f"{type(optimizer).__name__} computes the loss several times in a step, through a closure",
+                             next="use an optimizer that takes one gradient a step")  # fmt: skip
+    return optimizer
 
 
 def refuse_unknown(optimizer: torch.optim.Optimizer, params: Mapping[int, str]) -> None:
@@ -89,16 +99,14 @@ def faster(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
 def adopt(optimizer: torch.optim.Optimizer, kept: Sequence[Kept], cut: Callable[[Tensor, NdSbp], Tensor]) -> None:
     """Make the optimizer's groups and its state be about owned pieces; `cut` takes this rank's part of a whole."""
     by_param = {id(k.param): k for k in kept}
-    for group in optimizer.param_groups:
-        group["params"] = [by_param[id(p)].owned for p in group["params"]]
     old = dict(optimizer.state)
     optimizer.state.clear()
-    for p, state in old.items():
-        k = by_param[id(p)]
-        optimizer.state[k.owned] = {
-            key: cut(v, k.state_nd) if isinstance(v, Tensor) and v.shape == k.spec.shape and v.dim() else v
-            for key, v in state.items()
-        }
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if p in old:
+                k = by_param[id(p)]
+                optimizer.state[k.owned] = {key: _placed(v, k, group, cut) for key, v in old[p].items()}
+        group["params"] = [by_param[id(p)].owned for p in group["params"]]
 
 
 # --- which updates are elementwise -------------------------------------------------------------

@@ -149,10 +149,21 @@ def empty_copy(model: nn.Module, slots: Sequence[Slot], whole: Mapping[str, Tens
     return copy.deepcopy(model, memo)
 
 
-def fill(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Put whole weights into a model."""
+def fill(model: nn.Module, state: Mapping[str, Tensor], rest: Mapping[str, Tensor]) -> None:
+    """Put whole weights into a model, and what is in no state dict: buffers that don't persist, plain attributes."""
     with torch.no_grad():
         model.load_state_dict(state)
+        for slot in slots_of(model):
+            if slot.name in rest:
+                slot.tensor.copy_(rest[slot.name])
+
+
+def unlisted(job: Job) -> dict[str, Tensor]:
+    """Whole tensors of the model that its state dict leaves out."""
+    listed, held = set(_names(job).values()), _held(job, False)
+    names = [n for n in held if n not in listed]
+    found = job._assembled([(n, job._specs[n].shape, *held[n]) for n in names])
+    return dict(zip(names, found, strict=True))
 
 
 # --- identity and files --------------------------------------------------------------------------

@@ -27,6 +27,8 @@ from laminar.events import emit
 
 _MADE = itertools.count()
 """Worlds made so far by this process: ranks make them in the same order, so this tells them apart."""
+RING = 64
+"""How many notes of a rank are kept."""
 PATIENCE_S = 60.0
 """How long to wait for another rank to begin the same step before saying that it does not."""
 
@@ -87,13 +89,13 @@ class World:
         self._notes += 1
         if self.store is None:
             return
-        self.store.set(f"{self._place}/{self.rank}", f"{self._notes}|{note}")
+        self.store.set(self._slot(self.rank), f"{self._notes}|{note}")
         if not changed:
             return
         for other in range(self.size):
             if other != self.rank:
                 theirs = self._note_of(other)
-                if theirs != note:
+                if theirs is not None and theirs != note:
                     raise BatchError(
                         f"step {self._notes}: rank {self.rank} has another batch than rank {other}",
                         mine=note,
@@ -101,13 +103,18 @@ class World:
                         next="hand the same global batch to every rank, or equal shares as laminar.Local(share)",
                     )
 
-    def _note_of(self, other: int) -> str:
+    def _slot(self, rank: int) -> str:
+        """Where a rank's note about this step lies: a ring, for others may be some steps ahead or behind."""
+        return f"{self._place}/{rank}/{self._notes % RING}"
+
+    def _note_of(self, other: int) -> str | None:
+        """What another rank noted about this step; nothing if it is so far ahead that the note is gone."""
         start = time.monotonic()
         while time.monotonic() - start < PATIENCE_S:
-            if self.store.check([f"{self._place}/{other}"]):  # type: ignore[union-attr]
-                count, _, note = self.store.get(f"{self._place}/{other}").decode().partition("|")  # type: ignore[union-attr]
+            if self.store.check([self._slot(other)]):  # type: ignore[union-attr]
+                count, _, note = self.store.get(self._slot(other)).decode().partition("|")  # type: ignore[union-attr]
                 if int(count) >= self._notes:
-                    return str(note)
+                    return str(note) if int(count) == self._notes else None
             time.sleep(0.005)
         raise BatchError(
             f"rank {other} has not begun step {self._notes} after {PATIENCE_S:.0f} s",
