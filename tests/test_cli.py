@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from laminar.capture.torch_ops import find_op
 from laminar.cli import main, parse_mesh, parse_seeds
 from laminar.errors import LaminarError
 from laminar.ir.graph import Graph
@@ -149,6 +150,15 @@ def test_an_op_without_a_rule_is_reported_with_share_and_line(said: Any, own: Pa
     plan = tmp_path / "plan.json"
     assert said("plan", f"{own}:here", "--mesh", "dp=2", "-o", str(plan))[0] == 0
     assert "laminar_cli_test.ranked" in said("explain", str(plan))[1]
+
+
+def test_a_recipe_read_again_registers_its_ops_again(said: Any, own: Path) -> None:
+    """Torch drops an op when its name is registered anew: an overload kept from before is a dangling pointer."""
+    said("capture", f"{own}:here")
+    before = find_op("laminar_cli_test.ranked")
+    said("capture", f"{own}:here")
+    assert find_op("laminar_cli_test.ranked") is not before
+    assert [said("capture", f"{own}:here")[0] for _ in range(5)] == [0] * 5
 
 
 def test_a_model_that_can_not_be_built_on_meta_is_built(said: Any, own: Path) -> None:

@@ -39,9 +39,8 @@ def op_name(op: Any) -> str:
     return name if overload_name(op) == "default" else f"{name}.{overload_name(op)}"
 
 
-@cache
 def find_op(name: str) -> Any:
-    """The overload of a name in a graph."""
+    """The overload of a name in a graph. Not kept: an op registered anew leaves a dead overload behind."""
     namespace, base, *overload = name.split(".")
     return getattr(getattr(getattr(torch.ops, namespace), base), overload[0] if overload else "default")
 
@@ -84,13 +83,14 @@ def unplain(value: Any) -> Any:
 
 
 @cache
-def _shape_of_call(name: str) -> tuple[tuple[str, bool, Any], ...]:
-    return tuple((a.name, a.kwarg_only, a.default_value) for a in schema(find_op(name)).arguments)
+def _shape_of_call(op: Any) -> tuple[tuple[str, bool, Any], ...]:
+    return tuple((a.name, a.kwarg_only, a.default_value) for a in schema(op).arguments)
 
 
 def spread(name: str, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Positional and keyword arguments for an op, trailing defaults left out."""
-    shape = _shape_of_call(name)
+    op = find_op(name)
+    shape = _shape_of_call(op)
     kwargs = {
         key: value
         for (key, only, default), value in zip(shape, args, strict=True)
@@ -101,7 +101,7 @@ def spread(name: str, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str,
     while plain_args and (
         _same(plain_args[-1], defaults[len(plain_args) - 1][1]) or defaults[len(plain_args) - 1][0] in PLACE_ARGS
     ):
-        if not _optional(name, len(plain_args) - 1):
+        if not _optional(op, len(plain_args) - 1):
             break
         plain_args.pop()
     return tuple(plain_args), kwargs
@@ -114,8 +114,8 @@ def _same(value: Any, default: Any) -> bool:
 
 
 @cache
-def _optional(name: str, position: int) -> bool:
-    arg = [a for a in schema(find_op(name)).arguments if not a.kwarg_only][position]
+def _optional(op: Any, position: int) -> bool:
+    arg = [a for a in schema(op).arguments if not a.kwarg_only][position]
     return bool(arg.has_default_value()) or arg.name in PLACE_ARGS
 
 
