@@ -8,6 +8,7 @@ gathered parameter need not stay in memory between the two.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -49,6 +50,8 @@ class _Writer:
     params: set[str] = field(default_factory=set)
     gathered: set[str] = field(default_factory=set)
     """Nodes of forward that only cast or view parameters that were gathered for them."""
+    boxed: Counter[str] = field(default_factory=Counter)
+    """Boxing steps written for each node so far."""
 
     def again(self, ref: Ref, plan: Plan) -> Ref:
         """A cast or view of a gathered parameter, made anew for backward: kept, it would be whole all that time."""
@@ -85,7 +88,8 @@ class _Writer:
         return tuple(B if n == 1 else p for p, n in zip(nd, self.mesh.sizes, strict=True))
 
     def _box(self, ref: Ref, spec: TensorSpec, step: Step, node: Node, why: str) -> Ref:
-        name = f"box{len(self.instrs)}"
+        self.boxed[node.name] += 1
+        name = f"box_{node.name}_{self.boxed[node.name]}"  # by its reader: a change elsewhere does not rename it
         self.instrs.append(
             Instr(
                 name,

@@ -32,6 +32,7 @@ from laminar.ir.program import Program
 from laminar.ir.sbp import B, NdSbp, Partial, local_shape
 from laminar.lower.lower import lower
 from laminar.lower.moves import Move, moves
+from laminar.lower.step import owners
 from laminar.runtime.module import Step
 from laminar.runtime.probe import probe
 from laminar.runtime.shards import shard
@@ -230,6 +231,8 @@ class Engine:
         A gradient goes to whoever updates that piece. With several micro-batches, sums that would be
         kept whole stay unfinished.
         """
+        if self.micro_batches == 1:
+            return owners(graph, plan)
         out: dict[str, NdSbp] = {}
         for o in graph.outputs:
             key = f"{o.kind}:{o.name}"
@@ -240,11 +243,8 @@ class Engine:
             made = plan.ops[node.name].outs[o.ref.index] if node is not None else kept
             later = tuple(m if isinstance(m, Partial) and m.op == "sum" and k == B else k
                           for m, k in zip(made, kept, strict=True))  # fmt: skip
-            if self.micro_batches > 1:
-                # Micro-batches of one step may differ in size, and what they give is added up: it must lie alike.
-                out[key] = self._terms.setdefault(key, later)
-            elif o.kind == "grad":
-                out[key] = plan.state.get(o.name, plan.inputs[o.name])
+            # Micro-batches of one step may differ in size, and what they give is added up: it must lie alike.
+            out[key] = self._terms.setdefault(key, later)
         return out
 
     # --- batches and moves ---------------------------------------------------------------------
