@@ -7,7 +7,9 @@ no torch, so it can be printed, diffed, counted and simulated.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from laminar.ir.codec import Ref, content_hash, encode
@@ -22,14 +24,30 @@ LOCAL_STEPS = ("slice", "pad")
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A tensor and how it lies."""
+    """A tensor and how it lies. Programs share equal ones (`placed`), and the hash is kept: simulation asks often."""
 
     spec: TensorSpec
     nd: NdSbp
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((self.spec, self.nd)))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Placed, (self.spec, self.nd)  # hashes of text differ from process to process
 
     def local(self, mesh: Mesh, rank: int = 0) -> TensorSpec:
         """What one rank holds of it."""
         return local_spec(self.spec, self.nd, mesh.sizes, mesh.coords(rank))
+
+
+@lru_cache(maxsize=1 << 16)
+def placed(spec: TensorSpec, nd: NdSbp) -> Placed:
+    """The one `Placed` of its kind."""
+    return Placed(spec, nd)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +80,19 @@ class Instr:
     def moves(self) -> bool:
         """Whether ranks talk to each other here."""
         return self.kind in COLLECTIVES
+
+    @property
+    def cause(self) -> str:
+        """`cause_of` its `why`."""
+        return cause_of(self.why)
+
+
+def cause_of(why: str) -> str:
+    """Why a collective is there, without names and counts: `P(sum) to B for gradients`. Of itself it is itself."""
+    moved, found, what = why.partition(" for ")
+    if what.startswith("%"):
+        return f"{moved} for values"
+    return moved + found + re.sub(r"^\d+ (.*?)( in one bucket| at once)?$", r"\1", what)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,20 +163,20 @@ class Program:
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
 
-        def placed(p: Placed | None) -> list[str] | None:
+        def text(p: Placed | None) -> list[str] | None:
             return [str(p.spec), *map(str, p.nd)] if p else None
 
         return {
             "mesh": self.mesh.to_json(),
             "graph": self.graph_hash,
             "plan": self.plan_hash,
-            "inputs": [[i.name, i.kind, placed(i.placed)] for i in self.inputs],
+            "inputs": [[i.name, i.kind, text(i.placed)] for i in self.inputs],
             "constants": [c.to_json() for c in self.constants],
             "instrs": [
-                [i.name, i.op, encode(i.args), [placed(p) for p in i.ins], [placed(p) for p in i.outs], i.phase, i.why]
+                [i.name, i.op, encode(i.args), [text(p) for p in i.ins], [text(p) for p in i.outs], i.phase, i.why]
                 for i in self.instrs
             ],
-            "outputs": [[o.name, o.kind, encode(o.ref), placed(o.placed)] for o in self.outputs],
+            "outputs": [[o.name, o.kind, encode(o.ref), text(o.placed)] for o in self.outputs],
         }
 
     @property

@@ -19,7 +19,7 @@ from laminar.ir.codec import Ref
 from laminar.ir.graph import Graph, Node, map_refs
 from laminar.ir.mesh import Mesh
 from laminar.ir.plan import Plan
-from laminar.ir.program import Instr, Placed, Program, ProgramInput, ProgramOutput
+from laminar.ir.program import Instr, Program, ProgramInput, ProgramOutput, placed
 from laminar.ir.sbp import B, NdSbp, Partial, check, show
 from laminar.ir.tensor import TensorSpec
 from laminar.lower.merge import BUCKET_BYTES, merged
@@ -96,8 +96,8 @@ class _Writer:
                 f"box.{step.kind}",
                 ((ref,), step.axes, (step.give,), (step.take,), step.op),
                 (ref,),
-                (Placed(spec, step.src),),
-                (Placed(spec, step.dst),),
+                (placed(spec, step.src),),
+                (placed(spec, step.dst),),
                 node.where,
                 node.module,
                 node.phase,
@@ -136,8 +136,8 @@ class _Writer:
                 op,
                 args,
                 tuple(read),
-                tuple(Placed(s, nd) for s, nd in zip(call.ins, ins, strict=True)),
-                tuple(Placed(s, self._plain(nd)) if s else None for s, nd in zip(call.outs, outs, strict=True)),
+                tuple(placed(s, nd) for s, nd in zip(call.ins, ins, strict=True)),
+                tuple(placed(s, self._plain(nd)) if s else None for s, nd in zip(call.outs, outs, strict=True)),
                 node.where,
                 node.module,
                 node.phase,
@@ -189,10 +189,10 @@ def lower(graph: Graph, plan: Plan, *, bucket_bytes: int = BUCKET_BYTES, schedul
         check(graph.specs[out.ref], nd, plan.mesh.sizes, f"{out.kind} {out.name}")
         made = graph.by_name.get(out.ref.name, end)
         ref = writer.fetch(out.ref, nd, made, f"{out.kind} {out.name}")
-        outputs.append(ProgramOutput(out.name, out.kind, ref, Placed(graph.specs[out.ref], nd)))
+        outputs.append(ProgramOutput(out.name, out.kind, ref, placed(graph.specs[out.ref], nd)))
     program = Program(
         plan.mesh,
-        tuple(ProgramInput(i.name, i.kind, Placed(i.spec, nd)) for i, nd in zip(graph.inputs, whole, strict=True)),
+        tuple(ProgramInput(i.name, i.kind, placed(i.spec, nd)) for i, nd in zip(graph.inputs, whole, strict=True)),
         graph.constants,
         tuple(writer.instrs),
         tuple(outputs),

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from laminar.ir.codec import Ref
 from laminar.ir.mesh import Mesh
-from laminar.ir.program import Instr, Placed, Program, ProgramInput, ProgramOutput
+from laminar.ir.program import Instr, Program, ProgramInput, ProgramOutput, placed
 from laminar.ir.sbp import NdSbp, show
 from laminar.ir.tensor import TensorSpec
 from laminar.lower.merge import BUCKET_BYTES, merged
@@ -34,14 +34,14 @@ def moves(mesh: Mesh, items: Sequence[Move], why: str, bucket_bytes: int = BUCKE
                     f"box.{step.kind}",
                     ((now,), step.axes, (step.give,), (step.take,), step.op),
                     (now,),
-                    (Placed(spec, step.src),),
-                    (Placed(spec, step.dst),),
+                    (placed(spec, step.src),),
+                    (placed(spec, step.dst),),
                     phase="move",
                     why=f"{show(step.src)} to {show(step.dst)} for {why}",
                     bytes=step_bytes(step, spec, mesh.sizes),
                 )
             )
             now = Ref(instrs[-1].name)
-        outputs.append(ProgramOutput(name, "moved", now, Placed(spec, dst)))
-    inputs = tuple(ProgramInput(name, "moved", Placed(spec, src)) for name, spec, src, _ in items)
+        outputs.append(ProgramOutput(name, "moved", now, placed(spec, dst)))
+    inputs = tuple(ProgramInput(name, "moved", placed(spec, src)) for name, spec, src, _ in items)
     return merged(Program(mesh, inputs, (), tuple(instrs), tuple(outputs), "", ""), bucket_bytes)

@@ -36,7 +36,7 @@ from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 from laminar.cost.work import FREE
 from laminar.ir.codec import Ref
 from laminar.ir.graph import Node, map_refs, refs_in
-from laminar.ir.program import Instr, Placed, Program
+from laminar.ir.program import Instr, Placed, Program, placed
 from laminar.lower.order import drop_unused
 from laminar.rules.expand import Sheet, expand
 from laminar.rules.notation import call_of
@@ -165,16 +165,16 @@ def boundary_bytes(program: Program) -> int:
         while ref.name in makers and makers[ref.name].op in FREE:
             ref = makers[ref.name].refs[0]
         held.add(ref)
-    placed = [p for r in held if r.name in makers and (p := makers[r.name].outs[r.index]) is not None]
-    return sum(p.local(program.mesh).nbytes for p in placed)
+    lying = [p for r in held if r.name in makers and (p := makers[r.name].outs[r.index]) is not None]
+    return sum(p.local(program.mesh).nbytes for p in lying)
 
 
 def recompute(program: Program, *, traffic: float = TRAFFIC, reach: int = REACH) -> Program:
     """The same program, with what is cheap made again in backward instead of kept."""
     first = early(program)
     forward = [i for i in program.instrs if i.name in first]
-    placed = {Ref(i.name, k): p for i in forward for k, p in enumerate(i.outs) if p is not None}
-    size = {ref: p.local(program.mesh).nbytes for ref, p in placed.items()}
+    lying = {Ref(i.name, k): p for i in forward for k, p in enumerate(i.outs) if p is not None}
+    size = {ref: p.local(program.mesh).nbytes for ref, p in lying.items()}
     number = {ref: k for k, ref in enumerate(size)}
     given = {i.name: i.placed.local(program.mesh).nbytes for i in program.inputs}
     leaving = {o.ref for o in program.outputs}
@@ -321,7 +321,7 @@ def written_out(program: Program) -> Program:
             # A value as deep as the input lies as the input does, for the dims that were reduced are not split;
             # statistics lie like statistics, and a cast of a weight like the weight.
             outs = tuple(
-                Placed(s, known[r].nd if len(s.shape) == len(known[r].spec.shape) else stats.nd)
+                placed(s, known[r].nd if len(s.shape) == len(known[r].spec.shape) else stats.nd)
                 for s in node.outs
                 if s is not None
                 for r in refs[:1]
