@@ -17,6 +17,8 @@ _WHERE = {
     "B": "laminar.ir.sbp",
     "BatchError": "laminar.errors",
     "CaptureError": "laminar.errors",
+    "Cluster": "laminar.ir.cluster",
+    "ClusterError": "laminar.errors",
     "Graph": "laminar.ir.graph",
     "GraphError": "laminar.errors",
     "Job": "laminar.train.job",
@@ -55,6 +57,8 @@ __all__ = [
     "B",
     "BatchError",
     "CaptureError",
+    "Cluster",
+    "ClusterError",
     "Graph",
     "GraphError",
     "Job",
@@ -152,6 +156,7 @@ if TYPE_CHECKING:
     from laminar.errors import (
         BatchError,
         CaptureError,
+        ClusterError,
         GraphError,
         LaminarError,
         MeshError,
@@ -168,6 +173,7 @@ if TYPE_CHECKING:
         StateError,
         StoppedError,
     )
+    from laminar.ir.cluster import Cluster
     from laminar.ir.graph import Graph
     from laminar.ir.mesh import Link, Mesh
     from laminar.ir.plan import Plan

@@ -77,6 +77,32 @@ def capture(model: Any, loss: Callable[[Any, Any], Any], batch: Any) -> Graph:
     return probe(trace(model, loss, batch))
 
 
+def captured(name: str, whole: bool = False) -> tuple[Recipe, Any, Any, Graph]:
+    """A recipe by name, its model, its first batch and their graph; the model has weights only if it is to be run."""
+    recipe = load_recipe(name)
+    batch = next(iter(recipe.data()), None)
+    if batch is None:
+        raise RecipeError(f"{name} gives no batch", next="data() must yield at least one")
+    model = recipe.model() if whole else _on_meta(recipe.model)
+    return recipe, model, batch, capture(model, recipe.loss, batch)
+
+
+def graph_of(name: str) -> Graph:
+    """The graph of a recipe's first batch."""
+    return captured(name)[3]
+
+
+def _on_meta(make: Callable[[], Any]) -> Any:
+    """A model without its weights; one that looks at them while it is made is made for real."""
+    import torch
+
+    try:
+        with torch.device("meta"):
+            return make()
+    except (RuntimeError, NotImplementedError):
+        return make()
+
+
 def accounted(graph: Graph, plan: Plan) -> Plan:
     """A plan with the collectives and bytes of its program written into its account."""
     return replace(plan, account={**plan.account, **lower(graph, plan).account()})
@@ -202,11 +228,14 @@ def train(
     checkpoint: str | None = None,
     resume: bool = False,
     plan_file: Path | None = None,
+    timeline: Path | None = None,
+    timeline_steps: int = 3,
     **options: Any,
 ) -> Any:
     """Train a recipe on this rank, alone or among others; what `laminar train` runs on every rank.
 
-    `options` are those of `parallelize`. Rank 0 saves the plan as `plan_file`.
+    `options` are those of `parallelize`. Rank 0 saves the plan as `plan_file`, and as `timeline`, if given, what all
+    ranks did in a step.
     """
     from laminar.events import emit
     from laminar.train.loop import loop
@@ -234,6 +263,8 @@ def train(
         evaluate_every=found.evaluate_every,
         checkpoint=checkpoint,
         resume=checkpoint if resume else None,
+        timeline=timeline,
+        timeline_steps=timeline_steps,
     )
     job.close()
     return outcome

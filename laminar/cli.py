@@ -1,4 +1,4 @@
-"""The command line: `laminar capture | plan | explain | verify | train`.
+"""The command line: `laminar capture | profile | plan | explain | simulate | verify | train | diff`.
 
 Every verb prints for people by default and JSON with `--json`, shows a progress line when it takes
 longer than two seconds, exits 0 only on success, and reports errors without a traceback unless
@@ -16,9 +16,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
-from laminar.errors import LaminarError, MeshError, PlanError, RecipeError
+from laminar import cli_cost
+from laminar.errors import LaminarError, MeshError, PlanError
 from laminar.ir.mesh import Mesh
 from laminar.ir.plan import Plan
 from laminar.ir.sbp import parse
@@ -29,6 +31,8 @@ examples
   laminar plan    examples/gpt.py:tiny --mesh dp=2,tp=2 --preset tensor_parallel -o plan.json
   laminar plan    examples/gpt.py:tiny --mesh tp=2 --seed 'blocks.*up.weight=tp:S(0)' -o plan.json
   laminar explain plan.json
+  laminar profile  -o here.json
+  laminar simulate plan.json --cluster here.json --png step.png
   laminar verify  examples/gpt.py:tiny --plan plan.json
   laminar train   examples/gpt.py:tiny --workers 2
 
@@ -96,27 +100,10 @@ def parse_seeds(texts: list[str]) -> dict[str, dict[str, Any]]:
 
 def _captured(args: argparse.Namespace) -> tuple[Any, Any, Any, Any]:
     """Recipe, model, first batch and graph; on meta where only the graph is wanted."""
-    from laminar.api import capture, load_recipe
+    from laminar.api import captured
 
-    recipe = load_recipe(args.recipe)
-    batch = next(iter(recipe.data()), None)
-    if batch is None:
-        raise RecipeError(f"{args.recipe} gives no batch", next="data() must yield at least one")
     with working("capturing", args.json):
-        model = recipe.model() if args.verb == "verify" else _on_meta(recipe.model)
-        graph = capture(model, recipe.loss, batch)
-    return recipe, model, batch, graph
-
-
-def _on_meta(make: Callable[[], Any]) -> Any:
-    """A model without its weights; one that looks at them while it is made is made for real."""
-    import torch
-
-    try:
-        with torch.device("meta"):
-            return make()
-    except (RuntimeError, NotImplementedError):
-        return make()
+        return captured(args.recipe, whole=args.verb == "verify")
 
 
 def do_capture(args: argparse.Namespace) -> int:
@@ -176,7 +163,12 @@ def do_plan(args: argparse.Namespace) -> int:
     """Make a plan from a preset or seeds."""
     from laminar.api import plans
 
-    mesh = parse_mesh(args.mesh)
+    cluster = cli_cost.cluster_of(args.cluster) if args.cluster else None
+    if args.mesh is None and cluster is None:
+        raise MeshError("neither a mesh nor a cluster", next="--mesh dp=2,tp=4, or --cluster 8xh100")
+    mesh = parse_mesh(args.mesh) if args.mesh else Mesh({"dp": cluster.devices if cluster else 1})
+    if cluster is not None:
+        cluster.fits(mesh)
     _, _, _, graph = _captured(args)
     with working("planning", args.json):
         if args.seed:
@@ -187,6 +179,13 @@ def do_plan(args: argparse.Namespace) -> int:
             plan = plans.tensor_parallel(graph, mesh)
         else:
             plan = plans.data_parallel(graph, mesh)
+        plan = replace(plan, account={**plan.account, "recipe": args.recipe})
+        if cluster is not None:
+            from laminar.predict import accounted
+
+            plan = accounted(graph, plan, cluster)
+            if args.cluster.endswith(".json"):
+                plan = replace(plan, account={**plan.account, "cluster_file": args.cluster})
     if args.output:
         plan.save(args.output)
     if args.program:
@@ -261,15 +260,19 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("-o", "--output", metavar="FILE", help="save the graph as JSON")
     p = verb("plan", do_plan, "decide how every tensor lies on a mesh", True)
-    p.add_argument("--mesh", required=True, help="axes and sizes, such as dp=2,tp=4")
+    p.add_argument("--mesh", help="axes and sizes, such as dp=2,tp=4 (default: dp over the cluster)")
+    p.add_argument("--cluster", metavar="C", help="predict seconds and bytes on it: a file of `laminar profile`, or a "
+                   "name such as 8xh100")  # fmt: skip
     p.add_argument("--preset", default="data_parallel", choices=PRESETS,
                    help="a plan with a name (default: data_parallel)")  # fmt: skip
     p.add_argument("--seed", action="append", default=[], metavar="PATTERN=AXIS:S(0)",
                    help="place tensors by name pattern, complete the rest at least cost; may be repeated")  # fmt: skip
     p.add_argument("--program", action="store_true", help="print the program every rank runs")
     p.add_argument("-o", "--output", metavar="FILE", help="save the plan")
+    cli_cost.profile_options(verb("profile", cli_cost.do_profile, "measure this machine's ops and links", False))
     p = verb("explain", do_explain, "say what a saved plan does and why", False)
     p.add_argument("plan", help="a plan file")
+    cli_cost.simulate_options(verb("simulate", cli_cost.do_simulate, "predict a step of a plan, on any cluster", False))
     p = verb("verify", do_verify, "run a plan against one device; exit 1 if it differs", True)
     p.add_argument("--plan", required=True, metavar="FILE", help="a plan file")
     p.add_argument("--ranks", default="inprocess", choices=["inprocess", "processes"],
@@ -277,6 +280,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--dtype", default="f64", choices=["f64", "f32"], help="precision of the comparison (default: f64)")
     p.add_argument("--batches", type=int, default=1, help="how many batches (default: 1)")
     command.options(verb("train", do_train, "train a recipe on this machine's ranks", True))
+    cli_cost.diff_options(verb("diff", cli_cost.do_diff, "say where a prediction and a recorded run part", False))
     return top
 
 

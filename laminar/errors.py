@@ -7,7 +7,10 @@
     │   └── NoRuleError     an op has no signature for the placements asked for
     ├── PlanError           a plan that does not fit its graph, its mesh or this version
     ├── MeshError           a mesh that makes no sense, or is larger than the world
+    ├── ClusterError        a description of a machine that makes no sense, or is too small
     ├── BatchError          a batch that differs from the captured one
+    ├── SimulationError     a load the simulator can't run: tasks that wait for each other, or name what isn't there
+    ├── TimelineError       a file that is no timeline, or a span that can't have happened
     ├── RecipeError         a recipe that can't be found or has the wrong shape
     ├── OptimizerError      an optimizer that can't run on what ranks own
     ├── StateError          a checkpoint that is not this model's or this optimizer's
@@ -59,8 +62,20 @@ class MeshError(LaminarError):
     """A mesh that makes no sense, or is larger than the world."""
 
 
+class ClusterError(LaminarError):
+    """A description of a machine that makes no sense, or is too small."""
+
+
 class BatchError(LaminarError):
     """A batch that differs from the captured one."""
+
+
+class SimulationError(LaminarError):
+    """A load the simulator can't run."""
+
+
+class TimelineError(LaminarError):
+    """A file that is no timeline, or a span that can't have happened."""
 
 
 class RecipeError(LaminarError):

@@ -27,7 +27,7 @@ ASSUMED = Device(flops_per_s=100e12, bytes_per_s=1.5e12)
 def flops(call: Call) -> float:
     """Multiply-adds count twice; ops that do not multiply matrices count one per element made."""
     op, ins = call.op.split(".")[1], [s.shape for s in call.ins]
-    if op in ("mm", "bmm") or (op == "mv" and ins):
+    if op in ("mm", "bmm", "_scaled_mm") or (op == "mv" and ins):
         return 2.0 * math.prod(ins[0]) * ins[1][-1] if op != "mv" else 2.0 * math.prod(ins[0])
     if op in ("addmm", "baddbmm"):
         return 2.0 * math.prod(ins[1]) * ins[2][-1]

@@ -180,11 +180,24 @@ class Plan:
                 f"everything on every rank instead: {account['replicated_s'] * 1e3:.3f} ms"
             )
             lines.append(account["solver"])
+        if "step_s" in account:
+            lines += ["", self.forecast()]
         if account.get("unsplit"):
             lines += ["", "computed whole on every rank, because nothing says how to split them"]
             for row in account["unsplit"]:
                 lines.append(f"  {row['op']:<28} {row['share']:6.2%} of the work  {row['where']}")
         return "\n".join(lines)
+
+    def forecast(self) -> str:
+        """Seconds and bytes of a step as predicted, with the 90 % interval and how they are known."""
+        a = self.account
+        known = ", ".join(f"{share:.0%} {how}" for how, share in a.get("known", {}).items() if share >= 0.005)
+        return (
+            f"a step on {a['cluster']}: {a['step_s'] * 1e3:.3f} ms predicted "
+            f"({a['step_low_s'] * 1e3:.3f} to {a['step_high_s'] * 1e3:.3f}, 90 %)\n"
+            f"  prices: {known}\n"
+            f"  memory of the fullest rank: {a['peak_bytes']:,} bytes"
+        )
 
     def __str__(self) -> str:
         return f"Plan({self.hash[:12]}, {self.name}, {self.mesh}, {len(self.ops)} ops)"

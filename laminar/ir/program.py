@@ -41,7 +41,12 @@ class Placed:
 
     def local(self, mesh: Mesh, rank: int = 0) -> TensorSpec:
         """What one rank holds of it."""
-        return local_spec(self.spec, self.nd, mesh.sizes, mesh.coords(rank))
+        return _local(self, mesh.sizes, mesh.coords(rank))
+
+
+@lru_cache(maxsize=1 << 18)
+def _local(p: Placed, sizes: tuple[int, ...], coords: tuple[int, ...]) -> TensorSpec:
+    return local_spec(p.spec, p.nd, sizes, coords)
 
 
 @lru_cache(maxsize=1 << 16)

@@ -36,10 +36,12 @@ examples
   laminar train examples/gpt.py:tiny --plan plan.json               as many ranks as the plan has
   laminar train examples/gpt.py:tiny --steps 200 --checkpoint here  weights and optimizer state at the end,
   laminar train examples/gpt.py:tiny --steps 400 --checkpoint here --resume    to go on from
+  laminar train examples/gpt.py:tiny --workers 2 --timeline         what each rank did in a step, as timeline.json
   torchrun --nproc-per-node 2 -m laminar train examples/gpt.py:tiny under another launcher, on many machines
 
 the run directory (runs/RECIPE-TIME unless --run-dir)
   config.json  plan.json  events.jsonl (other ranks: events.rankN.jsonl)  logs/rankN.log
+  timeline.json (--timeline)
 
 exit codes
   0    trained to the last step
@@ -77,6 +79,10 @@ def options(p: argparse.ArgumentParser) -> None:
     add("--run-dir", metavar="DIR", help="where to write what happens (default: runs/RECIPE-TIME)")
     add("--checkpoint", metavar="DIR", help="save weights and optimizer state here at the end")
     add("--resume", action="store_true", help="go on from what --checkpoint holds")
+    add("--timeline", nargs="?", const="", metavar="FILE",
+        help="record what every rank does in a step (default: timeline.json in the run directory)")  # fmt: skip
+    add("--timeline-steps", type=whole, default=3, metavar="N",
+        help="steps to record, after the first few; the median one is kept (default: 3)")  # fmt: skip
     add("--log-every", type=whole, metavar="K", help="read losses every K steps (default: 1 on CPU, 10 on GPU)")
     add("--master-port", type=positive, default=0, metavar="P", help="where ranks meet (default: a free port)")
     add("--timeout", type=amount, default=TIMEOUT_S, metavar="S",
@@ -105,6 +111,8 @@ def run(args: argparse.Namespace, train: Callable[..., Any], load_recipe: Callab
         load_recipe(args.recipe)  # says what is wrong with the name
     if args.resume and not args.checkpoint:
         raise RecipeError("--resume needs --checkpoint DIR, the place to resume from")
+    if args.timeline and not Path(args.timeline).absolute().parent.is_dir():
+        raise RecipeError(f"--timeline {args.timeline}: there is no such folder", next="make it first")
     if place is not None:
         return be_a_rank(args, place, train)
     return start(args, world)
@@ -166,7 +174,8 @@ def be_a_rank(args: argparse.Namespace, place: Place, train: Callable[..., Any])
             resume=args.resume, plan_file=where.plan, plan=args.plan, mesh=args.mesh, device=args.device,
             precision=args.precision, micro_batches=args.micro_batches, clip_norm=args.clip_norm,
             clip_value=args.clip_value, ema=args.ema, compile=args.compile, detect_anomaly=args.detect_anomaly,
-            timeout_s=max(args.timeout, 1.0),
+            timeout_s=max(args.timeout, 1.0), timeline_steps=args.timeline_steps,
+            timeline=None if args.timeline is None else Path(args.timeline or where.timeline),
         )  # fmt: skip
         ended.update(asdict(outcome))
 

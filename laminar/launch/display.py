@@ -136,6 +136,7 @@ def summary(ended: dict[str, Any], run: str, checkpoint: str | None) -> str:
         f"evaluation     loss {number(ended['evaluation'])}" if ended.get("evaluation") is not None else "",
         f"skipped        {ended['skipped']} steps" if ended.get("skipped") else "",
         f"checkpoint     {checkpoint}" if checkpoint else "",
+        f"timeline       {ended['timeline']}" if ended.get("timeline") else "",
         f"run directory  {run}",
     ]
     return "\n".join(line for line in lines if line)

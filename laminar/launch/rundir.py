@@ -5,6 +5,7 @@
         plan.json             how every tensor lies (`laminar explain` reads it)
         events.jsonl          what happened on rank 0, one line of JSON each
         events.rank1.jsonl    and on the others
+        timeline.json         what every rank did in one step, if that was asked for (`laminar diff` reads it)
         logs/rank0.log        everything a rank printed
 
 It is written by the launcher (config) and by the ranks (the rest), and stays readable whatever
@@ -44,6 +45,11 @@ class RunDir:
     def plan(self) -> Path:
         """How every tensor lies."""
         return self.root / "plan.json"
+
+    @property
+    def timeline(self) -> Path:
+        """What every rank did in one step."""
+        return self.root / "timeline.json"
 
     def events(self, rank: int) -> Path:
         """What happened on a rank."""

@@ -5,7 +5,7 @@ depends on the groups: a value that stays inside one is never written. This foll
 they decide that, and no further:
 
     a kernel of its own   products, attention, convolutions, sorts, and whatever is not named here
-    views                 no kernel at all
+    views                 no kernel of their own
     everything else       joins the kernel that makes one of its inputs, if both run over as many elements and
                           nothing between them has to run elsewhere first; else a kernel that reads one of its
                           inputs; else it opens a new one
@@ -39,6 +39,8 @@ WRITES_ITSELF = ELEMENTWISE | BACKWARD | FUSES | ROWWISE | SMALL | POINTWISE
 REDUCES = (
     FUSES - BACKWARD | ROWWISE | SMALL | {"laminar.batch_norm_moments", "laminar.batch_norm", "aten.var.correction"}
 )
+PICKS = frozenset(("aten.nll_loss_forward", "laminar.nll_at", "aten.gather", "laminar.gather_at"))
+"""Ops that take a few elements of their first input, which then need not be stored for them."""
 MOST_TOUCHED = 32
 """Tensors read and written beyond which a kernel is closed. Assumed, not measured."""
 
@@ -59,12 +61,15 @@ class Kernel:
     touches: set[Ref] = field(default_factory=set)
     small: set[Ref] = field(default_factory=set)
     """What it has reduced, and what it made of that."""
-    late: bool = False
-    """Whether it belongs to backward: the two halves are compiled apart."""
+    part: int = 0
+    """Which of the stretches that are compiled apart it belongs to: cut at collectives and where backward begins."""
 
 
 def kernels(program: Program) -> list[tuple[int, ...]]:
-    """The program's lines in groups, each the indices of what runs as one kernel; views stand alone, last."""
+    """The program's lines in groups, each the indices of what runs as one kernel.
+
+    Views stand with what they are views of; those of inputs and of what a collective made stand alone.
+    """
     return _Grouping(program).groups()
 
 
@@ -74,21 +79,28 @@ class _Grouping:
         self.found: list[Kernel] = []
         self.maker: dict[Ref, int] = {}
         self.readers: dict[Ref, list[int]] = {}
-        self.early = early(program)
+        self.parts = parts(program)
         self.uses = Counter(r for i in program.instrs for r in i.refs)
         self.uses.update(o.ref for o in program.outputs)
 
     def groups(self) -> list[tuple[int, ...]]:
         base: dict[Ref, Ref] = {}
-        views: list[int] = []
+        views: dict[int, list[int]] = {}
         for n, instr in enumerate(self.program.instrs):
             if instr.op in FREE:
-                views.append(n)
                 source = base.get(instr.refs[0], instr.refs[0]) if instr.refs else Ref(instr.name)
                 base.update({Ref(instr.name, k): source for k in range(max(1, len(instr.outs)))})
+                at = self.maker.get(source, -1)
+                if at >= 0 and not self.program.instrs[self.found[at].lines[0]].moves:
+                    self.found[at].lines.append(n)  # later lines of the same kernel may read it
+                else:
+                    views.setdefault(at, []).append(n)
                 continue
             self._add(n, instr, list(dict.fromkeys(base.get(r, r) for r in instr.refs)))
-        return [tuple(self.found[k].lines) for k in self._in_order()] + [(v,) for v in views]
+        out: list[tuple[int, ...]] = [(v,) for v in views.get(-1, [])]
+        for k in self._in_order():
+            out += [tuple(self.found[k].lines), *((v,) for v in views.get(k, []))]
+        return out
 
     def _add(self, n: int, instr: Instr, ins: list[Ref]) -> None:
         at = self._place(instr, ins)
@@ -120,7 +132,7 @@ class _Grouping:
 
     def _place(self, instr: Instr, ins: list[Ref]) -> int:
         """The kernel an op joins, by number; a new one if none will have it."""
-        size, late = _size(instr, self.program), instr.name not in self.early
+        size, part = _size(instr, self.program), self.parts[instr.name]
         fused = instr.op in WRITES_ITSELF and not instr.kind and not _across(instr)
         if fused:
             makers = [self.maker[r] for r in ins if r in self.maker]
@@ -128,7 +140,8 @@ class _Grouping:
             for at in dict.fromkeys([*reversed(makers), *reversed(beside)]):
                 kernel = self.found[at]
                 alike = kernel.size == size or any(r in kernel.small for r in ins)
-                if not kernel.fused or kernel.late != late or not alike or len(kernel.touches) > MOST_TOUCHED:
+                alike = alike or instr.op in PICKS and self.maker.get(ins[0]) == at
+                if not kernel.fused or kernel.part != part or not alike or len(kernel.touches) > MOST_TOUCHED:
                     continue
                 if not any(self._reaches(at, m) for m in makers if m != at):
                     return at
@@ -136,7 +149,7 @@ class _Grouping:
             product = self.program.instrs[self.found[made].lines[0]]
             if product.op == "aten.mm" and self.uses[ins[0]] == 1:
                 return made  # a product that is only made to be widened comes out wide
-        self.found.append(Kernel(fused, size, late=late))
+        self.found.append(Kernel(fused, size, part=part))
         return len(self.found) - 1
 
     def _reaches(self, first: int, last: int) -> bool:
@@ -171,6 +184,24 @@ class _Grouping:
             if k not in out:
                 put(k)
         return list(out)
+
+
+def parts(program: Program) -> dict[str, int]:
+    """By line, which stretch it belongs to, cut as `runtime.compiled` cuts."""
+    first, late, part = early(program), False, 0
+    flying: set[str] = set()
+    out = {}
+    for instr in program.instrs:
+        arrived = {r.name for r in instr.refs} & flying
+        begins = instr.name not in first and not late
+        if arrived or begins or instr.moves:
+            part += 1
+        flying -= arrived
+        late = late or begins
+        if instr.moves:
+            flying.add(instr.name)
+        out[instr.name] = part
+    return out
 
 
 def _size(instr: Instr, program: Program) -> int:

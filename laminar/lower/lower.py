@@ -88,8 +88,9 @@ class _Writer:
         return tuple(B if n == 1 else p for p, n in zip(nd, self.mesh.sizes, strict=True))
 
     def _box(self, ref: Ref, spec: TensorSpec, step: Step, node: Node, why: str) -> Ref:
-        self.boxed[node.name] += 1
-        name = f"box_{node.name}_{self.boxed[node.name]}"  # by its reader: a change elsewhere does not rename it
+        reader = node.name.replace(".", "_")
+        self.boxed[reader] += 1
+        name = f"box_{reader}_{self.boxed[reader]}"  # by its reader: a change elsewhere does not rename it
         self.instrs.append(
             Instr(
                 name,

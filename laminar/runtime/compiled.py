@@ -24,6 +24,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ from laminar.lower.recompute import TRAFFIC, early, recompute, written_out
 from laminar.runtime.boxes import Box
 from laminar.runtime.fusable import FORMS
 from laminar.runtime.local import prepare
+from laminar.runtime.record import Recordable, described, now
 from laminar.runtime.recorded import Recorded
 from laminar.runtime.transport import Bucket, Exchange, Groups, Null
 
@@ -97,9 +99,36 @@ class Compiled:
     def _run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         memory: Memory = {Ref(i.name): t for i, t in zip(self.program.inputs, inputs, strict=True)}
         memory |= self.constants
-        for event in self.events:
-            event(memory)
+        tape = self.transport.tape
+        if tape is not None and tape.active:
+            tape.run(self._stamped, memory)
+        else:
+            for event in self.events:
+                event(memory)
         return [memory[o.ref] for o in self.program.outputs]
+
+    @cached_property
+    def _stamped(self) -> Recordable:
+        """The events with a stamp behind each; a part is one line."""
+        by_name = {i.name: i for i in self.program.instrs}
+        lines, exchanges, parts = [], {}, 0
+        for event in self.events:
+            if isinstance(event, _Part):
+                phase = "backward" if event.late else "forward"
+                lines.append((Instr(f"part{parts}", "fused.part", (), (), (), (), phase=phase), ""))
+                parts += 1
+            elif isinstance(event, _Start | _Finish):
+                lines.append((by_name[event.name], "start" if isinstance(event, _Start) else "finish"))
+                exchanges[event.name] = event.exchange
+
+        def run(memory: Memory) -> tuple[list[Tensor], list[int]]:
+            stamps = [now()]
+            for event in self.events:
+                event(memory)
+                stamps.append(now())
+            return [], stamps
+
+        return described(run, self.program, self.transport.rank, lines, exchanges)
 
     def _record(self, inputs: Sequence[Tensor]) -> None:
         """Run once, so that all is compiled and loaded, then record: a step has no effects, so it may run twice."""

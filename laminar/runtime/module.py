@@ -2,14 +2,15 @@
 
 What can be decided before running is decided here: sizes, offsets, which exchange, who may write
 in place. Weight gradients that go into a bucket are written there by the product that makes them
-(`mm(out=...)`), so that reduction needs no copy.
+(`mm(out=...)`), so that reduction needs no copy. While its transport has a tape, a copy of the code runs that
+stamps every line (`record.py`).
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from laminar.ir.program import Instr, Program
 from laminar.ir.sbp import local_shape
 from laminar.runtime.boxes import Box
 from laminar.runtime.local import prepare
+from laminar.runtime.record import Recordable, stamped
 from laminar.runtime.transport import Bucket, Groups, Null
 
 
@@ -58,8 +60,15 @@ class Step:
         self.module = _Build(program, transport, constants or {}, ranges, watch).module()
 
     def __call__(self, *inputs: Tensor) -> list[Tensor]:
+        tape = self.transport.tape
         with torch.no_grad():
+            if tape is not None and tape.active:
+                return tape.run(self._stamped, *inputs)
             return self.module(*inputs)  # type: ignore[no-any-return]
+
+    @cached_property
+    def _stamped(self) -> Recordable:
+        return stamped(self.module, self.program, self.transport.rank)
 
     @property
     def code(self) -> str:
@@ -157,6 +166,7 @@ class _Build:
     def _name(self, node: fx.Node, instr: Instr) -> None:
         node.meta["module"] = instr.module
         node.meta["where"] = instr.where
+        node.meta["line"] = (instr.name, "finish" if instr.moves else "")
         self.env[Ref(instr.name)] = node
         if self.watch is not None:
             self.graph.call_method("__call__", (self.keep(f"{instr.name}_seen", partial(self.watch, instr)), node))
@@ -190,6 +200,7 @@ class _Build:
         holder = self.keep(f"{instr.name}_x", exchange)
         refs = [instr.refs[i] for i in fill] if bucket is not None else list(instr.refs)
         handle = self.graph.call_method("start", (holder, *[self.env[r] for r in refs]))
+        handle.meta["line"] = (instr.name, "start")
         self.waiting[instr.name] = (instr, handle, f"{instr.name}_x")
 
     def _donated(self, ref: Ref) -> bool:

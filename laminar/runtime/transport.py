@@ -28,6 +28,7 @@ from laminar.ir.mesh import Mesh
 from laminar.ir.program import Instr, Program
 from laminar.runtime import direct, shared
 from laminar.runtime.boxes import Box
+from laminar.runtime.record import Tape
 from laminar.runtime.yard import Area, Wants, Yard
 
 FIRST_TAG = 1 << 20
@@ -201,6 +202,9 @@ class ReduceScatter:
 class Groups:
     """Real process groups over a mesh; every rank must make this at the same point."""
 
+    tape: Tape | None = None
+    """Where programs leave their stamps while a recording runs."""
+
     def __init__(
         self, mesh: Mesh, device: torch.device | str = "cpu", share: bool = True, timeout_s: float = 600.0
     ) -> None:
@@ -362,6 +366,8 @@ class _Nothing:
 
 class Null:
     """No communication at all: what a program costs a rank besides."""
+
+    tape: Tape | None = None
 
     def __init__(self, mesh: Mesh, rank: int = 0, device: torch.device | str = "cpu") -> None:
         self.mesh, self.rank, self.device = mesh, rank, torch.device(device)

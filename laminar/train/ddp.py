@@ -31,13 +31,14 @@ from laminar.train.engine import Leaves
 from laminar.train.gradients import Norm, scale_and_clip
 from laminar.train.job import Local, Result, clock_of
 from laminar.train.precision import Precision, Scaler
+from laminar.train.recording import Recorded
 from laminar.train.world import World
 
 LIMITS = """plan="ddp": the model runs as it is on every rank. Batch norm sees each rank's share only, dropout
 depends on the number of ranks, parameters and optimizer state are whole on every rank, nothing is compiled."""
 
 
-class DdpJob(storage.Stored):
+class DdpJob(Recorded, storage.Stored):
     """A job with the same methods as `Job`, without a plan, a graph or a program."""
 
     plan = graph = program = None
@@ -102,8 +103,12 @@ class DdpJob(storage.Stored):
 
     def step(self, batch: Any) -> Result:
         """Train on one batch: the global one, or `Local(share)`."""
+        return self._recorded_step(batch)  # type: ignore[no-any-return]
+
+    def _step(self, batch: Any) -> Result:
         clock = clock_of(self.device)
         micros = self._share(batch).split(self.micro_batches)
+        self._mark("batch")
         scale = self._scaler.scale if self._scaler else 1.0
         totals: list[Tensor] = []
         weights: list[Tensor] = []
@@ -118,8 +123,10 @@ class DdpJob(storage.Stored):
                     total, weight = result * micro.samples, torch.tensor(float(micro.samples), dtype=result.dtype)
                 totals.append(total.detach())
                 weights.append(weight.detach().to(self.device))
+                self._mark("forward")
                 # DDP averages over ranks; here terms are summed, so each is made larger first.
                 (total * (scale * self.world)).backward()
+                self._mark("backward")
         summed = self._summed(torch.stack([torch.stack(totals).sum().double(), torch.stack(weights).sum().double()]))
         return self._update(summed[0] / summed[1], summed[1], scale, clock)
 
@@ -141,8 +148,10 @@ class DdpJob(storage.Stored):
                 self.optimizer.zero_grad()
                 return Result(number, loss, norm * inverse, lr, clock(), True)
         norm = scale_and_clip(grads, norm, inverse, self.clip_norm, self.clip_value)
+        self._mark("gradients")
         self.optimizer.step()
         self.optimizer.zero_grad()
+        self._mark("optimizer")
         if self._ema_decay is not None:
             foreach_lerp(self._ema, [p.detach().float() for p in self._params], 1 - self._ema_decay)
         return Result(number, loss, norm, lr, clock(), False)

@@ -31,6 +31,7 @@ from laminar.ir.program import Program
 from laminar.ir.sbp import B, NdSbp
 from laminar.lower.moves import Move
 from laminar.runtime.module import Step
+from laminar.runtime.record import Tape
 from laminar.runtime.shards import shard
 from laminar.runtime.transport import Groups, Null
 from laminar.train import choose, storage
@@ -40,6 +41,7 @@ from laminar.train.engine import Engine, Leaves, Ready
 from laminar.train.gradients import Norm, scale_and_clip
 from laminar.train.optimizer import Kept
 from laminar.train.precision import Precision, Scaler, rounded_update
+from laminar.train.recording import Recorded
 from laminar.train.world import World
 
 CHECKS = 2
@@ -80,7 +82,7 @@ class Result:
         return f"Result(step={self.step}, loss={self.loss:.6g}, grad_norm={self.grad_norm:.4g}, lr={self.lr:.4g})"
 
 
-class Job(storage.Stored):
+class Job(Recorded, storage.Stored):
     """See `laminar.parallelize`."""
 
     def __init__(
@@ -225,6 +227,9 @@ class Job(storage.Stored):
 
     def step(self, batch: Any) -> Result:
         """Train on one batch: the global one, or `Local(share)`."""
+        return self._recorded_step(batch)  # type: ignore[no-any-return]
+
+    def _step(self, batch: Any) -> Result:
         clock = clock_of(self.device)
         leaves = self._agreed(batch)
         micros = leaves.split(self._engine.micro_batches)
@@ -237,14 +242,18 @@ class Job(storage.Stored):
             ready = self._engine.ready(micro)
             key = self._key(ready, self.steps * len(micros) + i)
             weight = 1.0 if ("metric:loss_weight" in ready.outputs) else samples[i] / sum(samples)
+            self._mark("host")
+            share = self._engine.share(ready, micro, self.device)
+            self._mark("batch")
             out = ready(
-                self._engine.share(ready, micro, self.device),
+                share,
                 key,
                 torch.tensor(scale * weight, dtype=torch.float64, device=self.device) if self._engine.scaled else None,
             )
             self._put_buffers(ready, out)
             grads, values = self._add(ready, out, grads, values, weight, i)
         assert ready is not None
+        self._mark("host")
         loss, weight_sum, grads = self._finished(ready, values, grads, len(micros))
         if self._watched is not None:
             finite = all(bool(torch.isfinite(t).all()) for t in (loss, *([] if self._scaler else grads)))
@@ -312,7 +321,9 @@ class Job(storage.Stored):
         inverse: Tensor | float = 1.0 / scale
         if self._engine.scaled and weight is not None:
             inverse = inverse / weight
+        self._mark("host")
         raw = self._norms[names](grads)
+        self._mark("norm" if self._norms[names].shared else "gradients")
         lr = float(self.optimizer.param_groups[0]["lr"]) if "lr" in self.optimizer.param_groups[0] else math.nan
         number, self.steps = self.steps, self.steps + 1
         if self._scaler is not None:
@@ -321,6 +332,7 @@ class Job(storage.Stored):
             if not finite:
                 return Result(number, loss.detach().clone(), raw * inverse, lr, clock(), True)
         norm = scale_and_clip(grads, raw, inverse, self.clip_norm, self.clip_value)
+        self._mark("gradients")
         updates = [(self._by_name[n], g) for n, g in zip(names, grads, strict=True)]
         if self.precision.rounding != "nearest":
             key = torch.tensor([self.seed, number], device=self.device)
@@ -331,6 +343,7 @@ class Job(storage.Stored):
             self.optimizer.step()
             for k, _ in updates:
                 k.owned.grad = None
+        self._mark("optimizer")
         self._gather()
         if self._ema_decay is not None:
             foreach_lerp(list(self._ema.values()), [k.owned.detach().float() for k in self._kept], 1 - self._ema_decay)
@@ -433,6 +446,13 @@ class Job(storage.Stored):
     def program(self) -> Program:
         """The program of the first batch."""
         return self._first.program
+
+    def _set_tape(self, tape: Any) -> None:
+        self._tape = tape
+        self._transport.tape = tape if isinstance(tape, Tape) else None
+
+    def _about(self) -> dict[str, Any]:
+        return {"plan": self.plan.hash, "mesh": self.mesh.to_json()}
 
     def memory(self) -> dict[str, int]:
         """Bytes that this rank holds from step to step."""

@@ -1,7 +1,7 @@
 """The loop around a job: batches in, steps, events out.
 
 `loop` draws batches, calls `job.step`, and says what happens as events: "start", "plan", "phase",
-"step", "skipped", "eval", "end". It prints nothing and knows no files but the checkpoint.
+"step", "skipped", "eval", "timeline", "end". It prints nothing and knows no files but the checkpoint and the timeline.
 
 A loss is read late. On a GPU a step is only queued when `job.step` returns, and reading its loss
 waits for everything queued before it. So results are kept, and read in groups of `log_every`, the
@@ -30,6 +30,8 @@ LAG = 2
 """Steps queued on a GPU beyond the newest one whose loss is read; none on a CPU, where nothing is queued."""
 GROUP = 10
 """Losses read together on a GPU, unless told otherwise: one wait for ten steps."""
+WARM_UP = 3
+"""Steps before a timeline is recorded, where the run is long enough: the first ones make buffers and fill caches."""
 MOST_SKIPPED = 50
 """Skipped steps in a row after which the loss scale can't be the reason: 2^50 is more than any scale."""
 
@@ -61,6 +63,9 @@ class Trains(Protocol):
     def memory(self) -> dict[str, int]:
         """Bytes on this rank."""
 
+    def timeline(self, steps: int | None = None) -> Any:
+        """A recording of the steps made inside a `with` block."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
@@ -78,6 +83,8 @@ class Outcome:
     unit: str
     """What `per_s` counts: "tokens" or "samples"."""
     skipped: int = 0
+    timeline: str | None = None
+    """Where the timeline is, if one was asked for."""
 
 
 def leaves(batch: Any) -> Iterator[Any]:
@@ -216,6 +223,48 @@ def _number(value: Any) -> float | None:
     return None if value is None else float(value)
 
 
+class Recorder:
+    """Records a few steps of a run, once it is warm, and saves the timeline on rank 0."""
+
+    def __init__(self, job: Trains, path: Path | str | None, number: int, steps: int) -> None:
+        """`number` steps of the `steps` that are to be made."""
+        self.job, self.path, self.number = job, path, min(number, steps)
+        self.first = min(WARM_UP, steps - self.number)
+        self.made = 0
+        self.saved: str | None = None
+        self.recording: Any = None
+
+    @property
+    def begins(self) -> bool:
+        """Whether the next step is the first to be recorded."""
+        return self.path is not None and self.made == self.first
+
+    @property
+    def ends(self) -> bool:
+        """Whether the last step to be recorded was made."""
+        return self.recording is not None and self.made == self.first + self.number
+
+    def begin(self) -> None:
+        """From now on, steps are recorded."""
+        self.recording = self.job.timeline()
+        self.recording.__enter__()
+
+    def end(self) -> None:
+        """Gather and save."""
+        self.recording.__exit__(None, None, None)
+        found, self.recording = self.recording.timeline, None
+        if self.job.rank == 0:
+            found.save(self.path)
+        self.saved = str(self.path)
+        emit("timeline", path=self.saved, steps=self.number, step_ns=found.step_ns)
+
+    def abandon(self, error: BaseException) -> None:
+        """The run has failed: there is nothing to gather."""
+        if self.recording is not None:
+            self.recording.__exit__(type(error), error, None)
+            self.recording = None
+
+
 def loop(
     job: Trains,
     data: Callable[[], Iterable[Any]],
@@ -227,10 +276,13 @@ def loop(
     evaluate_every: int = 0,
     checkpoint: Path | str | None = None,
     resume: Path | str | None = None,
+    timeline: Path | str | None = None,
+    timeline_steps: int = 3,
 ) -> Outcome:
     """Train until `steps` steps are made in all; those before a resumption count.
 
-    `evaluate` makes the batches to evaluate on, at the end and every `evaluate_every` steps.
+    `evaluate` makes the batches to evaluate on, at the end and every `evaluate_every` steps. `timeline` is
+    where to save what all ranks did in the median of `timeline_steps` steps, taken once the run is warm.
     """
     made = scheduler(job, schedule, resume)
     emit("start", steps=steps, done=job.steps, device=str(job.device), memory=job.memory())
@@ -238,33 +290,48 @@ def loop(
         emit("plan", name=job.plan.name, hash=job.plan.hash, mesh=job.plan.mesh.to_json())
     begun, evaluation, unit, step = time.perf_counter(), None, "samples", job.steps
 
-    def evaluated() -> float:
+    def aside(act: Callable[[], Any]) -> Any:
+        """Something that is no part of any step."""
         reader.pause()
+        value = act()
+        reader.since = time.perf_counter()
+        return value
+
+    def evaluated() -> float:
         emit("phase", name="evaluating")
         value = float(job.evaluate(evaluate()))  # type: ignore[misc]
         emit("eval", step=step, loss=value)
-        reader.since = time.perf_counter()
         return value
 
     reader = Reader(job, log_every)
     emit("phase", name="first step")
     batches = epochs(data, skip=step)
-    while step < steps:
-        batch = next(batches)
-        units, unit = count(batch)
-        result = job.step(batch)
-        step += 1
-        if made is not None:
-            advance(made)
-        reader.add(step, units, unit, result)
-        if evaluate is not None and evaluate_every and step % evaluate_every == 0 and step < steps:
-            evaluation = evaluated()
+    recorder = Recorder(job, timeline, timeline_steps, max(steps - step, 0))
+    try:
+        while step < steps:
+            batch = next(batches)
+            units, unit = count(batch)
+            if recorder.begins:
+                aside(recorder.begin)
+            result = job.step(batch)
+            step, recorder.made = step + 1, recorder.made + 1
+            if made is not None:
+                advance(made)
+            reader.add(step, units, unit, result)
+            if recorder.ends:
+                aside(recorder.end)
+            if evaluate is not None and evaluate_every and step % evaluate_every == 0 and step < steps:
+                evaluation = aside(evaluated)
+    except BaseException as error:
+        recorder.abandon(error)
+        raise
     reader.pause()
     if evaluate is not None:
         evaluation = evaluated()
     outcome = Outcome(
         steps=step, loss=reader.loss, evaluation=evaluation, unit=unit, skipped=reader.skipped,
-        seconds=time.perf_counter() - begun, per_s=reader.timed_units / reader.timed_s if reader.timed_s else None,
+        seconds=time.perf_counter() - begun, timeline=recorder.saved,
+        per_s=reader.timed_units / reader.timed_s if reader.timed_s else None,
     )  # fmt: skip
     if checkpoint is not None:
         emit("phase", name="saving")

@@ -21,9 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from laminar.capture.capture import capture
 from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh
 from laminar.ir.plan import Plan
+from laminar.runtime.probe import probe
 from laminar.search import presets
 from laminar.search.draw import random_plan
 from laminar.train.job import Job
@@ -196,6 +198,12 @@ PLANS: dict[str, Callable[[Graph, Mesh], Plan]] = {
 def mesh_of(plan: str, ranks: int) -> Mesh:
     """The mesh a plan of `PLANS` is for."""
     return Mesh({"tp" if plan == "tensor" else "dp": ranks})
+
+
+def captured(trial: Trial, ranks: int) -> Graph:
+    """The graph a job of this trial is made from."""
+    torch.manual_seed(0)
+    return probe(capture(trial.model(), trial.loss, trial.batch(ranks), wide=True))
 
 
 def adamw(params: Any) -> torch.optim.Optimizer:

@@ -1,0 +1,290 @@
+"""What a step costs, from the command line: `laminar profile`, `laminar simulate`, `laminar diff`.
+
+`profile` measures this machine and writes a cluster file. `simulate` predicts a plan's step on any cluster, named or
+measured, without the hardware. `diff` says where a prediction and a recorded run part.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from laminar.errors import ClusterError, PlanError
+from laminar.ir.cluster import Cluster
+from laminar.ir.plan import Plan
+from laminar.ir.timeline import Timeline
+
+PROFILE = """\
+examples
+  laminar profile -o here.json                              this machine's ops and links, about three minutes
+  laminar profile -o here.json --for examples/gpt.py:small  and the ops that this recipe's plans would run
+  laminar plan examples/gpt.py:small --mesh dp=2 --cluster here.json
+
+The file is a cluster: laminar.Cluster.load("here.json"). If it exists already it is extended; entries measured again
+replace older ones. On CPU ranks, ops are measured by all ranks at once, as they run in a step; then a few whole
+models are trained for some steps to calibrate what single ops can't show.
+"""
+SIMULATE = """\
+examples
+  laminar plan     examples/gpt.py:tiny --mesh dp=8 --cluster 8xh100 -o plan.json
+  laminar simulate plan.json -o sim.json --trace sim.perfetto.json --png sim.png
+  laminar simulate plan.json --cluster 64xa100@ib200        the same plan on another machine
+
+clusters: a file of `laminar profile`, or [NODESx][COUNTx]DEVICE[@FABRIC[+FABRIC]], such as 8xh100, 16x4xa100-80g,
+2xcpu. Open the trace at ui.perfetto.dev, or at chrome://tracing.
+"""
+DIFF = """\
+examples
+  laminar simulate plan.json --cluster here.json -o sim.json
+  laminar train examples/gpt.py:small --plan plan.json --timeline run.json
+  laminar diff sim.json run.json --png both.png
+"""
+
+
+def cluster_of(text: str | None) -> Cluster:
+    """A cluster by file or by name; this machine where nothing is said."""
+    if text is None:
+        return Cluster.detect()
+    if Path(text).is_file() or text.endswith(".json"):
+        return Cluster.load(text)
+    return Cluster.preset(text)
+
+
+# --- profile --------------------------------------------------------------------------------------
+
+
+def profile_options(p: argparse.ArgumentParser) -> None:
+    """What `laminar profile` can be told."""
+    p.epilog, p.formatter_class = PROFILE, argparse.RawDescriptionHelpFormatter
+    p.add_argument("-o", "--output", required=True, metavar="FILE", help="cluster file to write, or to extend")
+    p.add_argument("--for", dest="recipe", metavar="RECIPE", help="also measure the ops of this recipe's plans")
+    p.add_argument("--ranks", metavar="N[,N...]", help="how many ranks at once (default: 1 and one a core)")
+    p.add_argument("--budget", type=float, default=100.0, metavar="S", help="seconds for single ops (default: 100)")
+    p.add_argument("--trials", action=argparse.BooleanOptionalAction, default=True,
+                   help="calibrate with whole steps (default: yes, on CPU ranks)")  # fmt: skip
+
+
+def do_profile(args: argparse.Namespace) -> int:
+    """Measure this machine."""
+    from laminar.runtime.sweep import profile
+    from laminar.train.calibrating import calibrated
+
+    start = time.monotonic()
+    path = Path(args.output)
+    if not path.absolute().parent.is_dir():
+        raise ClusterError(f"{args.output}: there is no such folder", next="make it first")
+    here = Cluster.detect()
+    if path.exists():
+        before = Cluster.load(path)
+        if before.device.name != here.device.name or before.devices != here.devices:
+            there, now = (f"{c.devices} x {c.device.name}" for c in (before, here))
+            raise ClusterError(f"{path} describes {there}, this machine is {now}", next="write to another file")
+        here = before
+    ranks = _ranks(args.ranks, here)
+    programs = _programs(args.recipe, ranks) if args.recipe else ()
+    with _Bar(args.json) as bar:
+        found = profile(here, ranks=ranks, budget_s=args.budget, programs=programs, progress=bar.part("ops and links"))
+        if args.trials and here.device.kind == "cpu":
+            most = [n for n in ranks if n > 1] or ranks
+            found = calibrated(found, most, progress=bar.part("whole steps"))
+    if args.recipe:
+        found = found.with_profile({**found.profile, "for": [*found.profile.get("for", []), args.recipe]})
+    found.save(path)
+    summary = summarised(found)
+    summary["seconds"] = round(time.monotonic() - start, 1)
+    if args.json:
+        print(json.dumps(summary))
+    else:
+        print(found)
+        for name, rows in summary["sections"].items():
+            print(f"\n{name}: {rows['entries']} ops; each predicted from the others")
+            for row in rows["check"]:
+                print(f"  {row['family']:<16} {row['entries']:>4} ops  median error {row['median']:6.1%}  "
+                      f"90th percentile {row['p90']:6.1%}")  # fmt: skip
+        for name, fit in summary["calibration"].items():
+            print(f"\ncalibrated on whole steps, {name}: a model left out is predicted within "
+                  f"{fit['interval']:.0%} (90 %)")  # fmt: skip
+            for model, error in fit["errors"].items():
+                print(f"  {model:<24} median error of the ratio to DDP {error:6.1%}")
+        print(f"\nwritten to {path} after {summary['seconds']:.0f} s")
+    return 0
+
+
+def _ranks(text: str | None, here: Cluster) -> list[int]:
+    if here.device.kind == "gpu":
+        return [1]
+    if text is None:
+        return sorted({1, here.devices})
+    parts = text.split(",")
+    if not all(part.strip().isdigit() and 0 < int(part) <= here.devices for part in parts):
+        raise ClusterError(f"--ranks {text}", allowed=f"numbers from 1 to {here.devices}, separated by commas")
+    return sorted({int(part) for part in parts})
+
+
+def _programs(recipe: str, ranks: list[int]) -> list[Any]:
+    """The programs whose ops `--for` measures: the recipe under the presets."""
+    from laminar.api import graph_of
+    from laminar.ir.mesh import Mesh
+    from laminar.lower.step import step_programs
+    from laminar.search import presets
+
+    graph = graph_of(recipe)
+    out = []
+    for n in ranks:
+        dp, tp = Mesh({"dp": n}), Mesh({"tp": n})
+        for plan in (presets.data_parallel(graph, dp), presets.zero(graph, dp, 3), presets.tensor_parallel(graph, tp)):
+            out += [p for p in step_programs(graph, plan) if p is not None]
+    return out
+
+
+def summarised(cluster: Cluster) -> dict[str, Any]:
+    """What a profile knows and how well, for people and scripts."""
+    from laminar.cost.calibrate import Calibration, interval
+    from laminar.cost.ops import OpCost
+    from laminar.cost.table import Table
+
+    sections = {}
+    for name, section in Table.of(cluster.profile).sections.items():
+        rows = OpCost(cluster, name).check()
+        check = [{"family": r.family, "entries": r.entries, "median": round(r.median, 4), "p90": round(r.p90, 4)}
+                 for r in rows]  # fmt: skip
+        sections[name] = {"entries": len(section.ops), "check": check}
+    fits = {}
+    for name, data in cluster.profile.get("calibration", {}).items():
+        fit = Calibration.from_json(data)
+        fits[name] = {"interval": interval(1.0, fit.sigma)[1] - 1, "errors": fit.errors, "models": list(fit.models)}
+    return {
+        "cluster": cluster.name,
+        "device": cluster.device.name,
+        "devices": cluster.devices,
+        "sections": sections,
+        "collectives": len(cluster.profile.get("collectives", [])),
+        "calibration": fits,
+    }
+
+
+class _Bar:
+    """A progress line on stderr, where someone is watching."""
+
+    def __init__(self, quiet: bool) -> None:
+        self.shows = not quiet and sys.stderr.isatty()
+        self.start = time.monotonic()
+
+    def __enter__(self) -> _Bar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.shows:
+            sys.stderr.write("\r\033[K")
+
+    def part(self, what: str) -> Any:
+        """A callback (done, total, text) for one part of the work."""
+
+        def show(done: int, total: int, text: str) -> None:
+            if self.shows:
+                width = 24
+                full = round(width * done / max(total, 1))
+                line = (
+                    f"{what} [{'#' * full}{'.' * (width - full)}] {done}/{total} {time.monotonic() - self.start:.0f} s"
+                )
+                columns = os.get_terminal_size(sys.stderr.fileno()).columns
+                sys.stderr.write("\r\033[K" + f"{line}  {text}"[: columns - 1])
+                sys.stderr.flush()
+
+        return show
+
+
+# --- simulate -------------------------------------------------------------------------------------
+
+
+def simulate_options(p: argparse.ArgumentParser) -> None:
+    """What `laminar simulate` can be told."""
+    p.epilog, p.formatter_class = SIMULATE, argparse.RawDescriptionHelpFormatter
+    p.add_argument("plan", help="a plan file")
+    p.add_argument("--cluster", metavar="C", help="file or name (default: the plan's own, else this machine)")
+    p.add_argument("--recipe", metavar="RECIPE", help="what the plan is for (default: the one it was made from)")
+    p.add_argument("--optimizer", default="adamw", choices=["adamw", "adam", "sgd", "momentum"], help="default: adamw")
+    p.add_argument("-o", "--output", metavar="FILE", help="save the timeline")
+    p.add_argument("--trace", metavar="FILE", help="save it as a Chrome trace, which ui.perfetto.dev opens")
+    p.add_argument("--png", metavar="FILE", help="draw timeline and memory")
+
+
+def do_simulate(args: argparse.Namespace) -> int:
+    """Predict one step of a plan."""
+    from laminar.api import graph_of
+    from laminar.predict import predict
+
+    plan = Plan.load(args.plan)
+    recipe = args.recipe or plan.account.get("recipe")
+    if recipe is None:
+        raise PlanError(f"{args.plan} does not say which recipe it is for", next="--recipe path/to/file.py:function")
+    cluster = cluster_of(args.cluster or plan.account.get("cluster_file") or plan.account.get("cluster"))
+    found = predict(graph_of(recipe), plan, cluster, optimizer=args.optimizer)
+    line = found.timeline
+    if args.output:
+        line.save(args.output)
+    if args.trace:
+        Path(args.trace).write_text(json.dumps(line.to_chrome()))
+    if args.png:
+        from laminar.cost.picture import draw
+
+        draw([line], args.png)
+    parts = line.breakdown()
+    if args.json:
+        print(json.dumps({"plan": plan.hash, **found.account(), "breakdown": parts}))
+        return 0
+    print(replace(plan, account={**plan.account, **found.account()}).forecast())
+    print(found.memory)
+    print(rendered(parts, line.step_ns))
+    for what, path in (("timeline", args.output), ("trace", args.trace), ("picture", args.png)):
+        if path:
+            print(f"{what} written to {path}")
+    return 0
+
+
+def rendered(parts: dict[str, Any], step_ns: int) -> str:
+    """Where the time goes, largest first; nested parts are indented."""
+    lines = ["where a step's time goes"]
+
+    def rows(values: dict[str, Any], indent: str) -> None:
+        flat = [(k, v) for k, v in values.items() if isinstance(v, (int, float)) and v]
+        for name, ns in sorted(flat, key=lambda kv: -kv[1]):
+            lines.append(f"{indent}{name:<36} {ns / 1e6:10.3f} ms  {ns / max(step_ns, 1):6.1%}")
+        for name, inner in values.items():
+            if isinstance(inner, dict) and any(inner.values()):
+                lines.append(f"{indent}{name}")
+                rows(inner, indent + "  ")
+
+    rows({k: v for k, v in parts.items() if k != "ranks"}, "  ")
+    return "\n".join(lines)
+
+
+# --- diff -----------------------------------------------------------------------------------------
+
+
+def diff_options(p: argparse.ArgumentParser) -> None:
+    """What `laminar diff` can be told."""
+    p.epilog, p.formatter_class = DIFF, argparse.RawDescriptionHelpFormatter
+    p.add_argument("predicted", help="a timeline of `laminar simulate`")
+    p.add_argument("measured", help="a timeline of `laminar train --timeline`")
+    p.add_argument("--png", metavar="FILE", help="draw both on one time axis")
+
+
+def do_diff(args: argparse.Namespace) -> int:
+    """Where prediction and reality part."""
+    from laminar.cost.compare import compare, render
+
+    predicted, measured = Timeline.load(args.predicted), Timeline.load(args.measured)
+    found = compare(predicted, measured)
+    if args.png:
+        from laminar.cost.picture import draw
+
+        draw([predicted, measured], args.png)
+    print(json.dumps(found.to_json()) if args.json else render(found))
+    return 0

@@ -1,0 +1,305 @@
+"""From a program and prices to a load: who does what, on which lane, after what.
+
+One list of tasks stands for all ranks that do the same. Ranks are told apart only where their pieces differ in
+size (a dim that does not divide) or where their groups lie differently on the machine; on most plans
+all ranks are one *class*, and a step on a thousand devices is simulated once.
+
+A local op is a task on the compute lane. A collective has up to three: `start` (packing, on the compute
+lane), the transfer (on a communication lane of its axes, across the classes that take part), and `finish`
+(unpacking, on the compute lane, before the first reader, where the runtime waits). Ranks that share memory
+have no transfer: copying is theirs, so `finish` waits for every `start` of its group. On a GPU whose step
+is not recorded, each op is also launched by the host lane.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from laminar.cost.tasks import Drag, Lane, Load, Task
+from laminar.cost.work import FREE
+from laminar.ir.cluster import Cluster
+from laminar.ir.program import Instr, Placed, Program
+from laminar.ir.sbp import Split, local_shape
+
+TICKS = 1e9
+"""Ticks of a second."""
+
+
+Groups = Sequence[tuple[int, ...]]
+"""Positions of instructions that run as one kernel, in the order in which kernels run."""
+
+
+class Price(NamedTuple):
+    """Seconds of one thing, how they are known, and the standard error of their logarithm."""
+
+    seconds: float
+    source: str
+    sigma: float
+    family: str
+
+
+class Exchange(NamedTuple):
+    """What a collective costs: on the compute lane before and behind, and on the wire between."""
+
+    start_s: float
+    transfer_s: float
+    finish_s: float
+    source: str
+    sigma: float
+    algorithm: str
+    level: int = 0
+    """Of the cluster: whose links it keeps busy."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A task's price and what it is, for labels, for fits and for intervals."""
+
+    instr: Instr | None
+    part: str
+    """"" for an op, else start, transfer or finish, or the name of what happens around the program."""
+    price: Price
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A load, and beside each task what it is."""
+
+    load: Load
+    lines: tuple[Line, ...]
+    stands_for: dict[int, tuple[int, ...]]
+    """Rank that was written down -> the ranks that do the same."""
+    ranks: int
+
+    def labels(self) -> list[dict[str, Any]]:
+        """For `cost.simulate.timeline`, one per task."""
+        out = []
+        for line in self.lines:
+            i, price = line.instr, line.price
+            label: dict[str, Any] = {"family": price.family, "source": price.source}
+            if line.part in ("start", "finish"):
+                label["kind"] = "communication"
+            if i is not None:
+                label |= {"op": i.op, "module": i.module, "phase": i.phase}
+                if i.moves:
+                    label |= {"cause": i.cause, "bytes": i.bytes}
+            out.append(label)
+        return out
+
+
+class Prices:
+    """What a program's lines cost one rank. Made by `cost.prices`; a test may make its own.
+
+    `op(instr, rank)` prices a local op, `exchange(instr, rank, groups)` a collective.
+    """
+
+    launch_s: float = 0.0
+    """Host seconds for each op where the host launches them one by one; 0 where it is part of the op."""
+    drag: Drag = Drag()
+
+    def lines(self, program: Program, rank: int) -> Sequence[Price | Exchange]:
+        """A price for every instruction of the program."""
+        raise NotImplementedError
+
+    def kernels(self, program: Program, groups: Groups, rank: int) -> Sequence[Price | Exchange]:
+        """A price for every group of instructions that run as one."""
+        raise NotImplementedError
+
+    def around(self, program: Program, rank: int) -> tuple[list[tuple[str, Price]], list[tuple[str, Price]]]:
+        """What a step does before the program and behind it: sharding the batch, norm and update."""
+        return [], []
+
+
+def classes(program: Program, cluster: Cluster | None = None) -> list[tuple[int, ...]]:
+    """Ranks that do the same, as tuples; the first of each is the one that is written down."""
+    mesh = program.mesh
+    everyone = range(mesh.ranks)
+    marks: list[list[Any]] = [[] for _ in everyone]
+    placed: dict[Placed, None] = {}
+    for instr in program.instrs:
+        for p in (*instr.ins, *instr.outs):
+            if p is not None:
+                placed[p] = None
+    placed.update({i.placed: None for i in program.inputs})
+    placed.update({o.placed: None for o in program.outputs})
+    for p in placed:
+        if _uneven(p, mesh.sizes):
+            for r in everyone:
+                marks[r].append(local_shape(p.spec.shape, p.nd, mesh.sizes, mesh.coords(r)))
+    if cluster is not None and len(cluster.levels) > 1:
+        for axes in sorted({i.args[1] for i in program.collectives}):
+            for r in everyone:
+                reach = cluster.span(mesh.group(axes, mesh.coords(r)))
+                marks[r].append((reach.level, reach.units, reach.members))
+    found: dict[Any, list[int]] = {}
+    for r in everyone:
+        found.setdefault(tuple(marks[r]), []).append(r)
+    return [tuple(ranks) for ranks in found.values()]
+
+
+def _uneven(p: Placed, sizes: tuple[int, ...]) -> bool:
+    """Whether ranks hold pieces of different sizes."""
+    left = list(p.spec.shape)
+    for sbp, parts in zip(p.nd, sizes, strict=True):
+        if isinstance(sbp, Split):
+            n = left[sbp.dim] // sbp.blocks
+            if n % parts or left[sbp.dim] % sbp.blocks:
+                return True
+            left[sbp.dim] //= parts
+    return False
+
+
+@dataclass
+class _Writer:
+    program: Program
+    groups: list[tuple[int, ...]]
+    levels: int
+    lanes: dict[Lane, int] = field(default_factory=dict)
+    tasks: list[Task] = field(default_factory=list)
+    lines: list[Line] = field(default_factory=list)
+    waiting: dict[str, Callable[[], None]] = field(default_factory=dict)
+    last: dict[int, int] = field(default_factory=dict)
+    """By class, its last task on the compute lane."""
+
+    def lane(self, rank: int, kind: str) -> int:
+        return self.lanes.setdefault(Lane(rank, kind), len(self.lanes))
+
+    def add(self, task: Task, line: Line) -> int:
+        self.tasks.append(task)
+        self.lines.append(line)
+        return len(self.tasks) - 1
+
+    def compute(
+        self, at: int, name: str, seconds: float, line: Line, after: tuple[int, ...] = (), launch_s: float = 0.0
+    ) -> int:
+        """A task on the compute lane of a class."""
+        rank = self.groups[at][0]
+        name = name if at == 0 else f"{name}@{rank}"
+        if launch_s:
+            host = Line(line.instr, "launch", Price(launch_s, "measured", 0.1, "host"))
+            after = (*after, self.add(Task(f"{name}/launch", (self.lane(rank, "host"),), ticks(launch_s)), host))
+        self.last[at] = self.add(Task(name, (self.lane(rank, "compute"),), ticks(seconds), after), line)
+        return self.last[at]
+
+
+def ticks(seconds: float) -> int:
+    """Seconds as whole ticks."""
+    return round(seconds * TICKS)
+
+
+def schedule(
+    program: Program,
+    prices: Prices,
+    cluster: Cluster | None = None,
+    then: Program | None = None,
+    groups: Groups | None = None,
+) -> Schedule:
+    """The load of one step; `then` is what runs after the update (see `lower.step`), `groups` what is fused."""
+    ranks = classes(program, cluster)
+    levels = len(cluster.levels) if cluster is not None else 1
+    w = _Writer(program, ranks, levels)
+    around = [prices.around(program, g[0]) for g in ranks]
+    for k, (before, _) in enumerate(around):
+        for name, price in before:
+            w.compute(k, name, price.seconds, Line(None, name, price))
+    _lines(w, program, prices, groups)
+    for k, (_, behind) in enumerate(around):
+        for name, price in behind:
+            w.compute(k, name, price.seconds, Line(None, name, price))
+    if then is not None:
+        _lines(w, then, prices, None)
+    lanes = tuple(w.lanes) or (Lane(0, "compute"),)
+    load = Load(lanes, tuple(w.tasks), len(ranks) * levels, prices.drag)
+    return Schedule(load, tuple(w.lines), {g[0]: g for g in ranks}, program.mesh.ranks)
+
+
+def _lines(w: _Writer, program: Program, prices: Prices, groups: Groups | None) -> None:
+    """The tasks of all lines of one program, for every class."""
+    if groups is None:
+        by_class = [prices.lines(program, g[0]) for g in w.groups]
+    else:
+        by_class = [prices.kernels(program, groups, g[0]) for g in w.groups]
+    met: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+    for instr in program.instrs:
+        if instr.moves and instr.args[1] not in met:
+            met[instr.args[1]] = _meetings(program, instr.args[1], w.groups)
+    waiting = w.waiting = {}
+    everyone = range(len(w.groups))
+    instrs, launch_s = program.instrs, prices.launch_s
+    for n, lines in enumerate(groups if groups is not None else ((k,) for k in range(len(instrs)))):
+        instr = instrs[lines[-1]]
+        if instr.op in FREE and len(lines) > 1:
+            instr = next((instrs[k] for k in reversed(lines) if instrs[k].op not in FREE), instr)
+        if waiting:
+            for k in lines:
+                for ref in instrs[k].refs:
+                    if ref.name in waiting:
+                        waiting.pop(ref.name)()
+        if not instr.moves:
+            for k in everyone:
+                price = by_class[k][n]
+                assert isinstance(price, Price)
+                w.compute(k, instr.name, price.seconds, Line(instr, "", price), launch_s=launch_s)
+            continue
+        costs = [row[n] for row in by_class]
+        for meeting in met[instr.args[1]]:
+            _exchange(w, instr, meeting, {k: c for k in meeting if isinstance(c := costs[k], Exchange)}, program)
+    for finish in list(waiting.values()):
+        finish()
+
+
+def _meetings(program: Program, axes: tuple[int, ...], groups: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Which classes wait for each other in a collective over `axes`: those that have a group in common."""
+    together = {k: {k} for k in range(len(groups))}
+    if len(groups) > 1:
+        class_of = {r: k for k, g in enumerate(groups) for r in g}
+        for r in range(program.mesh.ranks):
+            members = {class_of[m] for m in program.mesh.group(axes, program.mesh.coords(r))}
+            joined = set().union(*(together[k] for k in members))
+            for k in joined:
+                together[k] = joined
+    out: list[tuple[int, ...]] = []
+    for found in together.values():
+        if tuple(sorted(found)) not in out:
+            out.append(tuple(sorted(found)))
+    return out
+
+
+def _exchange(
+    w: _Writer, instr: Instr, meeting: tuple[int, ...], costs: Mapping[int, Exchange], program: Program
+) -> None:
+    """The tasks of one collective among the classes of a meeting."""
+    starts = {}
+    for k in meeting:
+        c = costs[k]
+        line = Line(instr, "start", Price(c.start_s, c.source, c.sigma, instr.kind))
+        starts[k] = w.compute(k, f"{instr.name}/start", c.start_s, line)
+    slowest = max(costs.values(), key=lambda c: c.transfer_s)
+    behind = tuple(starts.values())
+    if slowest.transfer_s > 0:
+        axes = program.axis_names(instr)
+        lanes = tuple(w.lane(w.groups[k][0], f"communication:{axes}") for k in meeting)
+        links = tuple(k * w.levels + slowest.level for k in meeting)
+        price = Price(slowest.transfer_s, slowest.source, slowest.sigma, instr.kind)
+        name = instr.name if meeting[0] == 0 else f"{instr.name}@{w.groups[meeting[0]][0]}"
+        task = Task(name, lanes, ticks(slowest.transfer_s), behind, links)
+        behind = (w.add(task, Line(instr, "transfer", price)),)
+
+    def finish() -> None:
+        for k in meeting:
+            c = costs[k]
+            line = Line(instr, "finish", Price(c.finish_s, c.source, c.sigma, instr.kind))
+            w.compute(k, f"{instr.name}/finish", c.finish_s, line, behind)
+
+    before = w.waiting.get(instr.name)
+    if before is None:
+        w.waiting[instr.name] = finish
+    else:  # another meeting of the same collective
+
+        def both(first: Callable[[], None] = before) -> None:
+            first()
+            finish()
+
+        w.waiting[instr.name] = both

@@ -1,0 +1,223 @@
+"""Prediction: a graph, a plan and a cluster to the seconds, bytes and timeline of a step.
+
+The assembly of lowering and cost: the plan becomes the program ranks would run, each line gets its price, the
+simulator says when it runs. Needs no torch and none of the hardware. A prediction says how it is known (shares
+of the time that were measured, interpolated or computed from peaks) and how sure it is: the error of
+calibrated steps where the cluster was calibrated, else the errors of its parts.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from laminar.cost.calibrate import Calibration, interval
+from laminar.cost.memory import Memory, memory
+from laminar.cost.prices import UPDATES, Machine, features
+from laminar.cost.schedule import Exchange, Schedule, schedule
+from laminar.cost.simulate import Times, simulate, timeline
+from laminar.cost.table import cpu_section
+from laminar.ir.cluster import Cluster
+from laminar.ir.graph import Graph
+from laminar.ir.mesh import Mesh
+from laminar.ir.plan import Plan
+from laminar.ir.program import Program
+from laminar.ir.timeline import Timeline
+from laminar.lower.fuse import kernels
+from laminar.lower.recompute import recompute, written_out
+from laminar.lower.step import step_programs
+
+UNCALIBRATED = 0.15
+"""Standard error of log(seconds) that a step has on top of its parts where nothing was calibrated. Assumed."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a step is expected to take."""
+
+    plan: Plan
+    cluster: Cluster
+    program: Program
+    schedule: Schedule
+    times: Times
+    memory: Memory
+    sigma: float
+    """Standard error of log(seconds)."""
+    groups: tuple[tuple[int, ...], ...] | None = field(default=None, repr=False)
+
+    @property
+    def seconds(self) -> float:
+        """Of a step."""
+        return self.times.step / 1e9
+
+    @property
+    def interval_s(self) -> tuple[float, float]:
+        """90 % of steps like this one lie within."""
+        return interval(self.seconds, self.sigma)
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """Who does what when."""
+        low, high = self.interval_s
+        meta = {
+            "plan": self.plan.hash,
+            "plan_name": self.plan.name,
+            "cluster": self.cluster.name,
+            "interval_ns": [round(low * 1e9), round(high * 1e9)],
+            "peak_bytes": self.memory.peak_bytes,
+            "axes": {i.name: self.program.axis_names(i) for i in self.program.collectives},
+        }
+        ranks = {g[0]: g for g in self.schedule.stands_for.values()}
+        return timeline(
+            self.schedule.load,
+            self.times,
+            self.schedule.labels(),
+            ranks=self.schedule.ranks,
+            stands_for=ranks,
+            memory={min(ranks): self._curve()},
+            meta=meta,
+        )
+
+    def _curve(self) -> tuple[tuple[int, int], ...]:
+        """Bytes over time on the first rank: the curve over lines, put where the lines end."""
+        at = {
+            line.instr.name: k
+            for k, line in enumerate(self.schedule.lines)
+            if line.instr and line.part in ("", "finish")
+        }
+        out = []
+        for index, held in self.memory.curve:
+            name = self.program.instrs[index].name if index < len(self.program.instrs) else ""
+            if name in at:
+                out.append((int(self.times.end[at[name]]), held))
+        return tuple(sorted(out))
+
+    def account(self) -> dict[str, Any]:
+        """For `Plan.account`."""
+        low, high = self.interval_s
+        return {
+            "step_s": self.seconds,
+            "step_low_s": low,
+            "step_high_s": high,
+            "peak_bytes": self.memory.peak_bytes,
+            "cluster": self.cluster.name,
+            "known": self.known(),
+        }
+
+    def known(self) -> dict[str, float]:
+        """Shares of the work's seconds by how their price is known."""
+        by: dict[str, float] = {}
+        for line in self.schedule.lines:
+            by[line.price.source] = by.get(line.price.source, 0.0) + line.price.seconds
+        total = sum(by.values()) or 1.0
+        return {k: round(v / total, 4) for k, v in sorted(by.items(), key=lambda kv: -kv[1])}
+
+
+def machine(cluster: Cluster, mesh: Mesh, optimizer: str = "adamw", calibrated: bool = True) -> Machine:
+    """The prices for a mesh on a cluster; without calibration, parts simply add up."""
+    cluster.fits(mesh)
+    section = section_of(cluster, mesh.ranks)
+    found = cluster.profile.get("calibration", {}).get(section)
+    calibration = Calibration.from_json(found) if found and calibrated else Calibration()
+    return Machine(cluster, section, calibration, optimizer=optimizer, fused=cluster.device.kind == "gpu")
+
+
+def section_of(cluster: Cluster, ranks: int) -> str:
+    """The part of a profile that such ranks find their times in."""
+    if cluster.device.kind == "gpu":
+        return f"cuda/{cluster.device.name}"
+    return cpu_section(ranks, max(1, cluster.devices // ranks))
+
+
+def predict(
+    graph: Graph, plan: Plan, cluster: Cluster, *, optimizer: str = "adamw", prices: Machine | None = None
+) -> Prediction:
+    """Simulate one training step of a plan on a cluster."""
+    prices = prices or machine(cluster, plan.mesh, optimizer)
+    program, then = step_programs(graph, plan)
+    return predict_program(program, then, plan, cluster, prices)
+
+
+def predict_program(
+    program: Program, then: Program | None, plan: Plan, cluster: Cluster, prices: Machine
+) -> Prediction:
+    """The same, from programs that are lowered already."""
+    groups = None
+    if prices.fused:
+        program = recompute(written_out(program))
+        groups = tuple(kernels(program))
+        # Without collectives the step is recorded once and replayed: the host launches one thing.
+        prices.launch_s = cluster.device.launch_s.value if program.collectives else 0.0
+    made = schedule(program, prices, cluster, then, groups)
+    times = simulate(made.load)
+    kind = "cuda" if cluster.device.kind == "gpu" else "cpu"
+    held = memory(program, optimizer=UPDATES[prices.optimizer], allocator=kind, backend=cluster.backend, groups=groups)
+    return Prediction(plan, cluster, program, made, times, held, _sigma(made, prices.calibration), groups)
+
+
+def _sigma(made: Schedule, calibration: Calibration) -> float:
+    """A calibrated machine's own error; else that of the parts, as if they all erred the same way."""
+    if calibration.models:
+        return calibration.sigma
+    total = sum(line.price.seconds for line in made.lines) or 1.0
+    parts = sum(line.price.seconds * line.price.sigma for line in made.lines) / total
+    return math.hypot(parts, UNCALIBRATED)
+
+
+def accounted(graph: Graph, plan: Plan, cluster: Cluster, optimizer: str = "adamw") -> Plan:
+    """The plan with the prediction written into its account."""
+    found = predict(graph, plan, cluster, optimizer=optimizer)
+    return replace(plan, account={**plan.account, **found.account()})
+
+
+def step_features(graph: Graph, plan: Plan, prices: Machine) -> dict[str, float]:
+    """What calibration fits for one step of a plan; `prices` must be uncalibrated."""
+    program, then = step_programs(graph, plan)
+    before, behind = prices.around(program, 0)
+    out = features(program, prices.lines(program, 0), [*before, *behind])
+    if then is not None:
+        more = features(then, prices.lines(then, 0), [])
+        out = {k: out.get(k, 0.0) + more.get(k, 0.0) for k in {*out, *more}}
+    return out
+
+
+def ddp_features(graph: Graph, data: Plan, prices: Machine) -> dict[str, float]:
+    """The same for DistributedDataParallel, from the data parallel plan: the same ops, called by autograd.
+
+    Gradients are reduced by Gloo in buckets of 25 MB (the first of 1 MB), beside backward; on ranks that have no
+    core to spare nothing is gained by that, and none of it is taken to be hidden.
+    """
+    program, _ = step_programs(graph, data)
+    before, behind = prices.around(program, 0)
+    update = [item for item in behind if item[0] == "optimizer"]  # DDP measures no norm
+    local = features(program, prices.lines(program, 0), [*before, *update])
+    grads = [o.placed.spec.nbytes for o in program.outputs if o.kind == "grad"]
+    exchange, left, first = 0.0, float(sum(grads)), 1 << 20
+    while left > 0:
+        part = min(left, first)
+        exchange += prices.gloo.on("all_reduce", int(part), program.mesh, (0,)).seconds
+        left, first = left - part, 25 << 20
+    return {
+        "compute": local["compute"],
+        "memory": local["memory"],
+        "update": local["update"],
+        "eager_lines": local["lines"],
+        "eager_parameters": float(len(grads)),
+        "eager_steps": 1.0,
+        "eager_exchange": exchange,
+        "eager_copies": prices.copy_s(sum(grads)),
+    }
+
+
+__all__ = [
+    "Exchange",
+    "Prediction",
+    "accounted",
+    "ddp_features",
+    "machine",
+    "predict",
+    "predict_program",
+    "step_features",
+]

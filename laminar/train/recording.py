@@ -1,0 +1,124 @@
+"""`job.timeline()`: record what every rank does in the steps made inside a `with` block.
+
+    with job.timeline() as t:
+        for batch in some:
+            job.step(batch)
+    t.timeline.save("timeline.json")
+
+While the block runs, steps leave stamps (`runtime/record.py`); at its end every rank tells what it did, and each has
+the timeline of all (`runtime/timelines.py`). On GPUs the kernels are recorded instead (`runtime/kernel_record.py`).
+Steps outside the block pay nothing.
+
+A block in which a step fails makes no timeline: the ranks that would have to be asked may be gone.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from laminar.errors import LaminarError
+from laminar.ir.timeline import Timeline
+from laminar.runtime.kernel_record import KernelTape
+from laminar.runtime.record import Tape
+from laminar.runtime.timelines import together
+from laminar.train.world import World
+
+
+class Recording:
+    """A recording of a job's steps; see `Recorded.timeline`."""
+
+    def __init__(self, job: Recorded, steps: int | None) -> None:
+        self._job, self._steps = job, steps
+        self._timeline: Timeline | None = None
+
+    def __enter__(self) -> Recording:
+        job = self._job
+        if job._tape is not None:
+            raise LaminarError("this job is being recorded already", next="end the other `with job.timeline():` first")
+        if job.device.type == "cuda":
+            job._set_tape(KernelTape(job.rank, job.device, self._steps))
+        else:
+            job._set_tape(Tape(job.rank, job.world, self._steps))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        job, tape = self._job, self._job._tape
+        assert tape is not None
+        job._set_tape(None)
+        if error is None:
+            self._timeline = self._gathered(tape)
+        elif isinstance(tape, KernelTape):
+            tape.abandon()
+
+    def _gathered(self, tape: Tape | KernelTape) -> Timeline:
+        """The timeline of all ranks; an error on all of them if one has nothing to tell."""
+        job, problem, about = self._job, "", dict[str, Any]()
+        try:
+            about = tape.finish() if isinstance(tape, KernelTape) else {"axes": tape.axes}
+        except LaminarError as error:
+            problem = str(error)
+        for rank, said in enumerate(job._world.gather_objects(problem)):
+            if said:
+                raise LaminarError(f"rank {rank}: {said}")
+        meta = {"device": job.device.type, "torch": torch.__version__, **about, **job._about()}
+        return together(tape.told(), job._world.gather_objects, job.rank, job.device, meta)
+
+    @property
+    def timeline(self) -> Timeline:
+        """What all ranks did in the median step; known when the block has ended."""
+        if self._timeline is None:
+            raise LaminarError("this recording has no timeline", next="read it behind a `with` block that went well")
+        return self._timeline
+
+
+class Recorded:
+    """What a job is, as far as recording goes. A job writes `_step` and says there what it has just done."""
+
+    rank: int
+    world: int
+    device: torch.device
+    _world: World
+    _tape: Tape | KernelTape | None = None
+
+    def timeline(self, steps: int | None = None) -> Recording:
+        """Record the steps made inside a `with` block, at most the first `steps` of them.
+
+        Behind the block, `.timeline` is that of all ranks. Entering and leaving are collective.
+        """
+        if steps is not None and steps < 1:
+            raise LaminarError(f"timeline(steps={steps}) records nothing", allowed="a whole number of at least 1")
+        return Recording(self, steps)
+
+    def _recorded_step(self, batch: Any) -> Any:
+        """`_step`, with its stamps where a recording runs."""
+        tape = self._tape
+        if tape is None:
+            return self._step(batch)
+        tape.begin()
+        try:
+            result = self._step(batch)
+        except BaseException:
+            tape.drop()
+            raise
+        tape.end()
+        return result
+
+    def _step(self, batch: Any) -> Any:
+        raise NotImplementedError
+
+    def _mark(self, name: str) -> None:
+        """What has been done since the last mark (one of `record.MARKS`)."""
+        if self._tape is not None:
+            self._tape.mark(name)
+
+    def _set_tape(self, tape: Tape | KernelTape | None) -> None:
+        self._tape = tape
+
+    def _about(self) -> dict[str, Any]:
+        """What a timeline should say about the job."""
+        return {}

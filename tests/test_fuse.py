@@ -1,0 +1,69 @@
+"""Kernels: groups that could run as they stand, on real programs, and the fusions that decide traffic."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from laminar.cost.work import FREE
+from laminar.ir.mesh import Mesh
+from laminar.ir.program import Program
+from laminar.lower.fuse import WRITES_ITSELF, kernels, parts
+from laminar.lower.recompute import recompute, written_out
+from laminar.lower.step import step_programs
+from laminar.search import presets
+from laminar.search.draw import random_plan
+from tests.zoo import NAMES, specimen
+
+PLANS = {
+    "one": lambda g: presets.data_parallel(g, Mesh({"dp": 1})),
+    "zero3": lambda g: presets.zero(g, Mesh({"dp": 4}), 3),
+    "tensor": lambda g: presets.tensor_parallel(g, Mesh({"tp": 2})),
+    "random": lambda g: random_plan(g, Mesh({"a": 2, "b": 2}), 5),
+}
+
+
+@cache
+def program(name: str, plan: str) -> Program:
+    graph = specimen(name, "f32").graph
+    return recompute(written_out(step_programs(graph, PLANS[plan](graph))[0]))
+
+
+@pytest.mark.parametrize("plan", list(PLANS))
+@pytest.mark.parametrize("name", [n for n in NAMES if not n.startswith("hf")])
+def test_groups_hold_every_line_once_and_can_run_in_their_order(name: str, plan: str) -> None:
+    """A kernel that needs the result of a later one could never run."""
+    p = program(name, plan)
+    groups = kernels(p)
+    assert sorted(k for g in groups for k in g) == list(range(len(p.instrs)))
+    made = {i.name for i in p.instrs}
+    done: set[str] = set()
+    where = parts(p)
+    for group in groups:
+        inside = [p.instrs[k] for k in group]
+        for instr in inside:
+            mine = {i.name for i in inside}
+            assert all(r.name not in made or r.name in done or r.name in mine for r in instr.refs), instr.name
+        assert list(group) == sorted(group)
+        if len(group) > 1:
+            assert not any(i.moves for i in inside)
+            assert len({where[i.name] for i in inside if i.op not in FREE}) == 1, (
+                "code compiled apart can't share a kernel"
+            )
+        done |= {i.name for i in inside}
+
+
+def test_a_norm_and_what_surrounds_it_is_one_kernel() -> None:
+    """Residual sum, statistics, scaling and the cast in front of a product: read once, written once."""
+    p = program("gpt.py:tiny", "one")
+    sizes = [len(g) for g in kernels(p) if any(p.instrs[k].op == "aten.rsqrt" for k in g)]
+    assert sizes and min(sizes) >= 8
+
+
+def test_fusion_leaves_fewer_kernels_than_ops() -> None:
+    """On a transformer about half of all ops that a compiler writes disappear into others."""
+    p = program("gpt.py:tiny", "one")
+    own = [i for i in p.instrs if i.op in WRITES_ITSELF]
+    groups = [g for g in kernels(p) if p.instrs[g[0]].op in WRITES_ITSELF]
+    assert len(groups) < 0.6 * len(own)
