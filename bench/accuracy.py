@@ -32,8 +32,8 @@ from common import report
 from judged import JUDGED, judged
 
 from laminar.cost.calibrate import HALF_90
+from laminar.forecast import ddp_features, machine, predict, section_of
 from laminar.ir.cluster import Cluster
-from laminar.predict import ddp_features, machine, predict, section_of
 from laminar.runtime.processes import on_ranks
 from laminar.train.trials import DDP, PLANS, Trial, captured, mesh_of, timed
 

@@ -33,7 +33,7 @@ from torch import nn
 
 import laminar
 from laminar.cli_cost import cluster_of
-from laminar.predict import predict
+from laminar.forecast import predict
 
 Made = tuple[Callable[[], nn.Module], Callable[..., Any], Any]
 

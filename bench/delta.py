@@ -118,7 +118,7 @@ def program() -> Load:
     import torch
 
     import laminar
-    from laminar.predict import predict
+    from laminar.forecast import predict
 
     sys.path.append(str(Path(__file__).parent.parent / "examples"))
     import gpt as example  # type: ignore[import-not-found]

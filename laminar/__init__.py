@@ -43,14 +43,18 @@ _WHERE = {
     "RecipeError": "laminar.errors",
     "RendezvousError": "laminar.errors",
     "S": "laminar.ir.sbp",
+    "SimulationError": "laminar.errors",
     "StateError": "laminar.errors",
     "StoppedError": "laminar.errors",
     "TensorSpec": "laminar.ir.tensor",
+    "Timeline": "laminar.ir.timeline",
+    "TimelineError": "laminar.errors",
     "capture": "laminar.api",
     "load_recipe": "laminar.api",
     "lower": "laminar.lower.lower",
     "parallelize": "laminar.api",
     "plans": "laminar.api",
+    "predict": "laminar.forecast",
     "verify": "laminar.api",
 }
 __all__ = [
@@ -83,14 +87,18 @@ __all__ = [
     "RecipeError",
     "RendezvousError",
     "S",
+    "SimulationError",
     "StateError",
     "StoppedError",
     "TensorSpec",
+    "Timeline",
+    "TimelineError",
     "capture",
     "load_recipe",
     "lower",
     "parallelize",
     "plans",
+    "predict",
     "verify",
 ]
 
@@ -170,9 +178,12 @@ if TYPE_CHECKING:
         RankError,
         RecipeError,
         RendezvousError,
+        SimulationError,
         StateError,
         StoppedError,
+        TimelineError,
     )
+    from laminar.forecast import predict
     from laminar.ir.cluster import Cluster
     from laminar.ir.graph import Graph
     from laminar.ir.mesh import Link, Mesh
@@ -180,5 +191,6 @@ if TYPE_CHECKING:
     from laminar.ir.program import Program
     from laminar.ir.sbp import B, P, S
     from laminar.ir.tensor import TensorSpec
+    from laminar.ir.timeline import Timeline
     from laminar.lower.lower import lower
     from laminar.train.job import Job, Local

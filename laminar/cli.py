@@ -181,7 +181,7 @@ def do_plan(args: argparse.Namespace) -> int:
             plan = plans.data_parallel(graph, mesh)
         plan = replace(plan, account={**plan.account, "recipe": args.recipe})
         if cluster is not None:
-            from laminar.predict import accounted
+            from laminar.forecast import accounted
 
             plan = accounted(graph, plan, cluster)
             if args.cluster.endswith(".json"):

@@ -218,7 +218,7 @@ def simulate_options(p: argparse.ArgumentParser) -> None:
 def do_simulate(args: argparse.Namespace) -> int:
     """Predict one step of a plan."""
     from laminar.api import graph_of
-    from laminar.predict import predict
+    from laminar.forecast import predict
 
     plan = Plan.load(args.plan)
     recipe = args.recipe or plan.account.get("recipe")

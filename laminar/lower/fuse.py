@@ -140,7 +140,7 @@ class _Grouping:
             for at in dict.fromkeys([*reversed(makers), *reversed(beside)]):
                 kernel = self.found[at]
                 alike = kernel.size == size or any(r in kernel.small for r in ins)
-                alike = alike or instr.op in PICKS and self.maker.get(ins[0]) == at
+                alike = alike or (instr.op in PICKS and self.maker.get(ins[0]) == at)
                 if not kernel.fused or kernel.part != part or not alike or len(kernel.touches) > MOST_TOUCHED:
                     continue
                 if not any(self._reaches(at, m) for m in makers if m != at):

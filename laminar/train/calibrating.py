@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from laminar.cost.calibrate import Calibration, Timing, fit
+from laminar.forecast import ddp_features, machine, section_of, step_features
 from laminar.ir.cluster import Cluster
-from laminar.predict import ddp_features, machine, section_of, step_features
 from laminar.runtime.processes import on_ranks
 from laminar.train.trials import DDP, PLANS, TRIALS, Trial, captured, mesh_of, timed
 
