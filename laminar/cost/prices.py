@@ -115,21 +115,16 @@ class Machine(Prices):
         cost = self.gloo if instr.kind == "all_to_all" else self.collectives
         answer = cost.of(instr, mesh, rank, resident)
         times, extra = self._times.get("exchange", 1.0), self._extra.get("exchanges", 0.0)
-        wire = answer.transfer_s * self._times.get("wire", 1.0)
         place = (mesh, instr.args[1], rank)
         level = self._levels.get(place)
         if level is None:
             level = max(0, self.cluster.span(mesh.group(instr.args[1], mesh.coords(rank))).level)
             self._levels[place] = level
-        return Exchange(
-            answer.start_s * times,
-            wire + (extra if wire else 0.0),
-            answer.finish_s * times + (0.0 if wire else extra),
-            answer.source,
-            answer.sigma,
-            answer.algorithm,
-            level,
-        )
+        wire, finish = answer.transfer_s * self._times.get("wire", 1.0) + extra, answer.finish_s * times
+        if self.gloo is not cost and self.gloo is not self.collectives:
+            # Through shared memory nothing goes on beside the rank: it waits for the others where it needs the result.
+            wire, finish = 0.0, (answer.finish_s + answer.transfer_s) * times + extra
+        return Exchange(answer.start_s * times, wire, finish, answer.source, answer.sigma, answer.algorithm, level)
 
     def copy_s(self, nbytes: int) -> float:
         """Seconds to copy float32 values from one place in memory to another."""

@@ -116,7 +116,7 @@ def _ops(kind: str, r: Range) -> Iterator[tuple[int, int, Make]]:
 def _products(t: str, r: Range, share: float) -> Iterator[tuple[int, int, Make]]:
     low, high = r.product
 
-    def of(text: str) -> Make:
+    def of(text: str, low: float = low, high: float = high) -> Make:
         def make(p: tuple[float, ...]) -> str:
             m, n, k = (sized(x, low, high) for x in p[:3])
             b = sized(p[3], 2, 512) if len(p) > 3 else 1
@@ -135,6 +135,8 @@ def _products(t: str, r: Range, share: float) -> Iterator[tuple[int, int, Make]]
     }
     for text, worth in mm.items():
         yield max(3, round(worth * share)), 3, _turned(of(text))
+        if share == 1.0:  # small ones cost nothing to measure, and small models are made of them
+            yield round(worth / 3), 3, _turned(of(text, low * 0.7, low * 16))
     bmm = {
         "aten.bmm({t}[{b},{m},{k}],{t}[{b},{k},{n}])->{t}[{b},{m},{n}]": 12,
         "aten.bmm({t}[{b},{m},{k}],{t}[{b},{n},{k}]T)->{t}[{b},{m},{n}]": 10,
@@ -143,6 +145,8 @@ def _products(t: str, r: Range, share: float) -> Iterator[tuple[int, int, Make]]
     }
     for text, worth in bmm.items():
         yield max(2, round(worth * share)), 4, _turned(of(text))
+        if share == 1.0:
+            yield worth, 4, _turned(of(text, low, low * 32))
 
 
 def _turned(make: Make) -> Make:
@@ -162,7 +166,7 @@ def _attention(t: str, r: Range) -> Iterator[tuple[int, int, Make]]:
     def make(text: str, mark: str, causal: str) -> Make:
         def one(p: tuple[float, ...]) -> str:
             heads, batch = sized(p[0], 1, 16), sized(p[2], 1, 16)
-            n, d = sized(p[1], 10, high), (16, 32, 64, 64, 96, 128)[int(p[3] * 6)]
+            n, d = sized(p[1], 10, high), (8, 16, 32, 64, 64, 96, 128)[int(p[3] * 7)]
             x = f"{t}[{batch},{heads},{n},{d}]"
             lse = f"{'f32' if t != 'f64' else t}[{batch},{heads},{n}]"
             return text.format(x=x, m=x + mark, lse=lse, apart=apart, causal=causal)
@@ -179,10 +183,13 @@ def _attention(t: str, r: Range) -> Iterator[tuple[int, int, Make]]:
 def _convolutions(t: str, r: Range) -> Iterator[tuple[int, int, Make]]:
     high = 256 if r.product[1] <= 4096 else 1024
 
-    def make(area: int, stride: int, depthwise: bool, back: bool, first: bool = False) -> Make:
+    def make(area: int, stride: int, depthwise: bool, back: bool, first: bool = False, usual: bool = False) -> Make:
         def one(p: tuple[float, ...]) -> str:
             n, cin, cout = sized(p[0], 2, 64), 3 if first else channels(p[1], high), channels(p[2], high)
             side = (2, 4, 6, 8, 12, 14, 16, 28, 32, 56)[int(p[3] * 10)]
+            if usual:  # as in most networks: the more channels, the smaller the picture
+                cin = cout = 1 << round(math.log2(8 * (high / 8) ** p[1]))
+                side = max(2, round(high * (0.5 + 3.5 * p[3]) / cin))
             if depthwise:
                 cout = cin
             rest = f"[{stride},{stride}],[{area // 2},{area // 2}],[1,1],F,[0,0],{cin if depthwise else 1}"
@@ -202,6 +209,7 @@ def _convolutions(t: str, r: Range) -> Iterator[tuple[int, int, Make]]:
         yield worth, 4, make(area, stride, depthwise, True)
     for back in (False, True):
         yield 6, 4, make(3, 1, False, back, first=True)
+        yield 16, 4, make(3, 1, False, back, usual=True)
 
 
 CHEAP = {
@@ -226,12 +234,12 @@ DEAR = {
 }  # fmt: skip
 
 
-def _tensors(text: str, t: str, low: int, high: int) -> Make:
+def _tensors(text: str, t: str, low: int, high: int, least: int = 16) -> Make:
     """A key over tensors `x` of two dims that a point sizes, in bytes; `v` is one row of it."""
 
     def make(p: tuple[float, ...]) -> str:
         size = {"f32": 4, "bf16": 2, "f16": 2}[t]
-        columns = sized(p[1], 16, 2048) if len(p) > 1 else 256
+        columns = sized(p[1], least, 2048)
         rows = max(1, round(low / size * (high / low) ** p[0] / columns))
         dims = f"{rows},{columns}"
         return text.format(
@@ -263,7 +271,7 @@ def _reductions(t: str, r: Range) -> Iterator[tuple[int, int, Make]]:
         "aten.nll_loss_backward({t}[],{x},{ids},-,1,-100,{t}[])->{x}": 4, "aten.cumsum({x},1,-)->{x}": 2,
     }  # fmt: skip
     for text, worth in texts.items():
-        yield worth, 2, _tensors(text, t, r.bytes[0], r.bytes[1] // 2)
+        yield worth + 2, 2, _tensors(text, t, r.bytes[0], r.bytes[1] // 2, least=6)
 
 
 def _pictures(text: str, t: str, high: int) -> Make:
