@@ -43,6 +43,7 @@ def timings(models: int, seed: int, noise: float = 0.0, mood: float = 0.3) -> li
             features = {
                 "compute": compute * rng.uniform(0.6, 1.6), "memory": memory * rng.uniform(0.5, 2), "update": update,
                 "exchange": 10 ** rng.uniform(-3.5, -2), "wire": 10 ** rng.uniform(-4, -2.5),
+                "waits": compute * rng.uniform(0.1, 0.9),
                 "lines": lines, "exchanges": rng.randint(2, 120), "steps": 1,
             }  # fmt: skip
             out.append(_timed(f"m{m}", side, features, speed, noise, rng))

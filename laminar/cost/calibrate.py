@@ -5,7 +5,13 @@ generated code cost something of their own, ranks wait for each other at every e
 beginning and an end. These are a few numbers per machine, fitted to timed steps of models under many plans:
 
     seconds = speed_m * (a_compute * compute + a_memory * memory + a_update * update + line_s * lines
-                         + a_exchange * exchanges + a_wire * wire + exchange_s * count + step_s)
+                         + a_exchange * exchange + exchange_s * exchanges + a_wire * wire + wire_s * wires
+                         + a_waits * waits + step_s)
+
+Exchanges are those through shared memory, wires those that background threads or network cards carry. Waits are what
+ranks lose because no two of them take the same time for the same work: with n lines of equal, independent scatter and
+k meetings in between, each interval scatters by the root of n/k lines, so all of them together cost
+a share of sqrt(k/n) of the local work.
 
 `speed_m` is the machine's mood while model m was timed: on shared cores absolute times drift by tens of percent
 between one minute and the next, and only what sides of one round share may be divided out. It is not kept.
@@ -26,17 +32,21 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
-PARTS = ("compute", "memory", "update", "exchange", "wire")
-"""Seconds that are multiplied; of exchanges, what ranks do themselves is told from what goes on beside them."""
-COUNTS = ("lines", "exchanges", "steps")
+PARTS = ("compute", "memory", "update", "exchange", "wire", "waits")
+"""Seconds that are multiplied."""
+COUNTS = ("lines", "exchanges", "wires", "steps")
 """Things that each cost a fixed time on top."""
 DDP_COUNTS = ("eager_lines", "eager_parameters", "eager_steps")
 DDP_PARTS = ("eager_exchange", "eager_copies")
-TYPICAL_S = {"lines": 1e-6, "exchanges": 2e-5, "steps": 2e-4, "eager_lines": 6e-6, "eager_parameters": 5e-6,
-             "eager_steps": 5e-4}  # fmt: skip
-"""Where the fixed times are drawn to. Assumed."""
-LOOSE, MOOD, NOISE = 0.35, 0.15, 0.04
-"""Standard errors of logarithms: of a multiplier before anything is known, of a machine's mood, of one timing."""
+TYPICAL = {"lines": 1e-6, "exchanges": 7e-5, "wires": 2e-4, "steps": 2e-4, "eager_lines": 6e-6,
+           "eager_parameters": 5e-6, "eager_steps": 5e-4, "waits": 0.15}  # fmt: skip
+"""Where fixed times, in seconds, and the share of waits are drawn to; multipliers are drawn to 1. From single recorded
+steps on two shared cores."""
+LOOSE = {"compute": 0.3, "memory": 0.3, "update": 0.3, "exchange": 0.35, "wire": 0.35}
+"""Standard errors of logarithms before anything is known. What ops do alone they do in a step; what ranks do to each
+other, single exchanges hardly show."""
+OTHERWISE, MOOD, NOISE = 0.7, 0.15, 0.04
+"""The same for all others, for a machine's mood, and for one timing."""
 HALF_90 = 1.645
 """Half of a 90 % interval, in standard errors."""
 
@@ -68,9 +78,13 @@ class Calibration:
     errors: dict[str, float] = field(default_factory=dict)
     """Median absolute error of the ratio to DDP by model: fitted, and with the model left out."""
 
+    def multiplier(self, part: str) -> float:
+        """Of one part; nothing is waited for on a machine that was not calibrated, or nothing is known of it."""
+        return self.multipliers.get(part, 0.0 if part == "waits" else 1.0)
+
     def seconds(self, features: Features) -> float:
         """What a step with these features takes."""
-        parts = sum(self.multipliers.get(k, 1.0) * features.get(k, 0.0) for k in (*PARTS, *DDP_PARTS))
+        parts = sum(self.multiplier(k) * features.get(k, 0.0) for k in (*PARTS, *DDP_PARTS))
         counts = sum(self.extra_s.get(k, 0.0) * features.get(k, 0.0) for k in (*COUNTS, *DDP_COUNTS))
         return parts + counts
 
@@ -142,8 +156,8 @@ def _fit(timings: Sequence[Timing]) -> Calibration:
     x = np.array([[t.features.get(k, 0.0) for k in NAMES] for t in timings])
     y = np.log([t.seconds for t in timings])
     which = np.array([models.index(t.model) for t in timings])
-    centre = np.array([1.0] * len(PARTS + DDP_PARTS) + [TYPICAL_S[k] for k in COUNTS + DDP_COUNTS])
-    loose = np.array([LOOSE] * len(PARTS + DDP_PARTS) + [2 * LOOSE] * len(COUNTS + DDP_COUNTS))
+    centre = np.array([TYPICAL.get(k, 1.0) for k in NAMES])
+    loose = np.array([LOOSE.get(k, OTHERWISE) for k in NAMES])
 
     def residuals(theta: NDArray[np.float64]) -> NDArray[np.float64]:
         a, mood = theta[: len(NAMES)], theta[len(NAMES) :]

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from laminar.cost.calibrate import Calibration
+from laminar.cost.calibrate import COUNTS, PARTS, Calibration
 from laminar.cost.collectives import CollectiveCost
 from laminar.cost.families import COMPUTES, family_of
 from laminar.cost.layout import layouts
@@ -56,7 +56,7 @@ class Machine(Prices):
         self.launch_s = 0.0
         self.drag = drag_of(cluster)
         self._levels: dict[Any, int] = {}
-        self._times = calibration.multipliers
+        self._times = {k: calibration.multiplier(k) for k in PARTS}
         self._extra = calibration.extra_s
 
     # --- lines ----------------------------------------------------------------------------------
@@ -72,6 +72,10 @@ class Machine(Prices):
                 out.append(self.exchange(instr, program.mesh, rank, _resident(instr, makers, leaving)))
             else:
                 out.append(self.op(calls[instr.name], lying.marks.get(instr.name, ())))
+        share = self.calibration.multiplier("waits")
+        if share and (meetings := sum(i.moves for i in program.instrs)):
+            each = share * waits(program, out) / meetings
+            out = [p._replace(finish_s=p.finish_s + each) if isinstance(p, Exchange) else p for p in out]
         return out
 
     def kernels(self, program: Program, groups: Groups, rank: int) -> Sequence[Price | Exchange]:
@@ -99,7 +103,7 @@ class Machine(Prices):
             answer = self.ops("fused.pointwise", (), (), (nbytes,))
         else:
             answer = self.ops("fused.reduction", (), (), (*shape[:2], nbytes, shape[2]))
-        seconds = answer.seconds * self._times.get("memory", 1.0) + self._extra.get("lines", 0.0)
+        seconds = answer.seconds * self._times["memory"] + self._extra.get("lines", 0.0)
         return Price(seconds, answer.source, answer.sigma, "fused")
 
     def op(self, call: Call, marks: tuple[str, ...] = ()) -> Price:
@@ -107,24 +111,26 @@ class Machine(Prices):
         answer = self.ops(call.op, call.ins, call.outs, call.args, marks)
         family = family_of(call.op)
         part = "compute" if family in COMPUTES else "memory"
-        seconds = answer.seconds * self._times.get(part, 1.0) + self._extra.get("lines", 0.0)
+        seconds = answer.seconds * self._times[part] + self._extra.get("lines", 0.0)
         return Price(seconds, answer.source, answer.sigma, family)
 
     def exchange(self, instr: Instr, mesh: Mesh, rank: int, resident: bool) -> Exchange:
         """One collective."""
         cost = self.gloo if instr.kind == "all_to_all" else self.collectives
         answer = cost.of(instr, mesh, rank, resident)
-        times, extra = self._times.get("exchange", 1.0), self._extra.get("exchanges", 0.0)
         place = (mesh, instr.args[1], rank)
         level = self._levels.get(place)
         if level is None:
             level = max(0, self.cluster.span(mesh.group(instr.args[1], mesh.coords(rank))).level)
             self._levels[place] = level
-        wire, finish = answer.transfer_s * self._times.get("wire", 1.0) + extra, answer.finish_s * times
-        if self.gloo is not cost and self.gloo is not self.collectives:
-            # Through shared memory nothing goes on beside the rank: it waits for the others where it needs the result.
-            wire, finish = 0.0, (answer.finish_s + answer.transfer_s) * times + extra
-        return Exchange(answer.start_s * times, wire, finish, answer.source, answer.sigma, answer.algorithm, level)
+        kind = "exchange" if cost.cluster.backend == "shared" else "wire"
+        times, extra = self._times[kind], self._extra.get(f"{kind}s", 0.0)
+        start, wire, finish = answer.start_s * times, answer.transfer_s * times + extra, answer.finish_s * times
+        if self.cluster.backend == "shared":
+            # Through shared memory nothing goes on beside the rank; nor does it through Gloo where ranks leave no
+            # core idle: its threads run when the rank waits.
+            wire, finish = 0.0, finish + wire
+        return Exchange(start, wire, finish, answer.source, answer.sigma, f"{kind}: {answer.algorithm}", level)
 
     def copy_s(self, nbytes: int) -> float:
         """Seconds to copy float32 values from one place in memory to another."""
@@ -153,19 +159,19 @@ class Machine(Prices):
             flat, one = TensorSpec((elements,), grads[0].dtype), TensorSpec((), grads[0].dtype)
             answer = self.ops("aten.sum", (flat,), (one,), (Ref("", 0),))
         each = len(grads) * self.ops.rates.call_s
-        return Price((answer.seconds + each) * self._times.get("memory", 1.0), answer.source, answer.sigma, "sums")
+        return Price((answer.seconds + each) * self._times["memory"], answer.source, answer.sigma, "gradients")
 
     def _norm_sum(self, outs: Sequence[ProgramOutput], mesh: Mesh) -> list[tuple[str, Price]]:
         """Ranks that hold pieces add up their squares."""
         if mesh.ranks == 1 or not any(isinstance(p, Split) for o in outs for p in o.placed.nd):
             return []
         answer = self.gloo.on("all_reduce", 8, mesh, tuple(range(len(mesh.sizes))))
-        seconds = answer.seconds * self._times.get("wire", 1.0) + self._extra.get("exchanges", 0.0)
+        seconds = answer.seconds * self._times["wire"] + self._extra.get("wires", 0.0)
         return [("norm_sum", Price(seconds, answer.source, answer.sigma, "all_reduce"))]
 
     def _update(self, tensors: int, elements: int) -> Price:
         answer = self.ops(f"optimizer.{self.optimizer}", (), (), (tensors, elements))
-        return Price(answer.seconds * self._times.get("update", 1.0), answer.source, answer.sigma, "optimizer")
+        return Price(answer.seconds * self._times["update"], answer.source, answer.sigma, "optimizer")
 
 
 class _Sizes:
@@ -254,25 +260,34 @@ def _resident(instr: Instr, makers: Mapping[str, Instr], leaving: set[Ref]) -> b
     return instr.kind == "all_reduce" and (len(instr.refs) > 1 or Ref(instr.name) in leaving)
 
 
+def waits(program: Program, lines: Sequence[Price | Exchange]) -> float:
+    """Local work times the root of meetings over lines: see `cost.calibrate`."""
+    local = sum(p.seconds for p in lines if isinstance(p, Price))
+    meetings = sum(i.moves for i in program.instrs)
+    count = sum(i.op not in FREE and not i.moves for i in program.instrs)
+    return local * math.sqrt(min(1.0, meetings / max(count, 1)))
+
+
 def features(
     program: Program, lines: Sequence[Price | Exchange], around: Sequence[tuple[str, Price]]
 ) -> dict[str, float]:
     """What `cost.calibrate` fits: seconds and counts of a step, uncalibrated."""
-    out = dict.fromkeys(("compute", "memory", "update", "exchange", "wire", "lines", "exchanges", "steps"), 0.0)
+    out = dict.fromkeys((*PARTS, *COUNTS), 0.0)
     for instr, price in zip(program.instrs, lines, strict=True):
         if isinstance(price, Exchange):
-            out["exchange"] += price.start_s + price.finish_s
-            out["wire"] += price.transfer_s
-            out["exchanges"] += 1
+            kind = price.algorithm.split(":")[0]
+            out[kind] += price.start_s + price.transfer_s + price.finish_s
+            out[f"{kind}s"] += 1
         else:
             out["compute" if price.family in COMPUTES else "memory"] += price.seconds
             out["lines"] += instr.op not in FREE
+    out["waits"] = waits(program, lines)
     for name, price in around:
         if name == "batch":
             out["steps"] += 1
         elif name == "norm_sum":
             out["wire"] += price.seconds
-            out["exchanges"] += 1
+            out["wires"] += 1
         else:
             out["update" if name == "optimizer" else "memory"] += price.seconds
     return out
