@@ -178,7 +178,7 @@ def step_features(graph: Graph, plan: Plan, prices: Machine) -> dict[str, float]
     before, behind = prices.around(program, 0)
     out = features(program, prices.lines(program, 0), [*before, *behind])
     if then is not None:
-        more = features(then, prices.lines(then, 0), [])
+        more = features(then, prices.lines(then, 0), prices.after(then, 0))
         out = {k: out.get(k, 0.0) + more.get(k, 0.0) for k in {*out, *more}}
     return out
 
@@ -186,8 +186,8 @@ def step_features(graph: Graph, plan: Plan, prices: Machine) -> dict[str, float]
 def ddp_features(graph: Graph, data: Plan, prices: Machine) -> dict[str, float]:
     """The same for DistributedDataParallel, from the data parallel plan: the same ops, called by autograd.
 
-    Gradients are reduced by Gloo in buckets of 25 MB (the first of 1 MB), beside backward; on ranks that have no
-    core to spare nothing is gained by that, and none of it is taken to be hidden.
+    Gradients are reduced by Gloo in buckets of 25 MB (the first of 1 MB), beside backward, which is two thirds of the
+    work; on ranks that have no core to spare nothing is gained by that, and both are slowed down where they overlap.
     """
     program, _ = step_programs(graph, data)
     before, behind = prices.around(program, 0)
@@ -207,6 +207,7 @@ def ddp_features(graph: Graph, data: Plan, prices: Machine) -> dict[str, float]:
         "eager_parameters": float(len(grads)),
         "eager_steps": 1.0,
         "eager_exchange": exchange,
+        "eager_overlap": min(exchange, (local["compute"] + local["memory"]) * 2 / 3),
         "eager_copies": prices.copy_s(sum(grads)),
     }
 

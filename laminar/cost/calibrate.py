@@ -6,16 +6,17 @@ beginning and an end. These are a few numbers per machine, fitted to timed steps
 
     seconds = speed_m * (a_compute * compute + a_memory * memory + a_update * update + line_s * lines
                          + a_exchange * exchange + exchange_s * exchanges + a_wire * wire + wire_s * wires
-                         + a_waits * waits + step_s)
+                         + piece_s * pieces + a_waits * waits + step_s)
 
-Exchanges are those through shared memory, wires those that background threads or network cards carry. Waits are what
-ranks lose because no two of them take the same time for the same work: with n lines of equal, independent scatter and
-k meetings in between, each interval scatters by the root of n/k lines, so all of them together cost
-a share of sqrt(k/n) of the local work.
+Exchanges are those through shared memory, wires those that background threads or network cards carry, pieces the
+tensors that either moves, of which there may be many. Waits are what ranks lose because no two of them take the
+same time for the same work: with n lines of equal, independent scatter and k meetings in between, each interval
+scatters by the root of n/k lines, so all of them together cost a share of sqrt(k/n) of the local work.
 
 `speed_m` is the machine's mood while model m was timed: on shared cores absolute times drift by tens of percent
 between one minute and the next, and only what sides of one round share may be divided out. It is not kept.
-The same multipliers serve DDP, whose step has its own prices per op, per parameter and per byte.
+The same multipliers serve DDP, whose step has its own prices per op, per parameter and per byte, and pays for
+reducing gradients beside backward: on cores that are all busy both get slower by more than the sum.
 
 Each number is drawn towards what it would be if parts simply added up, so that one that the trials say little
 about stays there. Errors are those of leaving one model out: fitted without it, judged by it.
@@ -34,18 +35,18 @@ from scipy.optimize import least_squares
 
 PARTS = ("compute", "memory", "update", "exchange", "wire", "waits")
 """Seconds that are multiplied."""
-COUNTS = ("lines", "exchanges", "wires", "steps")
+COUNTS = ("lines", "exchanges", "wires", "pieces", "steps")
 """Things that each cost a fixed time on top."""
 DDP_COUNTS = ("eager_lines", "eager_parameters", "eager_steps")
-DDP_PARTS = ("eager_exchange", "eager_copies")
-TYPICAL = {"lines": 1e-6, "exchanges": 7e-5, "wires": 2e-4, "steps": 2e-4, "eager_lines": 6e-6,
-           "eager_parameters": 5e-6, "eager_steps": 5e-4, "waits": 0.15}  # fmt: skip
-"""Where fixed times, in seconds, and the share of waits are drawn to; multipliers are drawn to 1. From single recorded
-steps on two shared cores."""
-LOOSE = {"compute": 0.3, "memory": 0.3, "update": 0.3, "exchange": 0.35, "wire": 0.35}
-"""Standard errors of logarithms before anything is known. What ops do alone they do in a step; what ranks do to each
-other, single exchanges hardly show."""
-OTHERWISE, MOOD, NOISE = 0.7, 0.15, 0.04
+DDP_PARTS = ("eager_exchange", "eager_copies", "eager_overlap")
+TYPICAL = {"lines": 1e-6, "exchanges": 5e-5, "wires": 2e-4, "pieces": 5e-6, "steps": 5e-4, "waits": 0.2,
+           "eager_lines": 6e-6, "eager_parameters": 5e-6, "eager_steps": 2e-3, "eager_overlap": 0.3}  # fmt: skip
+"""Where fixed times, in seconds, and the shares of waits and overlap are drawn to; multipliers are drawn to 1. From
+single recorded steps on two shared cores."""
+LOOSE = dict.fromkeys(("compute", "memory", "update"), 0.1) | dict.fromkeys(("exchange", "wire", "eager_exchange"), 0.2)
+"""Standard errors of logarithms before anything is known. What ops and exchanges do alone they do in a step, and a
+factor is carried on to larger models, where a wrong one does most harm."""
+OTHERWISE, MOOD, NOISE = 0.7, 0.15, 0.05
 """The same for all others, for a machine's mood, and for one timing."""
 HALF_90 = 1.645
 """Half of a 90 % interval, in standard errors."""
@@ -80,7 +81,7 @@ class Calibration:
 
     def multiplier(self, part: str) -> float:
         """Of one part; nothing is waited for on a machine that was not calibrated, or nothing is known of it."""
-        return self.multipliers.get(part, 0.0 if part == "waits" else 1.0)
+        return self.multipliers.get(part, 0.0 if part in ("waits", "eager_overlap") else 1.0)
 
     def seconds(self, features: Features) -> float:
         """What a step with these features takes."""

@@ -125,6 +125,7 @@ class Machine(Prices):
             self._levels[place] = level
         kind = "exchange" if cost.cluster.backend == "shared" else "wire"
         times, extra = self._times[kind], self._extra.get(f"{kind}s", 0.0)
+        extra += len(instr.refs) * self._extra.get("pieces", 0.0)
         start, wire, finish = answer.start_s * times, answer.transfer_s * times + extra, answer.finish_s * times
         if self.cluster.backend == "shared":
             # Through shared memory nothing goes on beside the rank; nor does it through Gloo where ranks leave no
@@ -150,6 +151,12 @@ class Machine(Prices):
             *self._norm_sum(outs, program.mesh),
             ("optimizer", self._update(len(grads), elements)),
         ]
+
+    def after(self, then: Program, rank: int) -> list[tuple[str, Price]]:
+        """Gathered parameters are copied to where the model has them."""
+        spec = TensorSpec((sum(o.placed.local(then.mesh, rank).nbytes for o in then.outputs) // 4,), "f32")
+        answer = self.ops("aten.clone", (spec,), (spec,), (Ref("", 0), None))
+        return [("gathered", Price(answer.seconds * self._times["memory"], answer.source, answer.sigma, "moving"))]
 
     def _norm(self, grads: Sequence[TensorSpec], elements: int) -> Price:
         """The norm of the gradient: every piece read once, and a kernel for each on a CPU."""
@@ -278,6 +285,7 @@ def features(
             kind = price.algorithm.split(":")[0]
             out[kind] += price.start_s + price.transfer_s + price.finish_s
             out[f"{kind}s"] += 1
+            out["pieces"] += len(instr.refs)
         else:
             out["compute" if price.family in COMPUTES else "memory"] += price.seconds
             out["lines"] += instr.op not in FREE

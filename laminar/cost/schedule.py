@@ -111,6 +111,10 @@ class Prices:
         """What a step does before the program and behind it: sharding the batch, norm and update."""
         return [], []
 
+    def after(self, then: Program, rank: int) -> list[tuple[str, Price]]:
+        """What follows the program that runs after the update."""
+        return []
+
 
 def classes(program: Program, cluster: Cluster | None = None) -> list[tuple[int, ...]]:
     """Ranks that do the same, as tuples; the first of each is the one that is written down."""
@@ -210,6 +214,9 @@ def schedule(
             w.compute(k, name, price.seconds, Line(None, name, price))
     if then is not None:
         _lines(w, then, prices, None)
+        for k, g in enumerate(ranks):
+            for name, price in prices.after(then, g[0]):
+                w.compute(k, name, price.seconds, Line(None, name, price))
     lanes = tuple(w.lanes) or (Lane(0, "compute"),)
     load = Load(lanes, tuple(w.tasks), len(ranks) * levels, prices.drag)
     return Schedule(load, tuple(w.lines), {g[0]: g for g in ranks}, program.mesh.ranks)

@@ -245,16 +245,21 @@ class Timer:
     def __init__(self, device: torch.device | str = "cpu", limit_s: float = 0.1, more: More = bool) -> None:
         self.device, self.limit_s, self.more = torch.device(device), limit_s, more
 
-    def __call__(self, runs: Sequence[Run]) -> Entry:
-        """Time per call, going round over `runs`; by the wall clock on a CPU, since an exchange waits."""
-        with torch.no_grad():
-            return self._on_gpu(runs) if self.device.type == "cuda" else self._on_cpu(runs)
+    def __call__(self, runs: Sequence[Run], before: Run | None = None) -> Entry:
+        """Time per call, going round over `runs`; by the wall clock on a CPU, since an exchange waits.
 
-    def _on_cpu(self, runs: Sequence[Run]) -> Entry:
+        `before` is called before each of them there, and not timed.
+        """
+        with torch.no_grad():
+            return self._on_gpu(runs) if self.device.type == "cuda" else self._on_cpu(runs, before)
+
+    def _on_cpu(self, runs: Sequence[Run], before: Run | None) -> Entry:
         ring = itertools.cycle(runs)
         start = time.perf_counter()
 
         def once() -> float:
+            if before is not None:
+                before()
             began = time.perf_counter()
             next(ring)()
             return time.perf_counter() - began

@@ -206,8 +206,10 @@ def work(folder: Path, rank: int) -> None:
     import torch.distributed as dist
 
     from laminar.runtime import measure, wires
+    from laminar.runtime.malloc import keep_freed_memory
     from laminar.runtime.transport import join
 
+    keep_freed_memory()
     job = Job(**json.loads((folder / "job").read_text()))
     torch.set_num_threads(job.threads)
     device = torch.device(job.device, rank) if job.device == "cuda" else torch.device(job.device)

@@ -1,7 +1,10 @@
 """Times of exchanges: real ones, through the code that steps run, on ranks that are already joined.
 
 Every kind of collective, through shared memory and through Gloo's sockets (or NCCL), from a few hundred bytes to
-tens of megabytes. A row of the profile is `{"backend", "kind", "ranks", "bytes", "seconds", "spread", "threads"}`;
+tens of megabytes. Between two of them a rank reads through memory and then through what it is about to give away, as in
+a step, where others have used the caches but the tensor was just made.
+
+A row of the profile is `{"backend", "kind", "ranks", "bytes", "seconds", "spread", "threads"}`;
 `bytes` is the whole tensor: what a rank holds before a reduction or after a gather. `resident` rows are reductions of
 gradient buckets, whose terms lie where the others can read them. `ddp_all_reduce` is plain
 `dist.all_reduce` of one buffer, which is how PyTorch's own data parallelism does it.
@@ -38,6 +41,8 @@ KINDS: dict[str, Any] = {
 }
 SIZES = (1 << 16, 1 << 20, 1 << 23, 1 << 12, 1 << 18, 1 << 22, 1 << 8, 1 << 14, 1 << 25, 1 << 21)
 """Bytes, most needed first."""
+OTHERS_BYTES = 16 << 20
+"""What is read between two exchanges. Assumed: about what a small model's step touches in between."""
 AT_MOST_S = 4.0
 """A size is left out if, by the largest so far, its few repeats would take longer than this."""
 
@@ -51,8 +56,11 @@ def program_of(kind: str, nbytes: int, ranks: int) -> Program:
     return moves(Mesh({"all": ranks}), [("x", spec, (source,), (wanted,))], "measuring")
 
 
-def run_of(program: Program, groups: Groups, resident: bool) -> Run:
-    """The exchange, ready to be made again and again; every rank must make it."""
+def run_of(program: Program, groups: Groups, resident: bool) -> tuple[Run, torch.Tensor | None]:
+    """The exchange, ready to be made again and again, and what it gives away if that was just made.
+
+    Every rank must make it.
+    """
     (instr,) = program.collectives
     if not resident:
         program = replace(program, outputs=())  # nothing leaves, so no bucket
@@ -63,10 +71,10 @@ def run_of(program: Program, groups: Groups, resident: bool) -> Run:
         bucket = groups.bucket(instr, [shape], dtype)
         bucket.flat.zero_()
         exchange = groups.exchange(instr, groups.rank, False, bucket, [])
-        return lambda: exchange.finish(exchange.start())
+        return lambda: exchange.finish(exchange.start()), None
     exchange = groups.exchange(instr, groups.rank, False, None, [])
     x = torch.zeros(shape, dtype=dtype, device=groups.device)
-    return lambda: exchange.finish(exchange.start(x))
+    return lambda: exchange.finish(exchange.start(x)), x
 
 
 def cases(ways: tuple[str, ...]) -> Iterator[tuple[str, str, bool, int]]:
@@ -92,6 +100,7 @@ def measure_exchanges(
     ways = ("shared", "gloo") if device.type == "cpu" else ("nccl",)
     groups = {way: Groups(mesh, device, share=way == "shared") for way in ways}
     timer = Timer(limit_s=limit_s, more=more)
+    others = torch.zeros(OTHERS_BYTES // 4 if device.type == "cpu" else 0)
     slow: dict[tuple[str, str, bool], tuple[int, float]] = {}
     for way, kind, resident, nbytes in cases(ways):
         if not go(time.monotonic() < until):
@@ -99,11 +108,11 @@ def measure_exchanges(
         size, taken = slow.get((way, kind, resident), (nbytes, 0.0))
         if not go(taken * nbytes / size < AT_MOST_S):
             continue
-        run, held = _run(kind, nbytes, groups[way], resident)
+        run, given, held = _run(kind, nbytes, groups[way], resident)
         run = run if device.type == "cpu" else partial(_waiting, run)
         dist.barrier()
         began = time.monotonic()
-        entry = timer([run])
+        entry = timer([run], partial(_step_between, others, given) if device.type == "cpu" else None)
         taken = (time.monotonic() - began) if entry.seconds * LEAST_ROUNDS > limit_s else 0.0
         slow[way, kind, resident] = max(slow.get((way, kind, resident), (0, 0.0)), (nbytes, taken))
         yield {
@@ -112,12 +121,19 @@ def measure_exchanges(
         }  # fmt: skip
 
 
-def _run(kind: str, nbytes: int, groups: Groups, resident: bool) -> tuple[Run, int]:
+def _run(kind: str, nbytes: int, groups: Groups, resident: bool) -> tuple[Run, torch.Tensor | None, int]:
     if kind == "ddp_all_reduce":
         flat = torch.zeros(max(1, nbytes // 4), device=groups.device)
-        return partial(dist.all_reduce, flat), flat.numel() * 4
+        return partial(dist.all_reduce, flat), None, flat.numel() * 4
     program = program_of(kind, nbytes, groups.mesh.ranks)
-    return run_of(program, groups, resident), program.inputs[0].placed.spec.nbytes
+    return *run_of(program, groups, resident), program.inputs[0].placed.spec.nbytes
+
+
+def _step_between(others: torch.Tensor, given: torch.Tensor | None) -> None:
+    """What happens between two exchanges of a step, as far as caches are concerned."""
+    others.sum()
+    if given is not None:
+        given.sum()
 
 
 def _waiting(run: Run) -> None:

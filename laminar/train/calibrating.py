@@ -42,8 +42,8 @@ def calibrated(
     ranks: Sequence[int],
     *,
     plans: Sequence[str] = SHORT,
-    rounds: int = 5,
-    turn_s: float = 0.06,
+    rounds: int = 7,
+    turn_s: float = 0.07,
     progress: Progress | None = None,
 ) -> Cluster:
     """The cluster with a calibration for each number of ranks."""

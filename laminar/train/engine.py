@@ -14,8 +14,8 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -103,12 +103,16 @@ class Ready:
     filled: dict[str, int]
     outputs: dict[str, int]
     """Position of each output by `kind:name`."""
+    cuts: Mapping[int, Callable[[Tensor], Tensor]] = field(default_factory=dict)
+    """For inputs besides the batch that a plan has in pieces: a key of random draws may lie like any other tensor."""
 
     def __call__(self, leaves: Mapping[str, Tensor], key: Tensor | None, scale: Tensor | None) -> list[Tensor]:
         """Run one (micro-)batch of local leaves; local outputs in order."""
         args = list(self.fixed)
         for name, at in self.filled.items():
             args[at] = key if name == "rng" else scale if name == "scale" else leaves[name]
+        for at, cut in self.cuts.items():
+            args[at] = cut(args[at])
         return self.step(*args)
 
     @cached_property
@@ -223,7 +227,12 @@ class Engine:
         fixed = [self.held.get(i.name) if i.kind in stays else None for i in program.inputs]
         filled = {item.name: i for i, item in enumerate(program.inputs) if item.kind not in stays}
         outputs = {f"{o.kind}:{o.name}": i for i, o in enumerate(program.outputs)}
-        return Ready(graph, plan, program, step, fixed, filled, outputs)
+        cuts = {
+            i: partial(shard, nd=item.placed.nd, mesh=self.mesh, rank=self.transport.rank)
+            for i, item in enumerate(program.inputs)
+            if item.kind in ("rng", "scale") and any(p != B for p in item.placed.nd)
+        }
+        return Ready(graph, plan, program, step, fixed, filled, outputs, cuts)
 
     def wanted(self, graph: Graph, plan: Plan) -> dict[str, NdSbp]:
         """How outputs leave the program, where that is not how the plan keeps them.

@@ -133,6 +133,10 @@ def _perceptron() -> nn.Module:
     return nn.Sequential(*part(1024, 1536), *part(1536, 1536), *part(1536, 512), nn.Linear(512, 20))
 
 
+def _wide() -> nn.Module:
+    return nn.Sequential(*[m for _ in range(3) for m in (nn.Linear(1792, 1792), nn.ReLU())], nn.Linear(1792, 16))
+
+
 def _classes(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return F.cross_entropy(model(batch["x"]), batch["y"])
 
@@ -170,6 +174,7 @@ def _visits(ranks: int) -> dict[str, Tensor]:
 
 TRIALS = (
     Trial("perceptron", _perceptron, _classes, _labelled((96, 1024), 20)),
+    Trial("wide", _wide, _classes, _labelled((24, 1792), 16)),
     Trial("decoder", lambda: _Words(3, 256, 4, 1024, 1000, 96, False), _next, _words(1000, 3, 96)),
     Trial("gated", lambda: _Words(4, 320, 5, 768, 400, 48, True), _next, _words(400, 6, 48)),
     Trial("pictures", _pictures, _classes, _labelled((12, 3, 28, 28), 12)),

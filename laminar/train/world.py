@@ -24,6 +24,7 @@ from torch import Tensor
 from laminar.capture.private import default_store
 from laminar.errors import BatchError, MeshError
 from laminar.events import emit
+from laminar.runtime.malloc import keep_freed_memory
 
 _MADE = itertools.count()
 """Worlds made so far by this process: ranks make them in the same order, so this tells them apart."""
@@ -43,6 +44,8 @@ class World:
         self.size = dist.get_world_size() if dist.is_initialized() else 1
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.device = _device(device)
+        if self.device.type == "cpu":
+            keep_freed_memory()
         self.store = default_store() if self.size > 1 else None
         self._notes = 0
         self._place = f"laminar/{next(_MADE)}/note"
