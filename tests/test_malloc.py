@@ -17,7 +17,8 @@ def step():
     kept = [torch.ones(3 << 20) for _ in range(4)]  # 12 MB each
     return sum(float(t[0]) for t in kept)
 
-step(), step()
+for _ in range(6):
+    step()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 for _ in range(5):
     step()
@@ -30,9 +31,7 @@ def test_a_step_that_frees_and_takes_the_same_gets_no_new_pages() -> None:
     """New pages are cleared and mapped one by one, which costs a step more than many of its ops."""
     faults = {}
     for keep in (False, True):
-        done = subprocess.run(
-            [sys.executable, "-c", CODE.format(keep=keep)], capture_output=True, text=True, check=True
-        )
+        code = CODE.format(keep=keep)
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
         faults[keep] = int(done.stdout)
-    assert faults[True] < 1000, "five steps of 48 MB would be 61,440 pages"
-    assert faults[False] > 5 * max(faults[True], 1), "otherwise this test shows nothing"
+    assert 5 * faults[True] < faults[False], "five steps of 48 MB are 61,440 pages"
