@@ -9,9 +9,9 @@ beginning and an end. These are a few numbers per machine, fitted to timed steps
                          + piece_s * pieces + a_waits * waits + step_s)
 
 Exchanges are those through shared memory, wires those that background threads or network cards carry, pieces the
-tensors that either moves, of which there may be many. Waits are what ranks lose because no two of them take the
-same time for the same work: with n lines of equal, independent scatter and k meetings in between, each interval
-scatters by the root of n/k lines, so all of them together cost a share of sqrt(k/n) of the local work.
+tensors that either moves, of which there may be many. Waits are what ranks lose because no two of them take the same
+time for the same work: disturbances add up like a random walk, so that an interval of t seconds scatters by the
+root of t, and k meetings in a step of T seconds cost a share of sqrt(k * T * 1 ms).
 
 `speed_m` is the machine's mood while model m was timed: on shared cores absolute times drift by tens of percent
 between one minute and the next, and only what sides of one round share may be divided out. It is not kept.

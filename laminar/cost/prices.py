@@ -75,7 +75,7 @@ class Machine(Prices):
         share = self.calibration.multiplier("waits")
         if share and (meetings := sum(i.moves for i in program.instrs)):
             each = share * waits(program, out) / meetings
-            out = [p._replace(finish_s=p.finish_s + each) if isinstance(p, Exchange) else p for p in out]
+            out = [p._replace(wait_s=each) if isinstance(p, Exchange) else p for p in out]
         return out
 
     def kernels(self, program: Program, groups: Groups, rank: int) -> Sequence[Price | Exchange]:
@@ -268,11 +268,9 @@ def _resident(instr: Instr, makers: Mapping[str, Instr], leaving: set[Ref]) -> b
 
 
 def waits(program: Program, lines: Sequence[Price | Exchange]) -> float:
-    """Local work times the root of meetings over lines: see `cost.calibrate`."""
+    """The root of local work times meetings, in seconds against a millisecond: see `cost.calibrate`."""
     local = sum(p.seconds for p in lines if isinstance(p, Price))
-    meetings = sum(i.moves for i in program.instrs)
-    count = sum(i.op not in FREE and not i.moves for i in program.instrs)
-    return local * math.sqrt(min(1.0, meetings / max(count, 1)))
+    return math.sqrt(1e-3 * local * sum(i.moves for i in program.instrs))
 
 
 def features(

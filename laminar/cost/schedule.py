@@ -51,6 +51,8 @@ class Exchange(NamedTuple):
     algorithm: str
     level: int = 0
     """Of the cluster: whose links it keeps busy."""
+    wait_s: float = 0.0
+    """What ranks that do the same still wait for each other."""
 
 
 @dataclass(frozen=True)
@@ -79,8 +81,8 @@ class Schedule:
         for line in self.lines:
             i, price = line.instr, line.price
             label: dict[str, Any] = {"family": price.family, "source": price.source}
-            if line.part in ("start", "finish"):
-                label["kind"] = "communication"
+            if line.part in ("start", "finish", "wait"):
+                label["kind"] = "wait" if line.part == "wait" else "communication"
             if i is not None:
                 label |= {"op": i.op, "module": i.module, "phase": i.phase}
                 if i.moves:
@@ -296,9 +298,12 @@ def _exchange(
 
     def finish() -> None:
         for k in meeting:
-            c = costs[k]
+            c, after = costs[k], behind
+            if c.wait_s:
+                price = Price(c.wait_s, "calibrated", 0.5, instr.kind)
+                after = (w.compute(k, f"{instr.name}/wait", c.wait_s, Line(instr, "wait", price), behind),)
             line = Line(instr, "finish", Price(c.finish_s, c.source, c.sigma, instr.kind))
-            w.compute(k, f"{instr.name}/finish", c.finish_s, line, behind)
+            w.compute(k, f"{instr.name}/finish", c.finish_s, line, after)
 
     before = w.waiting.get(instr.name)
     if before is None:
