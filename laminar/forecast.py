@@ -85,7 +85,7 @@ class Prediction:
         at = {
             line.instr.name: k
             for k, line in enumerate(self.schedule.lines)
-            if line.instr and line.part in ("", "finish")
+            if line.instr and line.part in ("", "start")
         }
         out = []
         for index, held in self.memory.curve:

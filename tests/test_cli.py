@@ -25,7 +25,7 @@ from laminar.ir.sbp import S
 
 ROOT = Path(__file__).parent.parent
 MLP = "examples/mlp.py:tiny"
-VERBS = ("capture", "plan", "explain", "verify", "train")
+VERBS = ("capture", "profile", "plan", "explain", "simulate", "verify", "train", "diff")
 
 
 @pytest.fixture(autouse=True)

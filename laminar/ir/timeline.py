@@ -268,6 +268,8 @@ class Timeline:
             raise TimelineError("there is no such timeline", at=str(path)) from None
         except (json.JSONDecodeError, UnicodeDecodeError):
             raise TimelineError("this file is not JSON", at=str(path)) from None
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            raise TimelineError(f"{path} is not a timeline", next="write one with `laminar simulate -o sim.json`")
         try:
             return cls.from_json(data)
         except (KeyError, ValueError, TypeError, IndexError) as error:
