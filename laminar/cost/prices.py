@@ -81,6 +81,7 @@ class Machine(Prices):
     def kernels(self, program: Program, groups: Groups, rank: int) -> Sequence[Price | Exchange]:
         sizes = _Sizes(program, rank)
         out: list[Price | Exchange] = []
+        seen: dict[Any, Price] = {}
         makers = {i.name: i for i in program.instrs}
         leaving = {o.ref for o in program.outputs}
         for group in groups:
@@ -92,7 +93,12 @@ class Machine(Prices):
             elif family_of(first.op) not in COMPUTES and first.op not in ALONE:
                 out.append(self._fused(program, group, sizes))
             else:
-                out.append(self.op(local_call(first, program.mesh, rank)))
+                # Layers repeat: lines that differ in names only have one price.
+                key = (first.op, first.ins, first.outs, *[a for a in first.args if not isinstance(a, Ref)])
+                price = seen.get(key)
+                if price is None:
+                    price = seen[key] = self.op(local_call(first, program.mesh, rank))
+                out.append(price)
         return out
 
     def _fused(self, program: Program, group: tuple[int, ...], sizes: _Sizes) -> Price:

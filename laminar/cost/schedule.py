@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from laminar.cost.tasks import Drag, Lane, Load, Task
+from laminar.cost.uncollected import uncollected
 from laminar.cost.work import FREE
 from laminar.ir.cluster import Cluster
 from laminar.ir.program import Instr, Placed, Program
@@ -136,9 +137,13 @@ def classes(program: Program, cluster: Cluster | None = None) -> list[tuple[int,
                 marks[r].append(local_shape(p.spec.shape, p.nd, mesh.sizes, mesh.coords(r)))
     if cluster is not None and len(cluster.levels) > 1:
         for axes in sorted({i.args[1] for i in program.collectives}):
+            reaches: dict[tuple[int, ...], Any] = {}
             for r in everyone:
-                reach = cluster.span(mesh.group(axes, mesh.coords(r)))
-                marks[r].append((reach.level, reach.units, reach.members))
+                group = mesh.group(axes, mesh.coords(r))
+                if group not in reaches:
+                    reach = cluster.span(group)
+                    reaches[group] = (reach.level, reach.units, reach.members)
+                marks[r].append(reaches[group])
     found: dict[Any, list[int]] = {}
     for r in everyone:
         found.setdefault(tuple(marks[r]), []).append(r)
@@ -203,25 +208,26 @@ def schedule(
     groups: Groups | None = None,
 ) -> Schedule:
     """The load of one step; `then` is what runs after the update (see `lower.step`), `groups` what is fused."""
-    ranks = classes(program, cluster)
-    levels = len(cluster.levels) if cluster is not None else 1
-    w = _Writer(program, ranks, levels)
-    around = [prices.around(program, g[0]) for g in ranks]
-    for k, (before, _) in enumerate(around):
-        for name, price in before:
-            w.compute(k, name, price.seconds, Line(None, name, price))
-    _lines(w, program, prices, groups)
-    for k, (_, behind) in enumerate(around):
-        for name, price in behind:
-            w.compute(k, name, price.seconds, Line(None, name, price))
-    if then is not None:
-        _lines(w, then, prices, None)
-        for k, g in enumerate(ranks):
-            for name, price in prices.after(then, g[0]):
+    with uncollected():
+        ranks = classes(program, cluster)
+        levels = len(cluster.levels) if cluster is not None else 1
+        w = _Writer(program, ranks, levels)
+        around = [prices.around(program, g[0]) for g in ranks]
+        for k, (before, _) in enumerate(around):
+            for name, price in before:
                 w.compute(k, name, price.seconds, Line(None, name, price))
-    lanes = tuple(w.lanes) or (Lane(0, "compute"),)
-    load = Load(lanes, tuple(w.tasks), len(ranks) * levels, prices.drag)
-    return Schedule(load, tuple(w.lines), {g[0]: g for g in ranks}, program.mesh.ranks)
+        _lines(w, program, prices, groups)
+        for k, (_, behind) in enumerate(around):
+            for name, price in behind:
+                w.compute(k, name, price.seconds, Line(None, name, price))
+        if then is not None:
+            _lines(w, then, prices, None)
+            for k, g in enumerate(ranks):
+                for name, price in prices.after(then, g[0]):
+                    w.compute(k, name, price.seconds, Line(None, name, price))
+        lanes = tuple(w.lanes) or (Lane(0, "compute"),)
+        load = Load(lanes, tuple(w.tasks), len(ranks) * levels, prices.drag)
+        return Schedule(load, tuple(w.lines), {g[0]: g for g in ranks}, program.mesh.ranks)
 
 
 def _lines(w: _Writer, program: Program, prices: Prices, groups: Groups | None) -> None:

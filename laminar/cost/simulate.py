@@ -34,6 +34,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from laminar.cost.tasks import COMPUTE, HOST, SCALE, TRANSFER, Load
+from laminar.cost.uncollected import uncollected
 from laminar.errors import SimulationError
 from laminar.ir.timeline import Span, Timeline
 
@@ -309,12 +310,13 @@ class Times:
 
 def simulate(load: Load) -> Times:
     """Run the whole load from tick 0."""
-    net = Net(load)
-    need = list(map(len, net.preds))
-    ready = [i for i, count in enumerate(need) if not count]
-    run = Run(load, net, need)
-    run.enter(0, ready)
-    run.advance()
+    with uncollected():
+        net = Net(load)
+        need = list(map(len, net.preds))
+        ready = [i for i, count in enumerate(need) if not count]
+        run = Run(load, net, need)
+        run.enter(0, ready)
+        run.advance()
     start, end = np.array(run.start, np.int64), np.array(run.end, np.int64)
     if len(end) and end.min() < 0:
         raise blocked(load, net, run.end)

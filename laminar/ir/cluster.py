@@ -118,7 +118,7 @@ class Cluster:
 
     # -- asked of a cluster --------------------------------------------------------------------
 
-    @property
+    @cached_property
     def devices(self) -> int:
         """How many there are."""
         return math.prod(level.size for level in self.levels)
