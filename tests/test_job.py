@@ -10,6 +10,8 @@ import copy
 import itertools
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -904,3 +906,23 @@ def test_an_optimizer_that_wants_a_closure_is_refused() -> None:
     model = net()
     with pytest.raises(OptimizerError, match="LBFGS computes the loss several times"):
         laminar.parallelize(model, mean, torch.optim.LBFGS(model.parameters()), batch=batches(1)[0], device="cpu")
+
+
+def _drawing(split: bool) -> list[float]:
+    """Losses of a model with dropout; the key of its draws whole, or in pieces like any other tensor."""
+
+    def made(graph: laminar.Graph, mesh: Mesh) -> laminar.Plan:
+        plan = laminar.plans.data_parallel(graph, mesh)
+        return replace(plan, inputs={**plan.inputs, "rng": (laminar.S(0),)}) if split else plan
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+    batch = torch.linspace(-1, 1, 48).view(8, 6)
+    loss = lambda model, x: model(x).square().mean()  # noqa: E731
+    job = laminar.parallelize(model, loss, partial(torch.optim.SGD, lr=0.1), batch=batch, plan=made, device="cpu")
+    return [job.step(batch).loss for _ in range(3)]
+
+
+def test_the_key_of_random_draws_may_lie_in_pieces(two: Ranks) -> None:
+    """A plan may place every input; a random one does."""
+    assert two.run(_drawing, True) == two.run(_drawing, False)
