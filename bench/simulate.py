@@ -2,7 +2,7 @@
 
 GPT-2 medium (24 layers, 355M parameters) on 64 H100, data parallel over 8 and tensor parallel over 8, bfloat16.
 Counted is the processor time from the lowered program to the seconds of a step: pricing every kernel, the schedule of
-lanes, the event simulation. `fused` has kernels grouped as a compiler would, which belongs to lowering and is given too;
+lanes, the event simulation. `fused` has kernels grouped as a compiler would, which belongs to lowering and is given;
 `lines` is line by line. Price lists are made anew each time, so nothing is remembered from the run before.
 
     python bench/simulate.py [--repeats 15]
