@@ -150,6 +150,7 @@ def predict_program(
         groups = tuple(kernels(program))
         # Without collectives the step is recorded once and replayed: the host launches one thing.
         prices.launch_s = cluster.device.launch_s.value if program.collectives else 0.0
+        prices.launch_source = cluster.device.launch_s.source
     made = schedule(program, prices, cluster, then, groups)
     times = simulate(made.load)
     kind = "cuda" if cluster.device.kind == "gpu" else "cpu"

@@ -85,6 +85,11 @@ def test_a_plan_says_what_it_will_take_and_how_that_is_known() -> None:
     assert Plan.from_json(plan.to_json()).explain() == text
 
 
+def test_nothing_is_called_measured_on_a_machine_that_nobody_measured() -> None:
+    """A preset's launch overhead is a figure from somewhere else, however many launches a step has."""
+    assert "measured" not in forecast("gpt.py:tiny", "data", "2x1xa100@eth100").known()
+
+
 def test_more_ranks_than_devices_are_refused() -> None:
     """A plan for eight ranks has no time on one GPU."""
     graph = graph_of("mlp.py:tiny")

@@ -93,13 +93,12 @@ class Schedule:
 
 
 class Prices:
-    """What a program's lines cost one rank. Made by `cost.prices`; a test may make its own.
-
-    `op(instr, rank)` prices a local op, `exchange(instr, rank, groups)` a collective.
-    """
+    """What a program's lines cost one rank: what a schedule asks. `cost.prices` answers; a test may do so itself."""
 
     launch_s: float = 0.0
     """Host seconds for each op where the host launches them one by one; 0 where it is part of the op."""
+    launch_source: str = "assumed"
+    """How that is known: the source of the device's figure."""
     drag: Drag = Drag()
 
     def lines(self, program: Program, rank: int) -> Sequence[Price | Exchange]:
@@ -183,14 +182,14 @@ class _Writer:
         return len(self.tasks) - 1
 
     def compute(
-        self, at: int, name: str, seconds: float, line: Line, after: tuple[int, ...] = (), launch_s: float = 0.0
+        self, at: int, name: str, seconds: float, line: Line, after: tuple[int, ...] = (), launch: Price | None = None
     ) -> int:
         """A task on the compute lane of a class."""
         rank = self.groups[at][0]
         name = name if at == 0 else f"{name}@{rank}"
-        if launch_s:
-            host = Line(line.instr, "launch", Price(launch_s, "measured", 0.1, "host"))
-            after = (*after, self.add(Task(f"{name}/launch", (self.lane(rank, "host"),), ticks(launch_s)), host))
+        if launch is not None:
+            host = Task(f"{name}/launch", (self.lane(rank, "host"),), ticks(launch.seconds))
+            after = (*after, self.add(host, Line(line.instr, "launch", launch)))
         self.last[at] = self.add(Task(name, (self.lane(rank, "compute"),), ticks(seconds), after), line)
         return self.last[at]
 
@@ -242,7 +241,10 @@ def _lines(w: _Writer, program: Program, prices: Prices, groups: Groups | None) 
             met[instr.args[1]] = _meetings(program, instr.args[1], w.groups)
     waiting = w.waiting = {}
     everyone = range(len(w.groups))
-    instrs, launch_s = program.instrs, prices.launch_s
+    instrs, launch = program.instrs, None
+    if prices.launch_s:
+        sigma = 0.1 if prices.launch_source == "measured" else 0.3  # assumed
+        launch = Price(prices.launch_s, prices.launch_source, sigma, "host")
     for n, lines in enumerate(groups if groups is not None else ((k,) for k in range(len(instrs)))):
         instr = instrs[lines[-1]]
         if instr.op in FREE and len(lines) > 1:
@@ -256,7 +258,7 @@ def _lines(w: _Writer, program: Program, prices: Prices, groups: Groups | None) 
             for k in everyone:
                 price = by_class[k][n]
                 assert isinstance(price, Price)
-                w.compute(k, instr.name, price.seconds, Line(instr, "", price), launch_s=launch_s)
+                w.compute(k, instr.name, price.seconds, Line(instr, "", price), launch=launch)
             continue
         costs = [row[n] for row in by_class]
         for meeting in met[instr.args[1]]:
