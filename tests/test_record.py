@@ -336,6 +336,29 @@ def test_a_finish_is_cut_where_the_last_partner_had_started() -> None:
     assert [(s.name, s.rank) for s in found.critical_path()] == [("mm", 1), ("r/start", 1), ("r/finish", 1)]
 
 
+def test_what_had_arrived_was_announced_before() -> None:
+    """Rank 1 is put to sleep inside of `start`, when the transfer is under way: rank 0 had waited for its `mm`."""
+    key = (0, (0, 1), "r", 1)
+    told = [
+        Told(
+            [Span("r/start", "compute", 0, 0, 1_000, "communication"),
+             Span("r/finish", "compute", 0, 1_000, 9_000, "communication"),
+             Span("optimizer", "compute", 0, 9_000, 20_000, "compute")],
+            {key: 1_000}, {}, {1: key}, {key: 0},
+        ),
+        Told(
+            [Span("mm", "compute", 1, 0, 7_000, "compute"),
+             Span("r/start", "compute", 1, 7_000, 12_000, "communication"),
+             Span("r/finish", "compute", 1, 12_000, 12_500, "communication")],
+            {key: 12_000}, {}, {2: key}, {key: 7_000},
+        ),
+    ]  # fmt: skip
+    found = joined(told, [Clock(), Clock()], {})
+    mine = [(s.name, s.kind, s.start, s.end) for s in found.spans if s.rank == 0]
+    assert mine[1:3] == [("r/wait", "wait", 1_000, 7_000), ("r/finish", "communication", 7_000, 9_000)]
+    assert [(s.name, s.rank) for s in found.critical_path()] == [("mm", 1), ("r/finish", 0), ("optimizer", 0)]
+
+
 class Clock0:
     """A clock that moves when it is told to, and a little whenever it is read."""
 

@@ -137,6 +137,8 @@ class Told:
     """Spans that could begin only when the others had announced this."""
     flights: dict[int, Key] = field(default_factory=dict)
     """Finishing spans that were blocked until the others had announced this, or by the transfer itself."""
+    begun: dict[Key, int] = field(default_factory=dict)
+    """When it began to announce what takes a while to announce; by the time it is done, the others may have it."""
 
     @property
     def start(self) -> int:
@@ -275,7 +277,7 @@ def _told(taken: _Taken, rank: int, everyone: tuple[int, ...]) -> Told:
                 count = seen[number, span.name] = seen.get((number, span.name), 0) + 1
                 key: Key = (number, members, name, count)
                 if part == "start":
-                    out.posts[key] = end
+                    out.begun[key], out.posts[key] = start, end
                 elif end > start:
                     out.flights[len(out.spans)] = key
                 add(span, start, end)

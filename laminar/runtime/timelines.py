@@ -10,7 +10,8 @@ A step lasts from when the first rank begins it to when the last has ended it.
 
 A span that could begin only when other ranks had announced something is `because` of what the last of them did
 just before. Where a transfer runs in the background, a rank in `finish` can't tell a late partner from a slow
-transfer, but the timeline can: until the last rank's `start` had ended, nothing could have arrived.
+transfer, but the timeline can: until the last rank's `start` had ended, nothing could have arrived. Where something
+had (a rank was put to sleep before it could stamp the end of its `start`), the beginning of that `start` counts.
 """
 
 from __future__ import annotations
@@ -135,6 +136,7 @@ def joined(told: Sequence[Told], known: Sequence[Clock], meta: dict[str, Any]) -
     """One step of all ranks as a timeline that begins at 0."""
     zero = min(t.start - c.ahead_ns for t, c in zip(told, known, strict=True))
     moved = [_moved(t, zero + c.ahead_ns) for t, c in zip(told, known, strict=True)]
+    _disprove(moved)
     rows = [list(_cut(r, moved)) for r in range(len(moved))]
     first, offsets = 0, []
     for each in rows:
@@ -169,7 +171,18 @@ def _moved(told: Told, by: int) -> Told:
         {k: at - by for k, at in told.posts.items()},
         {i + shift: k for i, k in told.awaited.items()},
         {i + shift: k for i, k in told.flights.items()},
+        {k: at - by for k, at in told.begun.items()},
     )
+
+
+def _disprove(told: Sequence[Told]) -> None:
+    """What had arrived before its sender says it was announced was announced when the sender began to."""
+    for rank, mine in enumerate(told):
+        for i, key in mine.flights.items():
+            members: Any = key[1]
+            for other in (told[r] for r in members if r != rank):
+                if key in other.begun and other.posts[key] >= mine.spans[i].end:
+                    other.posts[key] = other.begun[key]
 
 
 def _last(key: Key, rank: int, told: Sequence[Told]) -> tuple[int, int]:
