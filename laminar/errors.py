@@ -9,6 +9,7 @@
     ├── MeshError           a mesh that makes no sense, or is larger than the world
     ├── ClusterError        a description of a machine that makes no sense, or is too small
     ├── BatchError          a batch that differs from the captured one
+    ├── NetError            actors and queues that make no sense, or would wait for each other for ever
     ├── SimulationError     a load the simulator can't run: tasks that wait for each other, or name what isn't there
     ├── TimelineError       a file that is no timeline, or a span that can't have happened
     ├── RecipeError         a recipe that can't be found or has the wrong shape
@@ -68,6 +69,10 @@ class ClusterError(LaminarError):
 
 class BatchError(LaminarError):
     """A batch that differs from the captured one."""
+
+
+class NetError(LaminarError):
+    """Actors and queues that make no sense, or would wait for each other for ever."""
 
 
 class SimulationError(LaminarError):

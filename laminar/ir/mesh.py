@@ -80,6 +80,27 @@ class Mesh:
         return dict(zip(self.names, self.sizes, strict=True))
 
 
+@dataclass(frozen=True)
+class Place:
+    """A set of ranks of the world, arranged as a mesh: the i-th of them stands where the mesh has its rank i."""
+
+    ranks: tuple[int, ...]
+    mesh: Mesh
+
+    def __post_init__(self) -> None:
+        if len(self.ranks) != self.mesh.ranks:
+            raise MeshError(f"{len(self.ranks)} ranks can't be arranged as {self.mesh}")
+        if len(set(self.ranks)) != len(self.ranks) or min(self.ranks) < 0:
+            raise MeshError(f"{list(self.ranks)} is not a set of ranks", allowed="whole numbers from 0, each once")
+
+    def coords(self, rank: int) -> tuple[int, ...]:
+        """Where a rank of the world stands on the mesh; it must be here."""
+        return self.mesh.coords(self.ranks.index(rank))
+
+    def __str__(self) -> str:
+        return f"{self.mesh} on ranks {', '.join(map(str, self.ranks))}"
+
+
 @lru_cache(maxsize=1 << 16)
 def _coords(sizes: tuple[int, ...], rank: int) -> tuple[int, ...]:
     out = []
