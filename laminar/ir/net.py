@@ -12,8 +12,8 @@ from firing: whether all of them finish does not depend on who goes first. That 
 
 A place does one thing at a time. Its order says which firing comes where in a step, and the window how far an actor
 may run ahead of the first unfinished place in the order: 0 is a fixed schedule, `None` means whoever is ready goes, the
-earliest in the order first. Steps follow each other; a place may begin the next one before another has ended this one, as
-far as queues allow.
+earliest in the order first. Steps follow each other; a place may begin the next before another has ended this one,
+as far as queues allow.
 """
 
 from __future__ import annotations
