@@ -16,7 +16,7 @@ import pytest
 
 import laminar
 
-PLANNING = ("ir", "rules", "cost", "search", "lower", "forecast", "errors", "events")
+PLANNING = ("ir", "rules", "cost", "search", "lower", "forecast", "staging", "errors", "events")
 """Rooms that import no framework; import-linter says so too, this shows it."""
 
 

@@ -18,8 +18,10 @@ from laminar.errors import GraphError
 from laminar.ir.codec import Dtype, Ref, content_hash, decode, encode
 from laminar.ir.tensor import TensorSpec
 
-INPUT_KINDS = ("param", "buffer", "batch", "rng", "scale")
-OUTPUT_KINDS = ("loss", "metric", "grad", "buffer")
+INPUT_KINDS = ("param", "buffer", "batch", "rng", "scale", "given")
+"""`given`: made by another stage."""
+OUTPUT_KINDS = ("loss", "metric", "grad", "buffer", "sent")
+"""`sent`: read by another stage."""
 PHASES = ("forward", "backward", "recompute")
 VERSION = 1
 

@@ -166,12 +166,23 @@ class _Writer:
 
 def lower(graph: Graph, plan: Plan, *, bucket_bytes: int = BUCKET_BYTES, schedule: bool = True) -> Program:
     """The program every rank of the plan's mesh runs."""
+    return arranged(written(graph, plan), bucket_bytes, schedule)
+
+
+def arranged(program: Program, bucket_bytes: int = BUCKET_BYTES, schedule: bool = True) -> Program:
+    """Without what nobody reads, collectives merged, work drawn between a collective and its reader."""
+    program = merged(drop_unused(program), bucket_bytes)
+    return overlap(program) if schedule else program
+
+
+def written(graph: Graph, plan: Plan) -> Program:
+    """The program line by line, as the graph has it."""
     plan.fits(graph)
     writer = _Writer(graph, plan.mesh, probed_signatures(graph), specs=dict(graph.specs))
     writer.params = {i.name for i in graph.inputs if i.kind == "param"}
     whole = tuple(writer._plain(plan.inputs[i.name]) for i in graph.inputs)
     for item, nd in zip(graph.inputs, whole, strict=True):
-        if any(isinstance(p, Partial) for p in nd):
+        if any(isinstance(p, Partial) for p in nd) and item.kind != "given":
             check_stored(item.name, nd)
         writer.have[Ref(item.name)] = {nd: Ref(item.name)}
     everywhere = (B,) * len(plan.mesh.sizes)
@@ -191,7 +202,7 @@ def lower(graph: Graph, plan: Plan, *, bucket_bytes: int = BUCKET_BYTES, schedul
         made = graph.by_name.get(out.ref.name, end)
         ref = writer.fetch(out.ref, nd, made, f"{out.kind} {out.name}")
         outputs.append(ProgramOutput(out.name, out.kind, ref, placed(graph.specs[out.ref], nd)))
-    program = Program(
+    return Program(
         plan.mesh,
         tuple(ProgramInput(i.name, i.kind, placed(i.spec, nd)) for i, nd in zip(graph.inputs, whole, strict=True)),
         graph.constants,
@@ -200,9 +211,6 @@ def lower(graph: Graph, plan: Plan, *, bucket_bytes: int = BUCKET_BYTES, schedul
         graph.hash,
         plan.hash,
     )
-    program = drop_unused(program)
-    program = merged(program, bucket_bytes)
-    return overlap(program) if schedule else program
 
 
 def _gathered(graph: Graph, plan: Plan) -> set[str]:

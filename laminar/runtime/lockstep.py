@@ -7,7 +7,7 @@ same, and every value of every rank can be looked at.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,17 +29,24 @@ def run(
     inputs: Mapping[str, Tensor],
     constants: Mapping[str, Tensor] | None = None,
     watch: Watcher | None = None,
+    held: Mapping[str, Sequence[Tensor]] | None = None,
 ) -> list[dict[str, Tensor]]:
-    """Outputs of every rank by `kind:name`, from whole inputs; `watch` sees each line's results."""
+    """Outputs of every rank by `kind:name`, from whole inputs; `watch` sees each line's results.
+
+    `held` are inputs that are given as each rank holds them.
+    """
     mesh, device = program.mesh, torch.device("cpu")
     ranks = range(mesh.ranks)
     memory: list[dict[Ref, Any]] = [{} for _ in ranks]
     for item in program.inputs:
         for r in ranks:
-            memory[r][Ref(item.name)] = shard(inputs[item.name].detach(), item.placed.nd, mesh, r)
-    held = constants or {c.name: constant_tensor(c) for c in program.constants}
+            if held is not None and item.name in held:
+                memory[r][Ref(item.name)] = held[item.name][r]
+            else:
+                memory[r][Ref(item.name)] = shard(inputs[item.name].detach(), item.placed.nd, mesh, r)
+    known = constants or {c.name: constant_tensor(c) for c in program.constants}
     for r in ranks:
-        memory[r].update({Ref(k): v for k, v in held.items()})
+        memory[r].update({Ref(k): v for k, v in known.items()})
     last = _last_use(program)
     with torch.no_grad():
         for k, instr in enumerate(program.instrs):

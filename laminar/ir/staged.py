@@ -1,0 +1,159 @@
+"""A plan with stages: different ops on different sets of ranks.
+
+Every forward op has a stage; backward ops follow theirs (`lower/split.py`). A stage runs at a place, a set of ranks
+with a mesh of its own, and has an ordinary plan for its own graph there. Several stages may share a place (virtual
+stages). A step is a number of micro-batches, passed from stage to stage in the order that `schedule` names, from which
+a place may be `window` positions ahead; `registers` overrides how many micro-batches may be under way between two
+parts.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from laminar.errors import LaminarError, PlanError
+from laminar.ir.codec import content_hash
+from laminar.ir.graph import Graph
+from laminar.ir.mesh import Mesh, Place
+from laminar.ir.plan import Plan
+
+VERSION = 1
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """One stage: where it runs, and how its own graph is spread there."""
+
+    place: int
+    plan: Plan
+
+
+@dataclass(frozen=True)
+class Staged:
+    """How to spread one graph over several sets of ranks."""
+
+    graph_hash: str
+    places: tuple[Place, ...]
+    stages: tuple[StagePlan, ...]
+    of: dict[str, int]
+    """The stage of every forward op that runs in one stage only."""
+    micro_batches: int
+    schedule: str = "1f1b"
+    window: int | None = 0
+    apart: bool = False
+    """Whether gradients of inputs and of weights are parts of their own."""
+    registers: dict[str, int] = field(default_factory=dict)
+    """Registers of queues, by name, where they are not the schedule's own."""
+    coupled: bool = False
+    """Whether ops that couple samples may see one micro-batch at a time."""
+    name: str = "hand"
+    account: dict[str, Any] = field(default_factory=dict)
+    """What the plan costs, filled in by whoever made it: for `explain`, not part of the identity."""
+
+    def __post_init__(self) -> None:
+        if self.schedule not in SCHEDULES:
+            raise PlanError(f"no schedule is called {self.schedule!r}", allowed="  ".join(SCHEDULES))
+        if self.micro_batches < 1:
+            raise PlanError(f"a step of {self.micro_batches} micro-batches", allowed="at least 1")
+        if self.window is not None and self.window < 0:
+            raise PlanError(f"a window of {self.window}", allowed="0 or more, or None for any")
+        for s, stage in enumerate(self.stages):
+            if not 0 <= stage.place < len(self.places):
+                raise PlanError(f"stage {s} is at place {stage.place}", allowed=f"0 to {len(self.places) - 1}")
+            if stage.plan.mesh != self.places[stage.place].mesh:
+                raise PlanError(f"stage {s} is planned for {stage.plan.mesh}, its place is {self.places[stage.place]}")
+        if {s.place for s in self.stages} != set(range(len(self.places))):
+            raise PlanError("a place without a stage")
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks the plan needs."""
+        return 1 + max(r for p in self.places for r in p.ranks)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data; `from_json` is the inverse."""
+        return {
+            "laminar_staged_plan": VERSION,
+            "name": self.name,
+            "graph": self.graph_hash,
+            "places": [{"ranks": list(p.ranks), "mesh": p.mesh.to_json()} for p in self.places],
+            "stages": [{"place": s.place, "plan": s.plan.to_json()} for s in self.stages],
+            "of": self.of,
+            "micro_batches": self.micro_batches,
+            "schedule": self.schedule,
+            "window": self.window,
+            "apart": self.apart,
+            "registers": self.registers,
+            "coupled": self.coupled,
+            "account": self.account,
+        }
+
+    @staticmethod
+    def from_json(data: Any) -> Staged:
+        """A staged plan from `to_json`'s data."""
+        version = data.get("laminar_staged_plan") if isinstance(data, dict) else None
+        if version != VERSION:
+            raise PlanError(f"staged plan of version {version}, this laminar reads version {VERSION}")
+        try:
+            return Staged(
+                graph_hash=data["graph"],
+                places=tuple(Place(tuple(p["ranks"]), Mesh(p["mesh"])) for p in data["places"]),
+                stages=tuple(StagePlan(s["place"], Plan.from_json(s["plan"])) for s in data["stages"]),
+                of=dict(data["of"]),
+                micro_batches=data["micro_batches"],
+                schedule=data["schedule"],
+                window=data["window"],
+                apart=data["apart"],
+                registers=dict(data["registers"]),
+                coupled=data["coupled"],
+                name=data["name"],
+                account=data["account"],
+            )
+        except LaminarError as error:
+            raise PlanError(f"corrupt plan: {error}") from error
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise PlanError(f"corrupt plan: {type(error).__name__}: {error}") from error
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON."""
+        Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n")
+
+    @cached_property
+    def hash(self) -> str:
+        """Identity of the decision; names and accounts do not count."""
+        data = {k: v for k, v in self.to_json().items() if k not in ("account", "name", "stages")}
+        return content_hash({**data, "stages": [[s.place, s.plan.hash] for s in self.stages]})
+
+    def fits(self, graph: Graph) -> None:
+        """Refuse a graph this plan was not made for."""
+        if graph.hash != self.graph_hash:
+            raise PlanError(
+                f"plan {self.hash[:12]} is for graph {self.graph_hash[:12]}, not {graph.hash[:12]}",
+                next="capture the same model with the same shape of micro-batch, or plan again",
+            )
+
+    def explain(self) -> str:
+        """What runs where, in which order, and what each stage moves."""
+        window = "any order" if self.window is None else f"window {self.window}" if self.window else "fixed order"
+        lines = [
+            f"plan {self.hash[:12]} ({self.name}), graph {self.graph_hash[:12]}, {len(self.stages)} stages at "
+            f"{len(self.places)} places, {self.ranks} ranks",
+            f"{self.micro_batches} micro-batches, {self.schedule}, {window}",
+        ]
+        for s, stage in enumerate(self.stages):
+            about = self.account.get("stages", [{}] * len(self.stages))[s]
+            share = f", {about['share']:.1%} of the work" if "share" in about else ""
+            lines.append(f"stage {s} at place {stage.place} ({self.places[stage.place]}){share}")
+            if "modules" in about:
+                lines.append(f"  {about['modules']}")
+            if "sends" in about:
+                lines.append(f"  sends {about['sends']:,} bytes per micro-batch")
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return f"Staged({self.hash[:12]}, {self.name}, {len(self.stages)} stages, {self.micro_batches} micro-batches)"

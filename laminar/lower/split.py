@@ -1,0 +1,363 @@
+"""A graph cut into stages: each a graph of its own, with what it takes from the others and gives to them.
+
+Whoever plans says where each forward op belongs. Backward ops follow: gradients flow from later stages to earlier ones,
+and a backward op belongs to the latest stage, not after those its gradients come from, that has all the forward
+values it reads at hand, having made or read them itself. So nothing travels back that forward has not brought, and no
+activation travels for the sake of backward alone unless there is no other way.
+
+    light    Masks, positions, casts of weights: what is cheap and made from inputs alone is made anew in every stage
+             that reads it.
+    batch    Leaves of the batch are inputs of whichever stage reads them: labels go to the last one by themselves.
+    tied     A weight that several stages read is an input of each, and its gradient is taken apart: each stage gives
+             the sum of its own terms, once per step the stages add theirs up.
+
+Stages form a DAG. A cut in which two stages wait for each other is refused by the names of the ops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from laminar.cost.work import FREE
+from laminar.errors import PlanError
+from laminar.ir.codec import Ref
+from laminar.ir.graph import Constant, Graph, Input, Node, Output, map_refs
+
+LIGHT_NUMEL = 1 << 22
+"""What is made from inputs alone and is larger than this is made once and sent."""
+LINEAR = FREE | {"aten._to_copy", "aten.clone", "aten.neg"}
+"""Ops of one tensor through which a sum of gradients can be taken apart."""
+
+
+def value_name(ref: Ref) -> str:
+    """The name under which a stage is given a value that another has made."""
+    return ref.name if ref.index == 0 else f"{ref.name}.{ref.index}"
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """A value that one stage makes and another reads, once for every micro-batch."""
+
+    ref: Ref
+    src: int
+    dst: int
+    phase: str
+    """`forward` or `backward`: which part of the source makes it."""
+    first: str = ""
+    """`forward` or `backward`: which part of the destination reads it first."""
+
+    @property
+    def name(self) -> str:
+        """What the destination calls it."""
+        return value_name(self.ref)
+
+
+@dataclass(frozen=True)
+class Split:
+    """The stages of a graph."""
+
+    graphs: tuple[Graph, ...]
+    edges: tuple[Edge, ...]
+    of: dict[str, int]
+    """For each op made once, its stage; light ones are in several and not named here."""
+    like: dict[str, str] = field(default_factory=dict)
+    """Ops that are in no stage of the whole graph but stand for one of its ops: sums of gradients, taken apart."""
+    tied: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Parameters that several stages read, and which."""
+
+
+def split(graph: Graph, forward: Mapping[str, int], stages: int) -> Split:
+    """Cut a graph by the stage of each forward op; light ops need none."""
+    return _Cutter(graph, dict(forward), stages).split()
+
+
+class _Cutter:
+    def __init__(self, graph: Graph, forward: dict[str, int], stages: int) -> None:
+        self.graph, self.stages = graph, stages
+        self.inputs = {i.name: i for i in graph.inputs} | {c.name: c for c in graph.constants}
+        self.light = light_ops(graph)
+        self.of: dict[str, int] = {}
+        for node in graph.nodes:
+            if node.phase != "forward" or node.name in self.light:
+                continue
+            if node.name not in forward:
+                raise PlanError(f"op %{node.name} belongs to no stage", at=node.where)
+            if not 0 <= forward[node.name] < stages:
+                raise PlanError(f"op %{node.name} is in stage {forward[node.name]}", allowed=f"0 to {stages - 1}")
+            self.of[node.name] = forward[node.name]
+        self._keep_buffers_together()
+        self.hand = self._at_hand()
+        self.before = self._order()
+        self.like: dict[str, str] = {}
+
+    # --- who has what
+
+    def _keep_buffers_together(self) -> None:
+        """What only makes a buffer's new value is where the values it is made from are; both stay in one stage."""
+        wanted: dict[str, set[str]] = {}
+        for o in self.graph.outputs:
+            wanted.setdefault(o.ref.name, set()).add(o.name if o.kind == "buffer" else "")
+        for node in reversed(self.graph.nodes):
+            for ref in node.ins:
+                wanted.setdefault(ref.name, set()).update(wanted.get(node.name, {""}))
+        only = {n: next(iter(names)) for n, names in wanted.items() if len(names) == 1 and n in self.of}
+        stage: dict[str, int] = {}
+        for node in self.graph.nodes:
+            buffer = only.get(node.name, "")
+            if buffer:
+                sources = [self.of[r.name] for r in node.ins if r.name in self.of and only.get(r.name) != buffer]
+                stage[buffer] = max([*sources, stage.get(buffer, -1)])
+        for name, buffer in only.items():
+            if buffer and stage[buffer] >= 0:
+                self.of[name] = stage[buffer]
+
+    def _at_hand(self) -> dict[str, set[int]]:
+        """For each value's maker or input, the stages that make it or read it in forward."""
+        hand: dict[str, set[int]] = {name: {stage} for name, stage in self.of.items()}
+        for node in reversed(self.graph.nodes):
+            if node.phase != "forward":
+                continue
+            here = hand.get(node.name, set()) if node.name in self.light else {self.of[node.name]}
+            for ref in node.ins:
+                hand.setdefault(ref.name, set()).update(here)
+        return hand
+
+    def _order(self) -> list[set[int]]:
+        """For each stage, itself and those that must come before it; cycles are refused."""
+        direct: list[dict[int, tuple[Node, Node]]] = [{} for _ in range(self.stages)]
+        for node in self.graph.nodes:
+            if node.name in self.of:
+                for ref in node.ins:
+                    src = self.of.get(ref.name, self.of[node.name])
+                    if src != self.of[node.name]:
+                        direct[self.of[node.name]].setdefault(src, (self.graph.by_name[ref.name], node))
+        out: list[set[int]] = []
+        for stage in range(self.stages):
+            seen, todo = {stage}, [stage]
+            while todo:
+                for other in direct[todo.pop()]:
+                    if other not in seen:
+                        seen.add(other)
+                        todo.append(other)
+            out.append(seen)
+        for stage, sources in enumerate(direct):
+            for other, (a, b) in sources.items():
+                if stage in out[other]:
+                    raise PlanError(
+                        f"stages {other} and {stage} wait for each other: %{b.name} reads %{a.name} of the other",
+                        at=b.where,
+                        next="put ops that depend on each other both ways into one stage",
+                    )
+        return out
+
+    # --- backward
+
+    def _backward(self, homes: Mapping[str, set[int]]) -> None:
+        """A stage for every other op; `homes` says where ops that end in a gradient may be."""
+        for node in self.graph.nodes:
+            if node.phase != "forward" and node.name not in self.light:
+                self.of[node.name] = self._stage(node, homes.get(node.name))
+
+    def _stage(self, node: Node, home: set[int] | None) -> int:
+        every = set(range(self.stages))
+        below, near, far = set(every), set(every), set(every)
+        for ref in node.ins:
+            maker = self.graph.by_name.get(ref.name)
+            if ref.name in self.light:
+                continue
+            if maker is None or maker.phase == "forward":
+                near &= self.hand.get(ref.name, every) or every
+                if maker is not None:
+                    far &= {t for t in every if self.of[ref.name] in self.before[t]}
+            elif maker.phase == "recompute":
+                near &= {self.of[ref.name]}
+                far &= {t for t in every if self.of[ref.name] in self.before[t]}
+            else:
+                below &= self.before[self.of[ref.name]]
+        for found in ((below & near & (home or every)), (below & far & (home or every)), below & near, below & far):
+            if found:
+                # The latest: one that no other comes after; of several such the last by number.
+                return max(t for t in found if not any(u != t and t in self.before[u] for u in found))
+        raise PlanError(
+            f"no stage can run backward op %{node.name} = {node.op}",
+            at=node.where,
+            next="it reads values of stages that do not follow each other: put these into one",
+        )
+
+    # --- gradients of tied weights
+
+    def _terms(self, ref: Ref, chain: tuple[Node, ...] = ()) -> list[tuple[Ref, tuple[Node, ...]]]:
+        """A gradient as a sum: each term, and the ops to run on it."""
+        node = self.graph.by_name.get(ref.name)
+        only = node is not None and len(self.graph.users.get(ref, ())) + self._given.get(ref, 0) <= 1
+        if node is None or node.phase == "forward" or not only or len(node.outs) != 1:
+            return [(ref, chain)]
+        if node.op == "aten.add.Tensor" and len(node.ins) == 2 and len(node.args) == 2:
+            a, b = node.ins
+            if self.graph.specs[a] == self.graph.specs[b] == node.outs[0]:
+                return [*self._terms(a, chain), *self._terms(b, chain)]
+        if node.op in LINEAR and len(node.ins) == 1 and node.args[0] == node.ins[0]:
+            return self._terms(node.ins[0], (node, *chain))
+        return [(ref, chain)]
+
+    def split(self) -> Split:
+        graph = self.graph
+        self._given: dict[Ref, int] = {}
+        for o in graph.outputs:
+            self._given[o.ref] = self._given.get(o.ref, 0) + 1
+        grads = {o.name: self._terms(o.ref) for o in graph.outputs if o.kind == "grad"}
+        homes: dict[str, set[int]] = {}
+        for name, terms in grads.items():
+            for ref, chain in terms:
+                homes.setdefault(ref.name, set()).update(self.hand.get(name, set()))
+                for node in chain:
+                    homes.setdefault(node.name, set()).update(self.hand.get(name, set()))
+        self._backward({k: v for k, v in homes.items() if v})
+        outputs: list[list[Output]] = [[] for _ in range(self.stages)]
+        extra: list[list[Node]] = [[] for _ in range(self.stages)]
+        dropped: set[str] = set()
+        for o in graph.outputs:
+            if o.kind != "grad":
+                outputs[self._home(o)].append(o)
+                continue
+            where = {self._made(ref, self.hand.get(o.name, set())) for ref, _ in grads[o.name]}
+            if len(where) == 1:
+                # Whole in one stage: the sums stay there as they are.
+                (stage,) = where
+                for node in self._above(o.ref, {ref.name for ref, _ in grads[o.name]}):
+                    self.of[node.name] = stage
+                outputs[stage].append(o)
+                continue
+            dropped |= {n.name for n in self._above(o.ref, {ref.name for ref, _ in grads[o.name]})}
+            for stage in sorted(where):
+                mine = [t for t in grads[o.name] if self._made(t[0], self.hand.get(o.name, set())) == stage]
+                outputs[stage].append(replace(o, ref=self._summed(o, mine, stage, extra[stage])))
+        for name in dropped:
+            self.of.pop(name, None)
+        return self._built(outputs, extra, dropped)
+
+    def _home(self, o: Output) -> int:
+        if o.ref.name in self.of:
+            return self.of[o.ref.name]
+        return max(self.hand.get(o.name, set()) | self.hand.get(o.ref.name, set()), default=0)
+
+    def _made(self, ref: Ref, readers: set[int]) -> int:
+        """Where a term of a gradient is wanted: where it is made, or else where its parameter is read."""
+        made = self.of.get(ref.name)
+        if made is None or (readers and made not in readers):
+            return max([r for r in readers if made is not None and r in self.before[made]] or readers, default=0)
+        return made
+
+    def _above(self, ref: Ref, leaves: set[str]) -> Iterable[Node]:
+        """Sums and linear ops between the terms of a gradient and its output."""
+        if ref.name in leaves or ref.name not in self.graph.by_name:
+            return
+        node = self.graph.by_name[ref.name]
+        yield node
+        for r in node.ins:
+            yield from self._above(r, leaves)
+
+    def _summed(self, o: Output, terms: list[tuple[Ref, tuple[Node, ...]]], stage: int, extra: list[Node]) -> Ref:
+        """The sum of one stage's terms, as new ops."""
+        total: Ref | None = None
+        adds = [n for n in self._above(o.ref, {r.name for r, _ in terms}) if n.op == "aten.add.Tensor"]
+        for k, (ref, chain) in enumerate(terms):
+            for node in chain:
+                name = f"{node.name}_s{stage}_{k}"
+                extra.append(replace(node, name=name, args=(ref, *node.args[1:])))
+                self.like[name], ref = node.name, Ref(name)
+            if total is None:
+                total = ref
+                continue
+            name = f"{adds[0].name}_s{stage}_{k}"
+            spec = self.graph.specs[o.ref]
+            extra.append(replace(adds[0], name=name, args=(total, ref), outs=(spec,)))
+            self.like[name], total = adds[0].name, Ref(name)
+        assert total is not None
+        return total
+
+    # --- the pieces
+
+    def _built(self, outputs: list[list[Output]], extra: list[list[Node]], dropped: set[str]) -> Split:
+        graph = self.graph
+        edges: dict[tuple[Ref, int], Edge] = {}
+        needed: list[set[str]] = []
+        for stage in range(self.stages):
+            mine = {n for n, s in self.of.items() if s == stage}
+            for node in reversed([*graph.nodes, *extra[stage]]):
+                wanted = {r.name for o in outputs[stage] for r in (o.ref,)}
+                if node.name in self.light and (node.name in wanted or node.name in mine):
+                    mine.add(node.name)
+                if node.name in mine or node in extra[stage]:
+                    mine |= {r.name for r in node.ins if r.name in self.light}
+            needed.append(mine)
+        for stage in range(self.stages):
+            reads = [(r, n.phase) for n in graph.nodes if n.name in needed[stage] for r in n.ins]
+            reads += [(r, n.phase) for n in extra[stage] for r in n.ins]
+            reads += [(o.ref, "backward") for o in outputs[stage]]
+            for ref, phase in reads:
+                src = self.of.get(ref.name)
+                if src is None or src == stage:
+                    continue
+                made = "forward" if graph.by_name[ref.name].phase == "forward" else "backward"
+                first = "forward" if phase == "forward" else "backward"
+                known = edges.get((ref, stage))
+                if known is None or (known.first == "backward" and first == "forward"):
+                    edges[ref, stage] = Edge(ref, src, stage, made, first)
+        graphs = [self._graph(s, needed[s], extra[s], outputs[s], list(edges.values())) for s in range(self.stages)]
+        tied = {}
+        for item in graph.of_kind("param"):
+            readers = tuple(s for s, g in enumerate(graphs) if any(i.name == item.name for i in g.inputs))
+            if len(readers) > 1:
+                tied[item.name] = readers
+        return Split(tuple(graphs), tuple(edges.values()), dict(self.of), dict(self.like), tied)
+
+    def _graph(self, stage: int, names: set[str], extra: list[Node], outs: list[Output], edges: list[Edge]) -> Graph:
+        graph = self.graph
+        taken = {e.ref: e.name for e in edges if e.dst == stage}
+
+        def moved(ref: Ref) -> Ref:
+            return Ref(taken[ref]) if ref in taken else ref
+
+        nodes = [replace(n, args=map_refs(n.args, moved)) for n in graph.nodes if n.name in names]
+        nodes += [replace(n, args=map_refs(n.args, moved)) for n in extra]
+        read = {r.name for n in nodes for r in n.ins} | {moved(o.ref).name for o in outs}
+        kept: list[Any] = [self.inputs[name] for name in self.inputs if name in read]
+        given = [Input(name, "given", graph.specs[ref]) for ref, name in taken.items()]
+        sent = dict.fromkeys(e.ref for e in edges if e.src == stage)
+        outputs = [replace(o, ref=moved(o.ref)) for o in outs] + [Output(value_name(r), "sent", r) for r in sent]
+        return Graph(
+            inputs=(*(i for i in kept if isinstance(i, Input)), *given),
+            constants=tuple(c for c in kept if isinstance(c, Constant)),
+            nodes=tuple(nodes),
+            outputs=tuple(outputs),
+            batch_tree=graph.batch_tree,
+            probed=tuple((name, found) for name, found in graph.probed if name in names),
+        )
+
+
+def light_ops(graph: Graph) -> set[str]:
+    """Ops that any stage may run for itself: cheap, and made from inputs alone.
+
+    From constants, the batch and keys, anything small that draws nothing large and multiplies no matrices; from
+    parameters and buffers only views and casts, which belong to whoever reads the weight.
+    """
+    free = {i.name for i in graph.inputs if i.kind in ("batch", "scale", "rng")} | {c.name for c in graph.constants}
+    stored = {i.name for i in graph.inputs if i.kind in ("param", "buffer")}
+    out: set[str] = set()
+    written = {o.ref.name for o in graph.outputs if o.kind == "buffer"}
+    for node in graph.nodes:
+        names = {r.name for r in node.ins}
+        cheap = (node.op in FREE or node.op == "aten._to_copy") and len(node.outs) == 1
+        small = sum(o.numel for o in node.outs if o) <= LIGHT_NUMEL and not node.op.startswith("laminar.")
+        if node.name in written:
+            continue
+        if names <= free and (cheap or small):
+            free.add(node.name)
+            out.add(node.name)
+        elif names <= stored and cheap and node.phase == "forward":
+            stored.add(node.name)
+            out.add(node.name)
+    return out

@@ -1,0 +1,323 @@
+"""Pipelines: a graph cut into stages of equal work, each stage spread over its own ranks.
+
+Forward ops stand in the order of the program; a chain of stages is a choice of cuts. The cost of a stage is the work
+of its ops, forward and backward, and the time to pass on what crosses its two cuts; `balanced` finds the cuts whose
+slowest stage is fastest, exactly, and among these the ones that send least.
+
+Inside a stage any plan for the whole graph serves: `inner` spreads the graph over one place's mesh, and each stage
+keeps what concerns its own ops. A value that passes between stages lies as its maker leaves it, or, where that is
+a sum still to be made, as its reader wants it.
+
+Samples of one batch go through the pipe in parts. An op that couples samples (batch statistics, a softmax over the
+batch) would compute something else then: such ops are found by splitting the batch over two ranks and looking at what
+has to be exchanged, and are refused by name unless the caller wants them to see one micro-batch at a time.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from laminar.cost.work import FREE, op_s
+from laminar.errors import PlanError
+from laminar.ir.codec import Ref
+from laminar.ir.graph import Graph
+from laminar.ir.mesh import Mesh, Place
+from laminar.ir.plan import Choice, Plan
+from laminar.ir.sbp import B, NdSbp, Partial
+from laminar.ir.staged import Staged, StagePlan
+from laminar.lower.lower import lower
+from laminar.lower.split import Split, light_ops, split
+from laminar.rules.boxing import WIRE
+from laminar.rules.notation import call_of
+from laminar.search import presets
+
+Inner = Mesh | Plan | Callable[[Graph], Plan] | None
+SLACK = 1.02
+"""Cuts whose slowest stage is within this of the best are compared by what they send."""
+
+
+def pipeline(
+    graph: Graph,
+    stages: int | Sequence[str] | Mapping[str, int] = 2,
+    microbatches: int = 4,
+    virtual: int = 1,
+    inner: Inner | Sequence[Inner] = None,
+    schedule: str | None = None,
+    window: int | None = 0,
+    apart: bool | None = None,
+    couple: str | None = None,
+    registers: Mapping[str, int] | None = None,
+) -> Staged:
+    """A pipeline over the stages' ranks, one place after the other; `graph` is that of one micro-batch.
+
+    `stages`: how many places, cut where work is balanced; or the modules at which later stages begin, in order
+    (patterns); or for patterns of modules their stage, which may form any DAG. `virtual` stages per place take turns.
+    `inner` spreads each stage: a mesh (data parallel, or tensor parallel if it has a `tp` axis), a plan for
+    the whole graph, or a function that makes one; or one of these for each place. `schedule` is 1f1b, or interleaved
+    with virtual stages; `window` how far a place may leave the order. `couple="microbatch"` lets ops that couple
+    samples see one micro-batch at a time.
+    """
+    if couple not in (None, "microbatch"):
+        raise PlanError(f"couple={couple!r}", allowed='None  "microbatch"')
+    if virtual < 1:
+        raise PlanError(f"virtual={virtual}", allowed="a whole number of at least 1")
+    if couple is None and microbatches > 1:
+        refuse_coupled(graph)
+    schedule = schedule or ("interleaved" if virtual > 1 else "1f1b")
+    of, count = _assigned(graph, stages, virtual)
+    places = count // virtual
+    inners: list[Any] = list(inner) if isinstance(inner, Sequence) else [inner] * places
+    if len(inners) != places:
+        raise PlanError(f"{len(inners)} inner plans for {places} places")
+    found: dict[int, Plan] = {}
+    plans = [found.setdefault(id(one), _inner(graph, one)) for one in inners]
+    cut = split(graph, of, count)
+    sets, first = [], 0
+    for plan in plans:
+        sets.append(Place(tuple(range(first, first + plan.mesh.ranks)), plan.mesh))
+        first += plan.mesh.ranks
+    own = tuple(
+        StagePlan(s % places, stage_plan(graph, cut, s, [plans[t % places] for t in range(count)]))
+        for s in range(count)
+    )
+    return Staged(
+        graph_hash=graph.hash,
+        places=tuple(sets),
+        stages=own,
+        of={n: s for n, s in cut.of.items() if graph.by_name[n].phase == "forward"},
+        micro_batches=microbatches,
+        schedule=schedule,
+        window=window,
+        apart=schedule == "zero_bubble" if apart is None else apart,
+        registers=dict(registers or {}),
+        coupled=couple is not None,
+        name=f"pipeline({count})",
+        account=_account(graph, cut),
+    )
+
+
+def _inner(graph: Graph, inner: Inner) -> Plan:
+    if inner is None:
+        return presets.data_parallel(graph, Mesh({"dp": 1}))
+    if isinstance(inner, Mesh):
+        return (presets.tensor_parallel if "tp" in inner.names else presets.data_parallel)(graph, inner)
+    if isinstance(inner, Plan):
+        inner.fits(graph)
+        return inner
+    return inner(graph)
+
+
+def _assigned(graph: Graph, stages: Any, virtual: int) -> tuple[dict[str, int], int]:
+    """The stage of each forward op, and how many there are."""
+    if isinstance(stages, int):
+        if stages < 1:
+            raise PlanError(f"a pipeline of {stages} stages", allowed="at least 1")
+        return balanced(graph, stages * virtual), stages * virtual
+    if isinstance(stages, Mapping):
+        return _by_pattern(graph, stages), (1 + max(stages.values())) * 1
+    return _beginning_at(graph, list(stages)), len(stages) + 1
+
+
+def _beginning_at(graph: Graph, patterns: list[str]) -> dict[str, int]:
+    """Later stages begin at the first op of the modules named."""
+    out, stage = {}, 0
+    for node in graph.nodes:
+        if node.phase == "forward":
+            if stage < len(patterns) and re.match(patterns[stage], node.module):
+                stage += 1
+            out[node.name] = stage
+    if stage < len(patterns):
+        raise PlanError(f"no module after stage {stage}'s matches {patterns[stage]!r}", allowed=_modules(graph))
+    return out
+
+
+def _by_pattern(graph: Graph, patterns: Mapping[str, int]) -> dict[str, int]:
+    """Ops of modules named go where they are told; others to the latest stage that they read from, or read them."""
+    used: set[str] = set()
+    out: dict[str, int] = {}
+    ops = [n for n in graph.nodes if n.phase == "forward"]
+    for node in ops:
+        for pattern, stage in patterns.items():
+            if re.match(pattern, node.module):
+                out[node.name] = stage
+                used.add(pattern)
+                break
+    for pattern in patterns:
+        if pattern not in used:
+            raise PlanError(f"no module matches {pattern!r}", allowed=_modules(graph))
+    for node in ops:
+        if node.name not in out:
+            before = [out[r.name] for r in node.ins if r.name in out]
+            if before:
+                out[node.name] = max(before)
+    for node in reversed(ops):
+        after = [out[u.name] for i in range(len(node.outs)) for u in graph.users.get(Ref(node.name, i), ())
+                 if u.name in out]  # fmt: skip
+        out.setdefault(node.name, min(after, default=0))
+    return out
+
+
+def _modules(graph: Graph) -> str:
+    names = dict.fromkeys(n.module for n in graph.nodes if n.phase == "forward" and n.module)
+    return ", ".join(list(names)[:12]) + (", ..." if len(names) > 12 else "")
+
+
+# --- balance
+
+
+def work_s(graph: Graph) -> dict[str, float]:
+    """Seconds of each forward op with its backward ops, by a roofline on an assumed machine."""
+    out: dict[str, float] = {}
+    for node in graph.nodes:
+        if node.phase == "forward":
+            once = op_s(call_of(node, graph.specs))
+            trained = node.op not in FREE and any(r.name in out or graph.specs[r].is_float for r in node.ins)
+            out[node.name] = once * (3.0 if trained else 1.0)
+    return out
+
+
+def balanced(graph: Graph, stages: int) -> dict[str, int]:
+    """Cuts of the forward ops, in order, whose slowest stage is fastest; of nearly equal ones those that send least."""
+    light = light_ops(graph)
+    ops = [n for n in graph.nodes if n.phase == "forward" and n.name not in light]
+    if len(ops) < stages:
+        raise PlanError(f"{len(ops)} ops can't make {stages} stages", next="ask for fewer stages")
+    seconds = work_s(graph)
+    total = np.concatenate(([0.0], np.cumsum([seconds[n.name] for n in ops])))
+    sent = crossing_bytes(graph, [n.name for n in ops])
+    wire = np.array(
+        [2 * (WIRE.latency_s + b / WIRE.bytes_per_s) if 0 < i < len(ops) else 0.0 for i, b in enumerate(sent)]
+    )
+    n = len(ops)
+    best = np.full((stages + 1, n + 1), np.inf)
+    best[0, 0] = 0.0
+    for k in range(1, stages + 1):
+        for j in range(k, n + 1):
+            before = np.maximum(best[k - 1, :j], total[j] - total[:j] + wire[:j] + wire[j])
+            best[k, j] = before.min()
+    limit = best[stages, n] * SLACK
+    # Among cuts that keep every stage below the limit, the least bytes in all.
+    least = np.full((stages + 1, n + 1), np.inf)
+    least[0, 0] = 0.0
+    back = np.zeros((stages + 1, n + 1), dtype=int)
+    for k in range(1, stages + 1):
+        for j in range(k, n + 1):
+            ok = total[j] - total[:j] + wire[:j] + wire[j] <= limit
+            found = np.where(ok, least[k - 1, :j], np.inf)
+            back[k, j] = int(found.argmin())
+            least[k, j] = found[back[k, j]] + (sent[j] if j < n else 0.0)
+    cuts, j = [], n
+    for k in range(stages, 0, -1):
+        j = int(back[k, j])
+        cuts.append(j)
+    starts = sorted(cuts)
+    return {node.name: int(np.searchsorted(starts, i, side="right")) - 1 for i, node in enumerate(ops)}
+
+
+def crossing_bytes(graph: Graph, ops: Sequence[str]) -> list[float]:
+    """For a cut before each op, and behind the last, the bytes that forward sends across it."""
+    at = {name: i for i, name in enumerate(ops)}
+    change = np.zeros(len(ops) + 2)
+    for name in ops:
+        node = graph.by_name[name]
+        for k, spec in enumerate(node.outs):
+            readers = [at[u.name] for u in graph.users.get(Ref(name, k), ()) if u.name in at]
+            if spec is not None and readers and max(readers) > at[name]:
+                change[at[name] + 1] += spec.nbytes
+                change[max(readers) + 1] -= spec.nbytes
+    return [float(x) for x in np.cumsum(change)[: len(ops) + 1]]
+
+
+def _account(graph: Graph, cut: Split) -> dict[str, Any]:
+    """What `explain` tells about the stages."""
+    seconds = {n.name: op_s(call_of(n, graph.specs)) for n in graph.nodes}
+    whole = sum(seconds.values()) or 1.0
+    rows = []
+    for s, own in enumerate(cut.graphs):
+        modules = list(dict.fromkeys(n.module for n in own.nodes if n.phase == "forward" and n.module))
+        rows.append({
+            "share": sum(seconds.get(n.name, 0.0) for n in own.nodes) / whole,
+            "modules": f"{modules[0]} to {modules[-1]}" if len(modules) > 1 else "".join(modules),
+            "sends": sum(graph.specs[e.ref].nbytes for e in cut.edges if e.src == s),
+        })  # fmt: skip
+    return {"stages": rows, "tied": {n: list(where) for n, where in cut.tied.items()}}
+
+
+# --- the plan of one stage
+
+
+def stage_plan(graph: Graph, cut: Split, stage: int, plans: Sequence[Plan]) -> Plan:
+    """What a plan of the whole graph says about one stage; `plans` are those of all stages, for what passes between."""
+    own, plan = cut.graphs[stage], plans[stage]
+    ops = {n.name: plan.ops[cut.like.get(n.name, n.name)] for n in own.nodes}
+    inputs: dict[str, NdSbp] = {}
+    whole = {e.name: e for e in cut.edges if e.dst == stage}
+    for item in own.inputs:
+        if item.kind != "given":
+            inputs[item.name] = plan.inputs[item.name]
+        else:
+            inputs[item.name] = passing(plan, graph, whole[item.name].ref, own)
+    outputs: dict[str, NdSbp] = {}
+    for o in own.outputs:
+        if o.kind == "sent":
+            outputs[f"sent:{o.name}"] = passing(plan, graph, o.ref, graph)
+        else:
+            outputs[f"{o.kind}:{o.name}"] = plan.outputs[f"{o.kind}:{o.name}"]
+    names = {i.name for i in own.inputs}
+    state = {n: nd for n, nd in plan.state.items() if n in names}
+    return Plan(plan.mesh, own.hash, ops, inputs, outputs, state, name=plan.name)
+
+
+def passing(plan: Plan, graph: Graph, ref: Ref, reader: Graph) -> NdSbp:
+    """How a value lies that passes between stages: as made, else as read, and never as a sum still to be made."""
+    made: NdSbp = plan.ops[ref.name].outs[ref.index]
+    if not any(isinstance(p, Partial) for p in made):
+        return made
+    for node in graph.users.get(ref, ()):
+        choice: Choice = plan.ops[node.name]
+        for r, nd in zip(node.ins, choice.ins, strict=True):
+            if r == ref and not any(isinstance(p, Partial) for p in nd):
+                return nd
+    return tuple(B if isinstance(p, Partial) else p for p in made)
+
+
+# --- ops that couple samples
+
+
+def coupled_ops(graph: Graph) -> list[tuple[str, str]]:
+    """Ops that need samples of the whole batch at once: op and line, found by splitting the batch over two ranks."""
+    samples = [i.spec.shape[0] for i in graph.of_kind("batch") if i.spec.shape]
+    if not samples or max(samples) < 2:
+        return []
+    program = lower(graph, presets.data_parallel(graph, Mesh({"dp": 2})), schedule=False, bucket_bytes=0)
+    found: dict[str, tuple[str, str]] = {}
+    for instr in program.instrs:
+        reader = re.match(r".* for %(\S+)$", instr.why)
+        if instr.moves and instr.phase == "forward" and reader and reader[1] in graph.by_name:
+            node = graph.by_name[reader[1]]
+            found.setdefault(node.name, (node.op, node.where))
+    return list(found.values())
+
+
+def refuse_coupled(graph: Graph) -> None:
+    """Refuse a graph that would compute something else micro-batch by micro-batch."""
+    found = coupled_ops(graph)
+    if found:
+        op, where = found[0]
+        raise PlanError(
+            f"{op} couples the samples of a batch, so micro-batches would give other numbers",
+            at=where,
+            also=f"{len(found) - 1} more such ops" if len(found) > 1 else "",
+            next='couple="microbatch" if it may see one micro-batch at a time, or microbatches=1',
+        )
+
+
+def with_plan(staged: Staged, stage: int, plan: Plan) -> Staged:
+    """The same with another plan for one stage."""
+    changed = [replace(s, plan=plan) if i == stage else s for i, s in enumerate(staged.stages)]
+    return replace(staged, stages=tuple(changed))
