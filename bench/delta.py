@@ -13,9 +13,14 @@ apart twice: by the place of the edited task in the list, and by the time at whi
 that runs ahead these differ: its last launch lies early in the step). Every delta answer is compared with
 the full one, to the last tick.
 
+Timed until the length of the step is known, which is what a search asks for; `read` are the same edits until all
+starts, ends and reasons are read. In the plain figures delta is given two loads and finds what differs; `told`
+figures are of the same edits, delta being told which tasks differ, as by a search that made the edit. `chain` is a
+walk of single edits, each from the result of the one before, so that nothing made for one edit serves another.
+
     python bench/delta.py [--edits 200] [--shape program]
 
-CPU time, best of three, one process. Targets: full below 30 ms; delta at the median 5 times faster, 10 times
+CPU time, best of five, one process. Targets: full below 30 ms; delta at the median 5 times faster, 10 times
 in the last quarter.
 """
 
@@ -26,7 +31,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from common import report
 
@@ -79,19 +84,21 @@ def gpt(layers: int, host: bool, drag: Drag, reduction: int, seed: int = 0) -> L
     return Load(LANES if host else LANES[:3], tuple(tasks), 1, drag)
 
 
-def edit(load: Load, at: int, rng: random.Random) -> Load:
-    """One random edit at task `at`."""
+def edit(load: Load, at: int, rng: random.Random) -> tuple[Load, list[int], list[int]]:
+    """One random edit at task `at`; the new indices of tasks that differ and the old ones of those gone."""
     tasks = list(load.tasks)
     kind = rng.choice(("work", "remove", "insert", "block"))
     task = tasks[at]
+    changed, lost = [at], []
     if kind == "work":
         tasks[at] = task._replace(work=rng.randrange(2 * task.work + 1_000))
     elif kind == "block":
-        for i in range(at, min(at + 12, len(tasks))):
+        changed = list(range(at, min(at + 12, len(tasks))))
+        for i in changed:
             tasks[i] = tasks[i]._replace(work=rng.randrange(tasks[i].work + 1_000))
     elif kind == "insert":
         tasks = [t._replace(after=tuple(p + (p >= at) for p in t.after)) for t in tasks]
-        tasks.insert(at, Task(f"inserted.{at}", task.lanes, rng.randrange(50_000), tasks[at].after, task.links))
+        tasks.insert(at, Task(f"inserted.{at}.{len(tasks)}", task.lanes, rng.randrange(50_000), task.after, task.links))
     else:
         gone = task.after
 
@@ -99,8 +106,9 @@ def edit(load: Load, at: int, rng: random.Random) -> Load:
             kept = (q for p in after for q in (gone if p == at else (p,)))
             return tuple(dict.fromkeys(p - (p > at) for p in kept))
 
+        changed, lost = [i - (i > at) for i, t in enumerate(tasks) if at in t.after], [at]
         tasks = [t._replace(after=moved(t.after)) for i, t in enumerate(tasks) if i != at]
-    return Load(load.lanes, tuple(tasks), load.links, load.drag)
+    return Load(load.lanes, tuple(tasks), load.links, load.drag), changed, lost
 
 
 def cpu_s(call: Callable[[], object]) -> float:
@@ -138,14 +146,51 @@ SHAPES = {
 }
 
 
-def measure(before: Times, at: int, rng: random.Random) -> tuple[float, float, dict[str, Any]]:
-    """CPU seconds of full and delta for one edit, and how delta found its answer."""
-    new = edit(before.load, at, rng)
+class Row(NamedTuple):
+    """CPU seconds of one edit, and how delta found its answer."""
+
+    at: int
+    full_s: float
+    delta_s: float
+    read_s: float
+    told_s: float
+    how: dict[str, Any]
+
+
+def read(times: Times) -> int:
+    """All there is to know."""
+    return len(times.start) + len(times.end) + len(times.because)
+
+
+def measure(before: Times, at: int, rng: random.Random) -> Row:
+    """One edit, each way five times, the best of each."""
+    new, changed, gone = edit(before.load, at, rng)
     fast, slow = again(before, new), simulate(new)
     assert fast.same(slow), f"delta and full differ after an edit at task {at}"
-    full_s = min(cpu_s(lambda: simulate(new)) for _ in range(3))
-    delta_s = min(cpu_s(lambda: again(before, new)) for _ in range(3))
-    return full_s, delta_s, fast.how
+    assert again(before, new, changed, gone).same(slow), f"delta, being told, and full differ after an edit at {at}"
+    ways = (
+        lambda: simulate(new).step,
+        lambda: again(before, new).step,
+        lambda: read(again(before, new)),
+        lambda: again(before, new, changed, gone).step,
+    )
+    full_s, delta_s, read_s, told_s = (min(cpu_s(way) for _ in range(5)) for way in ways)
+    return Row(at, full_s, delta_s, read_s, told_s, fast.how)
+
+
+def chain(before: Times, edits: int, rng: random.Random) -> list[float]:
+    """Speedups along a walk; each link can be timed only once."""
+    found = []
+    for _ in range(edits):
+        new, *_ = edit(before.load, rng.randrange(len(before.load.tasks)), rng)
+        start = time.process_time()
+        simulate(new)
+        middle = time.process_time()
+        times = again(before, new)
+        found.append((middle - start) / (time.process_time() - middle))
+        assert times.same(simulate(new)), "delta and full differ along a chain"
+        before = times
+    return found
 
 
 def main() -> None:
@@ -162,27 +207,37 @@ def main() -> None:
         rng = random.Random(1)
         n, late = len(load.tasks), [i for i, t in enumerate(before.start) if t >= 0.75 * before.step]
         places = [rng.randrange(n) for _ in range(given.edits)]
-        rows = [(at, *measure(before, at, rng)) for at in places]
+        rows = [measure(before, at, rng) for at in places]
         last = [measure(before, rng.choice(late), rng) for _ in range(given.edits // 4)]
-        speedups = sorted(full / delta for _, full, delta, _ in rows)
+        speedups = sorted(r.full_s / r.delta_s for r in rows)
         tenths = statistics.quantiles(speedups, n=10)
-        by_place = [full / delta for at, full, delta, _ in rows if at >= 0.75 * n]
-        by_time = [full / delta for full, delta, _ in last]
+        by_place = [r for r in rows if r.at >= 0.75 * n]
+
+        def times_faster(rows: list[Row], way: str = "delta_s") -> float:
+            return round(statistics.median(r.full_s / getattr(r, way) for r in rows), 2)
+
         report(
             "delta",
             {
                 "shape": shape,
                 "tasks": n,
                 "lanes": len(load.lanes),
-                "full_cpu_ms": round(1e3 * statistics.median(r[1] for r in rows), 2),
-                "delta_cpu_ms": round(1e3 * statistics.median(r[2] for r in rows), 3),
-                "speedup_median": round(statistics.median(speedups), 2),
+                "full_cpu_ms": round(1e3 * statistics.median(r.full_s for r in rows), 2),
+                "delta_cpu_ms": round(1e3 * statistics.median(r.delta_s for r in rows), 3),
+                "speedup_median": times_faster(rows),
                 "speedup_p10": round(tenths[0], 2),
                 "speedup_p90": round(tenths[-1], 2),
-                "last_quarter_by_place": round(statistics.median(by_place), 2),
-                "last_quarter_by_time": round(statistics.median(by_time), 2),
-                "simulated_share": round(statistics.mean(r[3]["simulated"] for r in rows) / n, 4),
-                "fell_back_to_full": sum(r[3]["full"] for r in rows),
+                "last_quarter_by_place": times_faster(by_place),
+                "last_quarter_by_time": times_faster(last),
+                "read_median": times_faster(rows, "read_s"),
+                "read_last_quarter_by_place": times_faster(by_place, "read_s"),
+                "read_last_quarter_by_time": times_faster(last, "read_s"),
+                "told_median": times_faster(rows, "told_s"),
+                "told_last_quarter_by_place": times_faster(by_place, "told_s"),
+                "told_last_quarter_by_time": times_faster(last, "told_s"),
+                "chain_median": round(statistics.median(chain(before, given.edits // 2, rng)), 2),
+                "simulated_share": round(statistics.mean(r.how["simulated"] for r in rows) / n, 4),
+                "fell_back_to_full": sum(r.how["full"] for r in rows),
                 "edits": given.edits + len(last),
                 "equal": True,
             },

@@ -10,7 +10,7 @@ from laminar.cost.work import FREE
 from laminar.ir.mesh import Mesh
 from laminar.ir.program import Program
 from laminar.lower.fuse import WRITES_ITSELF, kernels, parts
-from laminar.lower.recompute import recompute, written_out
+from laminar.lower.recompute import early, recompute, written_out
 from laminar.lower.step import step_programs
 from laminar.search import presets
 from laminar.search.draw import random_plan
@@ -52,6 +52,21 @@ def test_groups_hold_every_line_once_and_can_run_in_their_order(name: str, plan:
                 "code compiled apart can't share a kernel"
             )
         done |= {i.name for i in inside}
+
+
+@pytest.mark.parametrize("plan", ["zero3", "tensor"])
+def test_parts_end_at_collectives_where_they_are_read_and_where_backward_begins(plan: str) -> None:
+    """Code on the two sides of a collective or of the loss is compiled apart, so no kernel reaches over."""
+    p = program("gpt.py:tiny", plan)
+    where, first = parts(p), early(p)
+    begins = next(i.name for i in p.instrs if i.name not in first)
+    before, flying, cuts = 0, set(), 0
+    for instr in p.instrs:
+        read = {r.name for r in instr.refs} & flying
+        cut = instr.moves or bool(read) or instr.name == begins
+        assert where[instr.name] == before + cut, instr.name
+        before, flying, cuts = where[instr.name], flying - read | ({instr.name} if instr.moves else set()), cuts + cut
+    assert cuts > 4
 
 
 def test_a_norm_and_what_surrounds_it_is_one_kernel() -> None:

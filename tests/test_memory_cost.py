@@ -214,6 +214,15 @@ def test_a_kernel_runs_before_somebody_needs_it() -> None:
         memory(written(lines, [Ref("b")]), groups=[(0, 1), (1, 2)])
 
 
+def test_two_views_that_leave_a_kernel_are_two_memories() -> None:
+    """A value that leaves by views only is counted for each of them; counted once, a measured GPT is 9 % too low."""
+    made = (("a", "aten.relu", "x"), ("b", "aten.view", "a"), ("c", "aten.view", "a"))
+    lines = [line(name, op, (Ref(of),)) for name, op, of in made]
+    leaving = [Ref("b"), Ref("c")]
+    assert memory(written(lines, leaving), groups=[(0, 1, 2)]).peak_bytes == 3 * SPEC.nbytes
+    assert memory(written(lines, leaving), groups=[(0,), (1, 2)]).peak_bytes == 2 * SPEC.nbytes
+
+
 @pytest.mark.parametrize("name", SOME)
 @pytest.mark.parametrize("what", ["alone", "data", "zero3"])
 def test_fusing_runs_of_elementwise_ops_never_costs_memory(name: str, what: str) -> None:
@@ -234,14 +243,11 @@ def test_fusing_runs_of_elementwise_ops_never_costs_memory(name: str, what: str)
 
 @given(programs(), st.randoms(use_true_random=False))
 def test_any_grouping_of_neighbours_leaves_nothing_behind(program: Program, rng: random.Random) -> None:
-    """Whatever is grouped, in the end there is the input and what leaves, and values never outnumber lines."""
+    """Whatever is grouped, in the end there is the input and at most what leaves, and values never outnumber lines."""
     cuts = sorted(rng.sample(range(len(program.instrs) + 1), rng.randint(0, len(program.instrs))))
     groups = [tuple(range(a, b)) for a, b in zip([0, *cuts], [*cuts, len(program.instrs)], strict=True) if b > a]
     found = memory(program, groups=groups)
-    roots = {"x": "x"}
-    for instr in program.instrs:
-        roots[instr.name] = roots[instr.refs[0].name] if instr.op == "aten.view" else instr.name
-    leaves = {"x", *(roots[o.ref.name] for o in program.outputs)}
+    leaves = {"x", *(o.ref.name for o in program.outputs)}
     assert found.curve[-1][1] <= len(leaves) * SPEC.nbytes
     assert len(found.curve) == len(groups) + 1
 

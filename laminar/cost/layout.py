@@ -4,7 +4,8 @@ It matters three times: a product whose operand is transposed takes another path
 elementwise op over a permuted tensor reads with strides, and a view of a tensor that can't be viewed so is a
 copy. Strides are followed line by line, by torch's own rules: views compute them, elementwise ops keep the order
 of dims of their first large operand, everything else makes contiguous results. What is assumed where torch
-decides by device (attention) is what CPU kernels do.
+decides by device (attention) is what CPU kernels do. Layers repeat, so each form of a line
+(`cost.forms`) is followed once for every way in which its operands lie.
 
 A *mark* is a stride pattern in a word, as keys of the table write it: "" contiguous, "'" the last two dims swapped,
 "0213" another order of dims without gaps, "s" with gaps, "e" with repetition. A line's marks end with "!" if its
@@ -13,13 +14,17 @@ result has a place that is there already: gradients that a product writes into a
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from typing import Any, NamedTuple
 
+from laminar.cost.forms import Forms
 from laminar.cost.work import FREE
 from laminar.ir.codec import Ref
 from laminar.ir.mesh import Mesh
-from laminar.ir.program import Instr, Program
+from laminar.ir.program import Program
 from laminar.rules.notation import Call
 
 Strides = tuple[int, ...]
@@ -144,46 +149,80 @@ class Layouts:
     """Lines that are views in name and copies in fact."""
 
 
+class Lying(NamedTuple):
+    """How the operands and the results of a line lie. Lines of one form whose operands lie alike share it."""
+
+    call: Call
+    marks: tuple[str, ...]
+    made: tuple[Strides | None, ...]
+    """Strides of what it makes; None where they are the usual ones."""
+    copies: bool
+    """Whether it is a view in name and a copy in fact."""
+
+
 def layouts(program: Program, calls: Mapping[str, Call]) -> Layouts:
     """Strides of every value, given the local call of every line."""
     strides: dict[Ref, Strides] = {}
     marks: dict[str, tuple[str, ...]] = {}
     copies: set[str] = set()
-    told = placed(program)
-    for instr in program.instrs:
-        call = calls[instr.name]
-        given = [strides.get(r) or contiguous(s.shape) for r, s in zip(instr.refs, call.ins, strict=True)]
-        lying = tuple(mark_of(s.shape, st) for s, st in zip(call.ins, given, strict=True))
-        marks[instr.name] = (*lying, "!") if instr.name in told else lying
-        made = _made(instr, call, given)
-        if made is None:
+    forms = Forms(program)
+    for instr, lying in zip(program.instrs, follow(forms, [calls[i.name] for i in forms.examples]), strict=True):
+        marks[instr.name] = lying.marks
+        if lying.copies:
             copies.add(instr.name)
-            made = [contiguous(o.shape) if o else () for o in call.outs]
-        for k, (o, st) in enumerate(zip(call.outs, made, strict=True)):
-            if o is not None and not is_contiguous(o.shape, st):
-                strides[Ref(instr.name, k)] = st
+        strides.update({Ref(instr.name, k): st for k, st in enumerate(lying.made) if st is not None})
     return Layouts(strides, marks, frozenset(copies))
 
 
-def placed(program: Program) -> set[str]:
+def follow(forms: Forms, calls: Sequence[Call]) -> list[Lying]:
+    """How everything lies, line by line, given the local call of every form."""
+    strides: list[Strides | None] = [None] * forms.values
+    told = placed(forms)
+    known: dict[Any, Lying] = {}
+    out = []
+    for n, (form, reads, first) in enumerate(zip(forms.of, forms.reads, forms.makes, strict=True)):
+        given = [strides[v] for v in reads]
+        state = (form, n in told, *given)
+        lying = known.get(state)
+        if lying is None:
+            lying = known[state] = _lying(calls[form], given, n in told)
+        for k, st in enumerate(lying.made):
+            if st is not None:
+                strides[first + k] = st
+        out.append(lying)
+    return out
+
+
+def placed(forms: Forms) -> set[int]:
     """Lines whose result is written straight into a gradient's buffer (as `runtime.module` has it on CPUs)."""
-    uses: dict[Ref, int] = {}
-    leaving = {o.ref for o in program.outputs}
-    for ref in (r for i in program.instrs for r in i.refs):
-        uses[ref] = uses.get(ref, 0) + 1
-    for out in program.outputs:
-        uses[out.ref] = uses.get(out.ref, 0) + 1
-    wanted = {o.ref for o in program.outputs if o.kind == "grad"}
-    for instr in program.instrs:
-        if instr.kind == "all_reduce" and (len(instr.refs) > 1 or Ref(instr.name) in leaving):
-            wanted |= set(instr.refs)
-    return {i.name for i in program.instrs if i.op in INTO and Ref(i.name) in wanted and uses[Ref(i.name)] == 1}
+    outputs = forms.program.outputs
+    uses = Counter(chain.from_iterable(forms.reads))
+    uses.update(forms.number(o.ref) for o in outputs)
+    leaving = {forms.number(o.ref) for o in outputs}
+    wanted = {forms.number(o.ref) for o in outputs if o.kind == "grad"}
+    reduces = [i.kind == "all_reduce" for i in forms.examples]
+    writes = [i.op in INTO for i in forms.examples]
+    for form, reads, first in zip(forms.of, forms.reads, forms.makes, strict=True):
+        if reduces[form] and (len(reads) > 1 or first in leaving):
+            wanted.update(reads)
+    lines = enumerate(zip(forms.of, forms.makes, strict=True))
+    return {n for n, (form, first) in lines if writes[form] and first in wanted and uses[first] == 1}
 
 
-def _made(instr: Instr, call: Call, given: list[Strides]) -> list[Strides] | None:
+def _lying(call: Call, given: Sequence[Strides | None], told: bool) -> Lying:
+    """One line, given how what it reads lies."""
+    whole = [st or contiguous(s.shape) for st, s in zip(given, call.ins, strict=True)]
+    marks = tuple(mark_of(s.shape, st) for s, st in zip(call.ins, whole, strict=True))
+    found = _made(call, whole)
+    made = found or [contiguous(o.shape) if o else () for o in call.outs]
+    unusual = (None if o is None or is_contiguous(o.shape, st) else st for o, st in zip(call.outs, made, strict=True))
+    return Lying(call, (*marks, "!") if told else marks, tuple(unusual), found is None)
+
+
+def _made(call: Call, given: list[Strides]) -> list[Strides] | None:
     """Strides of what a line makes; None for a view that has to copy."""
     usual = [contiguous(o.shape) if o else () for o in call.outs]
-    if instr.kind or not call.ins:
+    if call.op.startswith("box.") or not call.ins:
         return usual
     if call.op in FREE or call.op.startswith("aten.squeeze"):
         return _view(call, given[0])

@@ -40,6 +40,8 @@ FAR, FAR_SHARES = 12.0, (0.3, 0.6, 0.85)
 """What an op keeps over a distance as great as this, as a share of its variance; the best of these is taken."""
 SMALL = 2.0
 """A measured call with less work than this many times what being called takes shows what its op takes at least."""
+TOGETHER = {"cpu": 1, "gpu": 30}
+"""Tensors that one kernel of a fused update does. Assumed: what fits into a kernel's arguments."""
 NEAR = 0.5
 """An answer is interpolated, not fitted, where neighbours leave less than this share of the family's variance."""
 
@@ -79,6 +81,12 @@ class Rates:
     call_s: float
     fixed_s: Mapping[str, float] = field(default_factory=dict)
     """For ops that were measured on next to nothing: what they take even so. Others take `call_s`."""
+    together: int = 1
+    """Tensors of an update that are one call."""
+
+    def calls(self, t: Traits) -> float:
+        """How often something is called."""
+        return 1 + (t.calls - 1) / self.together if t.family == "optimizer" else t.calls
 
     def work_s(self, t: Traits) -> float:
         """The larger of arithmetic and memory traffic, at full speed."""
@@ -89,7 +97,7 @@ class Rates:
 
     def base_s(self, t: Traits) -> float:
         """The roofline, being called included."""
-        fixed = self.fixed_s.get(t.op, self.call_s) if t.calls == 1 else self.call_s * t.calls
+        fixed = self.fixed_s.get(t.op, self.call_s) if t.calls == 1 else self.call_s * self.calls(t)
         return fixed + self.work_s(t)
 
 
@@ -207,7 +215,9 @@ class OpCost:
         share = _on_curve(curve, size) if curve else ASSUMED_EFFICIENCY
         fixed = device.kernel_s.value if device.kind == "gpu" else self.rates.call_s
         return Answer(
-            fixed * t.calls + self.rates.work_s(t) / share, "roofline", SIGMA_CURVE if curve else SIGMA_ASSUMED
+            fixed * self.rates.calls(t) + self.rates.work_s(t) / share,
+            "roofline",
+            SIGMA_CURVE if curve else SIGMA_ASSUMED,
         )
 
     @cached_property
@@ -238,7 +248,7 @@ class OpCost:
             if device.kind == "cpu"
             else device.kernel_s.value
         )
-        found = Rates(peaks, bandwidth or device.bytes_per_s.value, call)
+        found = Rates(peaks, bandwidth or device.bytes_per_s.value, call, together=TOGETHER[device.kind])
         least: dict[str, float] = {}
         for t, e in self._entries:
             if t.calls == 1 and found.work_s(t) < SMALL * call:

@@ -3,7 +3,8 @@
 Two regimes. *Line by line* (CPU ranks, and GPUs without a compiler): every op is called by itself, its operands
 lie as views left them, and calling costs host time. *Fused* (GPUs through Inductor): lines run in the groups that
 `lower.fuse` found; a group that a compiler writes costs what it reads and writes once, and products,
-attention and convolutions cost what they cost alone.
+attention and convolutions cost what they cost alone. In both, lines of one form (`cost.forms`) that find their
+operands alike are priced once.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from typing import Any
 from laminar.cost.calibrate import COUNTS, PARTS, Calibration
 from laminar.cost.collectives import CollectiveCost
 from laminar.cost.families import COMPUTES, family_of
-from laminar.cost.layout import layouts
+from laminar.cost.forms import MOVES, Forms
+from laminar.cost.layout import follow
 from laminar.cost.ops import OpCost
 from laminar.cost.schedule import Exchange, Groups, Price, Prices
 from laminar.cost.table import local_call
@@ -58,53 +60,79 @@ class Machine(Prices):
         self._levels: dict[Any, int] = {}
         self._times = {k: calibration.multiplier(k) for k in PARTS}
         self._extra = calibration.extra_s
+        self._read: Forms | None = None
 
     # --- lines ----------------------------------------------------------------------------------
 
     def lines(self, program: Program, rank: int) -> Sequence[Price | Exchange]:
-        calls = {i.name: local_call(i, program.mesh, rank) for i in program.instrs}
-        lying = layouts(program, calls)
-        makers = {i.name: i for i in program.instrs}
-        leaving = {o.ref for o in program.outputs}
+        forms = self._forms(program)
+        calls = [local_call(i, program.mesh, rank) for i in forms.examples]
+        exchanges = self._exchanges(forms, rank)
+        known: dict[int, Price] = {}
         out: list[Price | Exchange] = []
-        for instr in program.instrs:
-            if instr.moves:
-                out.append(self.exchange(instr, program.mesh, rank, _resident(instr, makers, leaving)))
-            else:
-                out.append(self.op(calls[instr.name], lying.marks.get(instr.name, ())))
+        for n, (instr, lying) in enumerate(zip(program.instrs, follow(forms, calls), strict=True)):
+            if instr.op in MOVES:
+                out.append(exchanges[n])
+                continue
+            price = known.get(id(lying))
+            if price is None:
+                price = known[id(lying)] = self.op(lying.call, lying.marks)
+            out.append(price)
         share = self.calibration.multiplier("waits")
-        if share and (meetings := sum(i.moves for i in program.instrs)):
-            each = share * waits(program, out) / meetings
+        if share and exchanges:
+            each = share * waits(program, out) / len(exchanges)
             out = [p._replace(wait_s=each) if isinstance(p, Exchange) else p for p in out]
         return out
 
     def kernels(self, program: Program, groups: Groups, rank: int) -> Sequence[Price | Exchange]:
-        sizes = _Sizes(program, rank)
+        forms = self._forms(program)
+        exchanges = self._exchanges(forms, rank)
         out: list[Price | Exchange] = []
+        alone: dict[int, Price] = {}
         seen: dict[Any, Price] = {}
-        makers = {i.name: i for i in program.instrs}
-        leaving = {o.ref for o in program.outputs}
-        for group in groups:
-            first = program.instrs[group[0]]
-            if first.moves:
-                out.append(self.exchange(first, program.mesh, rank, _resident(first, makers, leaving)))
-            elif first.op in FREE:
+        kinds = [_kind(i) for i in forms.examples]
+        for group, work in zip(groups, _fused_work(forms, groups, rank), strict=True):
+            form = forms.of[group[0]]
+            if kinds[form] == "moves":
+                out.append(exchanges[group[0]])
+            elif kinds[form] == "view":
                 out.append(FREE_PRICE)
-            elif family_of(first.op) not in COMPUTES and first.op not in ALONE:
-                out.append(self._fused(program, group, sizes))
-            else:
-                # Layers repeat: lines that differ in names only have one price.
-                key = (first.op, first.ins, first.outs, *[a for a in first.args if not isinstance(a, Ref)])
-                price = seen.get(key)
+            elif kinds[form] == "fused":
+                price = seen.get(work)
                 if price is None:
-                    price = seen[key] = self.op(local_call(first, program.mesh, rank))
+                    price = seen[work] = self._fused(*work)
+                out.append(price)
+            else:
+                price = alone.get(form)
+                if price is None:
+                    price = alone[form] = self.op(local_call(forms.examples[form], program.mesh, rank))
                 out.append(price)
         return out
 
-    def _fused(self, program: Program, group: tuple[int, ...], sizes: _Sizes) -> Price:
+    def _forms(self, program: Program) -> Forms:
+        """Read once for all ranks that are asked about."""
+        if self._read is None or self._read.program is not program:
+            self._read = Forms(program)
+        return self._read
+
+    def _exchanges(self, forms: Forms, rank: int) -> dict[int, Exchange]:
+        """The program's collectives, by line."""
+        leaving = {forms.number(o.ref) for o in forms.program.outputs}
+        moves = [i.op in MOVES for i in forms.examples]
+        known: dict[tuple[int, bool], Exchange] = {}
+        out = {}
+        for n, form in enumerate(forms.of):
+            if moves[form]:
+                instr = forms.examples[form]
+                # Whether terms lie where ranks can read them: gradients that products write into a bucket.
+                resident = instr.kind == "all_reduce" and (len(instr.refs) > 1 or forms.makes[n] in leaving)
+                if (form, resident) not in known:
+                    known[form, resident] = self.exchange(instr, forms.program.mesh, rank, resident)
+                out[n] = known[form, resident]
+        return out
+
+    def _fused(self, nbytes: int, shape: tuple[int, int, str] | None) -> Price:
         """A kernel that a compiler writes: what it reads and writes, once; reductions by the shape they reduce."""
-        nbytes = sizes.traffic(group)
-        shape = sizes.reduced(group)
         if shape is None:
             answer = self.ops("fused.pointwise", (), (), (nbytes,))
         else:
@@ -187,72 +215,81 @@ class Machine(Prices):
         return Price(answer.seconds * self._times["update"], answer.source, answer.sigma, "optimizer")
 
 
-class _Sizes:
-    """Bytes of a program's values on one rank, and who reads them."""
-
-    def __init__(self, program: Program, rank: int) -> None:
-        self.program, self.rank = program, rank
-        self.nbytes = {Ref(i.name): i.placed.local(program.mesh, rank).nbytes for i in program.inputs}
-        self.nbytes |= {Ref(c.name): c.spec.nbytes for c in program.constants}
-        self.base: dict[Ref, Ref] = {}
-        self.readers: dict[Ref, set[int]] = {}
-        for n, instr in enumerate(program.instrs):
-            free = instr.op in FREE
-            for k, out in enumerate(instr.outs):
-                if out is not None:
-                    self.nbytes[Ref(instr.name, k)] = out.local(program.mesh, rank).nbytes
-                    if free and instr.refs:
-                        self.base[Ref(instr.name, k)] = self.base.get(instr.refs[0], instr.refs[0])
-            if not free:
-                for ref in instr.refs:
-                    self.readers.setdefault(self.base.get(ref, ref), set()).add(n)
-        self.leaving = {self.base.get(o.ref, o.ref) for o in program.outputs}
-
-    def reduced(self, group: tuple[int, ...]) -> tuple[int, int, str] | None:
-        """Rows, columns and kind of the largest reduction in a kernel; none in an elementwise one."""
-        best: tuple[int, int, str] | None = None
+def _fused_work(forms: Forms, groups: Groups, rank: int) -> list[tuple[int, tuple[int, int, str] | None]]:
+    """For each kernel the bytes it reads from outside and leaves for others, and rows, columns and kind of its largest
+    reduction."""
+    program, mesh = forms.program, forms.program.mesh
+    sizes = [[o.local(mesh, rank).nbytes if o else 0 for o in i.outs] or [0] for i in forms.examples]
+    free = [i.op in FREE for i in forms.examples]
+    twice = [i.op in TWICE for i in forms.examples]
+    reductions = [_reduced(i, mesh, rank) for i in forms.examples]
+    of, whole = forms.of, forms.whole(FREE)
+    at = [-1] * len(of)
+    for g, group in enumerate(groups):
         for n in group:
-            instr = self.program.instrs[n]
-            if family_of(instr.op) not in ("rows", "sums", "channels") or not instr.ins:
-                continue
-            size = max(math.prod(p.local(self.program.mesh, self.rank).shape) for p in instr.ins)
-            outs = [math.prod(p.local(self.program.mesh, self.rank).shape) for p in instr.outs if p]
-            kind, rows = "layer_norm", 1
-            if family_of(instr.op) == "rows":
-                rows = size // max(1, instr.ins[0].local(self.program.mesh, self.rank).shape[-1])
-                kind = "layer_norm_backward" if instr.op in TWICE else "softmax" if "softmax" in instr.op else kind
-            elif outs:
-                rows = max(1, min(outs))
-                dims = instr.args[1] if len(instr.args) > 1 and isinstance(instr.args[1], tuple) else ()
-                last = len(instr.ins[0].spec.shape) - 1
-                across = bool(dims) and last > 0 and all(d % (last + 1) != last for d in dims)
-                kind = "columns" if across or family_of(instr.op) == "channels" else kind
-            if best is None or size > best[0] * best[1]:
-                best = (rows, max(1, size // rows), kind)
-                if kind == "columns":
-                    best = (best[1], best[0], kind)
-        return best
+            at[n] = g
+    nbytes = [*(i.placed.local(mesh, rank).nbytes for i in program.inputs), *(c.spec.nbytes for c in program.constants)]
+    home = [-1] * len(nbytes)
+    for form, g in zip(of, at, strict=True):
+        nbytes += sizes[form]
+        home += [g] * len(sizes[form])
+    left = {whole[forms.number(o.ref)] for o in program.outputs}
+    """Values that somebody wants besides the kernel that makes them."""
+    moved = [0] * len(groups)
+    shapes: list[tuple[int, int, str] | None] = [None] * len(groups)
+    for g, group in enumerate(groups):
+        read: dict[int, int] = {}
+        for n in group:
+            form = of[n]
+            for v in forms.reads[n]:
+                base = whole[v]
+                if home[base] != g:
+                    size = nbytes[v] if nbytes[v] < nbytes[base] else nbytes[base]
+                    if size >= read.get(base, 0):
+                        read[base] = size
+                    if not free[form]:
+                        left.add(base)
+            if twice[form]:
+                # Norms are differentiated in two passes: along rows, then across them for their own parameters.
+                moved[g] += sum(nbytes[v] for v in forms.reads[n][:2])
+            reduced, best = reductions[form], shapes[g]
+            if reduced is not None and (best is None or reduced[0] > best[0] * best[1]):
+                shapes[g] = reduced[1]
+        moved[g] += sum(read.values())
+    for v in left:
+        if home[v] >= 0:
+            moved[home[v]] += nbytes[v]
+    return list(zip(moved, shapes, strict=True))
 
-    def traffic(self, group: tuple[int, ...]) -> int:
-        """Bytes a kernel reads from outside and leaves for others."""
-        inside = set(group)
-        instrs = [self.program.instrs[n] for n in group]
-        made = {i.name for i in instrs}
-        read: dict[Ref, int] = {}
-        for instr in instrs:
-            for ref in instr.refs:
-                base = self.base.get(ref, ref)
-                if base.name not in made:
-                    read[base] = max(read.get(base, 0), min(self.nbytes[ref], self.nbytes[base]))
-        left = 0
-        for instr in instrs:
-            for k, out in enumerate(instr.outs):
-                ref = Ref(instr.name, k)
-                if out is not None and (ref in self.leaving or self.readers.get(ref, set()) - inside):
-                    left += self.nbytes[ref]
-        # Norms are differentiated in two passes: along rows, then across them for their own parameters.
-        twice = [i for i in instrs if i.op in TWICE]
-        return sum(read.values()) + left + sum(sum(self.nbytes[r] for r in i.refs[:2]) for i in twice)
+
+def _kind(instr: Instr) -> str:
+    """How a kernel that begins with such a line is priced."""
+    if instr.op in MOVES:
+        return "moves"
+    if instr.op in FREE:
+        return "view"
+    return "fused" if family_of(instr.op) not in COMPUTES and instr.op not in ALONE else "alone"
+
+
+def _reduced(instr: Instr, mesh: Mesh, rank: int) -> tuple[int, tuple[int, int, str]] | None:
+    """Elements a reduction runs over, and their rows, columns and kind; nothing for an elementwise op."""
+    family = family_of(instr.op)
+    if family not in ("rows", "sums", "channels") or not instr.ins:
+        return None
+    size = max(math.prod(p.local(mesh, rank).shape) for p in instr.ins)
+    outs = [math.prod(p.local(mesh, rank).shape) for p in instr.outs if p]
+    kind, rows = "layer_norm", 1
+    if family == "rows":
+        rows = size // max(1, instr.ins[0].local(mesh, rank).shape[-1])
+        kind = "layer_norm_backward" if instr.op in TWICE else "softmax" if "softmax" in instr.op else kind
+    elif outs:
+        rows = max(1, min(outs))
+        dims = instr.args[1] if len(instr.args) > 1 and isinstance(instr.args[1], tuple) else ()
+        last = len(instr.ins[0].spec.shape) - 1
+        across = bool(dims) and last > 0 and all(d % (last + 1) != last for d in dims)
+        kind = "columns" if across or family == "channels" else kind
+    columns = max(1, size // rows)
+    return size, (columns, rows, kind) if kind == "columns" else (rows, columns, kind)
 
 
 TWICE = ("aten.native_layer_norm_backward", "aten.native_group_norm_backward", "laminar.batch_norm_backward")
@@ -266,11 +303,6 @@ def drag_of(cluster: Cluster) -> Drag:
         n = len(rows)
         return Drag.fractions(sum(r["compute_left"] for r in rows) / n, sum(r["transfer_left"] for r in rows) / n)
     return Drag.fractions(0.9, 0.9) if cluster.device.kind == "gpu" else Drag.fractions(0.6, 0.6)  # assumed
-
-
-def _resident(instr: Instr, makers: Mapping[str, Instr], leaving: set[Ref]) -> bool:
-    """Whether a reduction's terms lie where ranks can read them: gradients that products write into a bucket."""
-    return instr.kind == "all_reduce" and (len(instr.refs) > 1 or Ref(instr.name) in leaving)
 
 
 def waits(program: Program, lines: Sequence[Price | Exchange]) -> float:

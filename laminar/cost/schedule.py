@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from laminar.cost.forms import MOVES
 from laminar.cost.tasks import Drag, Lane, Load, Task
 from laminar.cost.uncollected import uncollected
 from laminar.cost.work import FREE
@@ -56,8 +57,7 @@ class Exchange(NamedTuple):
     """What ranks that do the same still wait for each other."""
 
 
-@dataclass(frozen=True)
-class Line:
+class Line(NamedTuple):
     """A task's price and what it is, for labels, for fits and for intervals."""
 
     instr: Instr | None
@@ -123,19 +123,15 @@ def classes(program: Program, cluster: Cluster | None = None) -> list[tuple[int,
     mesh = program.mesh
     everyone = range(mesh.ranks)
     marks: list[list[Any]] = [[] for _ in everyone]
-    placed: dict[Placed, None] = {}
-    for instr in program.instrs:
-        for p in (*instr.ins, *instr.outs):
-            if p is not None:
-                placed[p] = None
-    placed.update({i.placed: None for i in program.inputs})
-    placed.update({o.placed: None for o in program.outputs})
-    for p in placed:
+    placed = {id(p): p for i in program.instrs for p in i.ins}  # programs share equal ones
+    placed |= {id(p): p for i in program.instrs for p in i.outs if p is not None}
+    placed |= {id(i.placed): i.placed for i in program.inputs} | {id(o.placed): o.placed for o in program.outputs}
+    for p in set(placed.values()):
         if _uneven(p, mesh.sizes):
             for r in everyone:
                 marks[r].append(local_shape(p.spec.shape, p.nd, mesh.sizes, mesh.coords(r)))
     if cluster is not None and len(cluster.levels) > 1:
-        for axes in sorted({i.args[1] for i in program.collectives}):
+        for axes in sorted({i.args[1] for i in program.instrs if i.op in MOVES}):
             reaches: dict[tuple[int, ...], Any] = {}
             for r in everyone:
                 group = mesh.group(axes, mesh.coords(r))
@@ -170,8 +166,8 @@ class _Writer:
     tasks: list[Task] = field(default_factory=list)
     lines: list[Line] = field(default_factory=list)
     waiting: dict[str, Callable[[], None]] = field(default_factory=dict)
-    last: dict[int, int] = field(default_factory=dict)
-    """By class, its last task on the compute lane."""
+    own: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """By class, its compute lane."""
 
     def lane(self, rank: int, kind: str) -> int:
         return self.lanes.setdefault(Lane(rank, kind), len(self.lanes))
@@ -186,12 +182,17 @@ class _Writer:
     ) -> int:
         """A task on the compute lane of a class."""
         rank = self.groups[at][0]
-        name = name if at == 0 else f"{name}@{rank}"
+        if at:
+            name = f"{name}@{rank}"
         if launch is not None:
             host = Task(f"{name}/launch", (self.lane(rank, "host"),), ticks(launch.seconds))
             after = (*after, self.add(host, Line(line.instr, "launch", launch)))
-        self.last[at] = self.add(Task(name, (self.lane(rank, "compute"),), ticks(seconds), after), line)
-        return self.last[at]
+        lanes = self.own.get(at)
+        if lanes is None:
+            lanes = self.own[at] = (self.lane(rank, "compute"),)
+        self.tasks.append(Task(name, lanes, round(seconds * TICKS), after))
+        self.lines.append(line)
+        return len(self.tasks) - 1
 
 
 def ticks(seconds: float) -> int:
@@ -237,7 +238,7 @@ def _lines(w: _Writer, program: Program, prices: Prices, groups: Groups | None) 
         by_class = [prices.kernels(program, groups, g[0]) for g in w.groups]
     met: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
     for instr in program.instrs:
-        if instr.moves and instr.args[1] not in met:
+        if instr.op in MOVES and instr.args[1] not in met:
             met[instr.args[1]] = _meetings(program, instr.args[1], w.groups)
     waiting = w.waiting = {}
     everyone = range(len(w.groups))
@@ -254,7 +255,7 @@ def _lines(w: _Writer, program: Program, prices: Prices, groups: Groups | None) 
                 for ref in instrs[k].refs:
                     if ref.name in waiting:
                         waiting.pop(ref.name)()
-        if not instr.moves:
+        if instr.op not in MOVES:
             for k in everyone:
                 price = by_class[k][n]
                 assert isinstance(price, Price)

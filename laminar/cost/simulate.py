@@ -23,6 +23,7 @@ lanes); -1 for a task that waited for nothing.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -55,17 +56,12 @@ class Net:
     """
 
     work: list[int]
-    links: list[tuple[int, ...]]
     cells: list[tuple[int, ...]]
-    against: list[tuple[int, ...]]
-    pace: list[int]
-    """The speed left when `against` is not empty."""
+    around: list[Around]
+    """(cells, links, against, pace); pace is the speed left when `against` is not empty."""
     preds: list[tuple[int, ...]]
     """What must have ended: `after`, then the task before it in each lane."""
     succ: list[list[int]]
-    src: Ints
-    dst: Ints
-    """The conditions as pairs; those of one task lie in the order of `preds`."""
 
     def __init__(self, load: Load) -> None:
         n = len(load.tasks)
@@ -74,11 +70,11 @@ class Net:
         columns: Any = zip(*load.tasks, strict=True) if n else ((),) * 5
         names, lanes, work, after, links = columns
         _check(load, names, lanes, work, after, links)
-        self.work, self.links = list(work), list(links)
+        self.work = list(work)
         keys = list(zip(lanes, links, strict=True))
         surroundings = {key: surroundings_of(load, *key) for key in set(keys)}
-        around: Any = zip(*[surroundings[key] for key in keys], strict=True) if n else ((),) * 3
-        self.cells, self.against, self.pace = map(list, around)
+        self.around = [surroundings[key] for key in keys]
+        self.cells = [around[0] for around in self.around]
         preds: list[tuple[int, ...]] = list(after)
         last = [-1] * len(load.lanes)
         for i, key in enumerate(lanes):
@@ -93,20 +89,21 @@ class Net:
             for p in conditions:
                 succ[p].append(i)
         self.succ = succ
-        self.src, self.dst = edges(range(n), preds)
+
+    @cached_property
+    def pairs(self) -> tuple[Ints, Ints]:
+        """The conditions as (from, to); those of one task lie in the order of `preds`."""
+        return edges(range(len(self.preds)), self.preds)
 
     @cached_property
     def kinds(self) -> dict[Around, int]:
-        """Numbers for the ways in which tasks are surrounded: (cells, links, against, pace)."""
-        around = zip(self.cells, self.links, self.against, self.pace, strict=True)
-        return {key: k for k, key in enumerate(dict.fromkeys(around))}
+        """Numbers for the ways in which tasks are surrounded."""
+        return {key: k for k, key in enumerate(dict.fromkeys(self.around))}
 
     @cached_property
     def kind(self) -> Ints:
         """Per slot the number of its surroundings."""
-        kinds = self.kinds
-        around = zip(self.cells, self.links, self.against, self.pace, strict=True)
-        return np.fromiter((kinds[key] for key in around), np.int64, len(self.work))
+        return np.fromiter(map(self.kinds.__getitem__, self.around), np.int64, len(self.work))
 
     @cached_property
     def works(self) -> Ints:
@@ -128,18 +125,16 @@ def roles_of(load: Load, lanes: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
     return role, tuple(sorted({load.lanes[lane].rank for lane, r in zip(lanes, roles, strict=True) if r == role}))
 
 
-def surroundings_of(
-    load: Load, lanes: tuple[int, ...], links: tuple[int, ...]
-) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """The cells such a task enters, those it is slowed by, and the speed that leaves it."""
+def surroundings_of(load: Load, lanes: tuple[int, ...], links: tuple[int, ...]) -> Around:
+    """The cells such a task enters, its links, the cells it is slowed by, and the speed that leaves it."""
     role, ranks = roles_of(load, lanes)
     compute, transfer = load.drag.compute, load.drag.transfer
     if role == HOST or (compute, transfer) == (SCALE, SCALE):
-        return links, (), SCALE
+        return links, links, (), SCALE
     mine, other, pace = (0, 1, compute) if role == COMPUTE else (1, 0, transfer)
     cells = tuple(load.links + 2 * r + mine for r in ranks)
     against = tuple(load.links + 2 * r + other for r in ranks) if pace != SCALE else ()
-    return links + cells, against, pace
+    return links + cells, links, against, pace
 
 
 def _check(load: Load, names: Any, lanes: Any, work: Any, after: Any, links: Any) -> None:
@@ -171,12 +166,16 @@ def _check(load: Load, names: Any, lanes: Any, work: Any, after: Any, links: Any
 class Run:
     """A simulation that can be entered at any tick and stopped after any tick."""
 
-    def __init__(self, load: Load, net: Net, need: list[int]) -> None:
+    def __init__(self, load: Load, net: Net, need: Any, sparse: bool = False) -> None:
+        """`need` gives the conditions that each task still waits for; a `sparse` run keeps what it touches only."""
         n = len(net.work)
         self.net, self.need, self.links = net, need, load.links
-        self.start, self.end = [-1] * n, [-1] * n
-        self.rate, self.since, self.left = [0] * n, [0] * n, [0] * n
-        self.finish = [-1] * (n + 1)
+        self.start: Any = {} if sparse else [-1] * n
+        self.end: Any = {} if sparse else [-1] * n
+        self.rate: Any = defaultdict(int) if sparse else [0] * n
+        self.since: Any = {} if sparse else [0] * n
+        self.left: Any = {} if sparse else [0] * n
+        self.finish: Any = {} if sparse else [-1] * (n + 1)
         self.heap: list[int] = []
         ranks = 1 + max((lane.rank for lane in load.lanes), default=0)
         self.running: list[list[int]] = [[] for _ in range(load.links + 2 * ranks)]
@@ -209,13 +208,13 @@ class Run:
 
     def speed(self, i: int) -> int:
         """What a running task makes of each tick, given who else runs."""
-        net, running = self.net, self.running
-        speed = SCALE
-        for link in net.links[i]:
+        _, links, against, pace = self.net.around[i]
+        running, speed = self.running, SCALE
+        for link in links:
             speed = min(speed, SCALE // len(running[link]))
-        for c in net.against[i]:
+        for c in against:
             if running[c]:
-                return speed * net.pace[i] // SCALE or 1
+                return speed * pace // SCALE or 1
         return speed or 1
 
     @property
@@ -289,18 +288,38 @@ class Times:
     """When each task of `load` started and ended, in ticks, and what allowed it to start."""
 
     load: Load
-    start: Ints
-    end: Ints
-    because: Ints
+    net: Net = field(repr=False)
+    by_slot: tuple[Ints, Ints, Ints] = field(repr=False)
+    """Starts, ends and reasons (-1 in empty slots)."""
+    slot: Ints | None = field(default=None, repr=False)
+    """Per task its slot; None where that is its index."""
     how: dict[str, Any] = field(default_factory=dict)
     """How it was found: tasks `simulated` and `copied`, and whether it was a `full` run."""
-    trace: Any = field(default=None, repr=False)
-    """What `cost.delta` needs to go on from here."""
 
     @property
     def step(self) -> int:
         """Ticks until the last task has ended."""
-        return int(self.end.max(initial=0))
+        return int(self.by_slot[1].max(initial=0))
+
+    @cached_property
+    def start(self) -> Ints:
+        """Per task its first tick."""
+        return self.by_slot[0] if self.slot is None else self.by_slot[0][self.slot]
+
+    @cached_property
+    def end(self) -> Ints:
+        """Per task the tick in which it ended."""
+        return self.by_slot[1] if self.slot is None else self.by_slot[1][self.slot]
+
+    @cached_property
+    def because(self) -> Ints:
+        """Per task the one whose end allowed it to start; -1 for one that waited for nothing."""
+        if self.slot is None:
+            return self.by_slot[2]
+        at = np.full(len(self.net.work) + 1, -1)  # the last: of -1
+        at[self.slot] = np.arange(len(self.slot))
+        found: Ints = at[self.by_slot[2][self.slot]]
+        return found
 
     def same(self, other: Times) -> bool:
         """Equal to the last tick, reasons included."""
@@ -321,14 +340,15 @@ def simulate(load: Load) -> Times:
     if len(end) and end.min() < 0:
         raise blocked(load, net, run.end)
     how = {"simulated": len(end), "copied": 0, "full": True}
-    return Times(load, start, end, reasons(net, start, end), how, net)
+    return Times(load, net, (start, end, reasons(net, start, end)), None, how)
 
 
 def reasons(net: Net, start: Ints, end: Ints) -> Ints:
     """Per task the first of its conditions that ended in the tick it started."""
     because = np.full(len(start), -1, np.int64)
-    binding = end[net.src] == start[net.dst]
-    because[net.dst[binding][::-1]] = net.src[binding][::-1]  # the last write wins: the first condition
+    src, dst = net.pairs
+    binding = end[src] == start[dst]
+    because[dst[binding][::-1]] = src[binding][::-1]  # the last write wins: the first condition
     return because
 
 

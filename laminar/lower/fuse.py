@@ -19,11 +19,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import chain
+from typing import NamedTuple
 
+from laminar.cost.forms import MOVES, Forms
+from laminar.cost.uncollected import uncollected
 from laminar.cost.work import FREE
-from laminar.ir.codec import Ref
 from laminar.ir.program import Instr, Program
-from laminar.lower.recompute import BACKWARD, ELEMENTWISE, FUSES, ROWWISE, SMALL, early
+from laminar.lower.recompute import BACKWARD, ELEMENTWISE, FUSES, ROWWISE, SMALL
 
 POINTWISE = frozenset(
     f"aten.{name}"
@@ -45,24 +48,38 @@ MOST_TOUCHED = 32
 """Tensors read and written beyond which a kernel is closed. Assumed, not measured."""
 
 
-@dataclass
+@dataclass(slots=True)
 class Kernel:
-    """Lines that run as one."""
+    """Lines that run as one. Values go by the numbers that `cost.forms` gives them."""
 
     fused: bool
+    moves: bool
     size: int
     """Elements it runs over."""
+    part: int
+    """Which of the stretches that are compiled apart it belongs to: cut at collectives and where backward begins."""
     lines: list[int] = field(default_factory=list)
     needs: set[int] = field(default_factory=set)
     """Kernels whose results it reads, by number."""
     feeds: set[int] = field(default_factory=set)
     depth: int = 0
     """Kernels on the longest way to it."""
-    touches: set[Ref] = field(default_factory=set)
-    small: set[Ref] = field(default_factory=set)
+    touches: set[int] = field(default_factory=set)
+    small: set[int] = field(default_factory=set)
     """What it has reduced, and what it made of that."""
-    part: int = 0
-    """Which of the stretches that are compiled apart it belongs to: cut at collectives and where backward begins."""
+
+
+class _Fact(NamedTuple):
+    """What grouping asks of a line, the same for all lines of its form."""
+
+    op: str
+    free: bool
+    fused: bool
+    picks: bool
+    widens: bool
+    size: int
+    made: tuple[tuple[int, int], ...]
+    """Which of its results there are, and their elements."""
 
 
 def kernels(program: Program) -> list[tuple[int, ...]]:
@@ -70,145 +87,179 @@ def kernels(program: Program) -> list[tuple[int, ...]]:
 
     Views stand with what they are views of; those of inputs and of what a collective made stand alone.
     """
-    return _Grouping(program).groups()
+    with uncollected():
+        return _Grouping(program).groups()
 
 
 class _Grouping:
     def __init__(self, program: Program) -> None:
-        self.program = program
+        self.forms = forms = Forms(program)
+        self.facts = [_fact(i, program) for i in forms.examples]
+        self.whole = forms.whole(FREE)
+        self.parts = _parts(forms)
+        self.uses = Counter(chain.from_iterable(forms.reads))
+        self.uses.update(forms.number(o.ref) for o in program.outputs)
         self.found: list[Kernel] = []
-        self.maker: dict[Ref, int] = {}
-        self.readers: dict[Ref, list[int]] = {}
-        self.parts = parts(program)
-        self.uses = Counter(r for i in program.instrs for r in i.refs)
-        self.uses.update(o.ref for o in program.outputs)
+        self.maker = [-1] * forms.values
+        self.readers: dict[int, list[int]] = {}
 
     def groups(self) -> list[tuple[int, ...]]:
-        base: dict[Ref, Ref] = {}
+        facts, whole, maker, found = self.facts, self.whole, self.maker, self.found
         views: dict[int, list[int]] = {}
-        for n, instr in enumerate(self.program.instrs):
-            if instr.op in FREE:
-                source = base.get(instr.refs[0], instr.refs[0]) if instr.refs else Ref(instr.name)
-                base.update({Ref(instr.name, k): source for k in range(max(1, len(instr.outs)))})
-                at = self.maker.get(source, -1)
-                if at >= 0 and not self.program.instrs[self.found[at].lines[0]].moves:
-                    self.found[at].lines.append(n)  # later lines of the same kernel may read it
-                else:
-                    views.setdefault(at, []).append(n)
+        lines = zip(self.forms.of, self.forms.reads, self.forms.makes, self.parts, strict=True)
+        for n, (form, reads, first, part) in enumerate(lines):
+            fact = facts[form]
+            if not fact.free:
+                ins = [whole[v] for v in reads]
+                self._add(n, fact, ins if len(ins) < 2 else list(dict.fromkeys(ins)), first, part)
                 continue
-            self._add(n, instr, list(dict.fromkeys(base.get(r, r) for r in instr.refs)))
+            at = maker[whole[first]]
+            if at >= 0 and not found[at].moves:
+                found[at].lines.append(n)  # later lines of the same kernel may read it
+            else:
+                views.setdefault(at, []).append(n)
         out: list[tuple[int, ...]] = [(v,) for v in views.get(-1, [])]
         for k in self._in_order():
-            out += [tuple(self.found[k].lines), *((v,) for v in views.get(k, []))]
+            out.append(tuple(found[k].lines))
+            if k in views:
+                out += [(v,) for v in views[k]]
         return out
 
-    def _add(self, n: int, instr: Instr, ins: list[Ref]) -> None:
-        at = self._place(instr, ins)
-        kernel = self.found[at]
+    def _add(self, n: int, fact: _Fact, ins: list[int], first: int, part: int) -> None:
+        found, maker, readers = self.found, self.maker, self.readers
+        at = self._place(fact, ins, part)
+        kernel = found[at]
         kernel.lines.append(n)
         kernel.touches.update(ins)
-        for ref in ins:
-            made = self.maker.get(ref)
-            if made is not None and made != at:
+        depth = kernel.depth
+        for v in ins:
+            made = maker[v]
+            if made >= 0 and made != at:
                 kernel.needs.add(made)
-                self.found[made].feeds.add(at)
-                self._deepen(at, self.found[made].depth + 1)
-            self.readers.setdefault(ref, []).append(at)
-        for k, out in enumerate(instr.outs):
-            if out is not None:
-                ref = Ref(instr.name, k)
-                self.maker[ref] = at
-                kernel.touches.add(ref)
-                if math.prod(out.local(self.program.mesh).shape) < kernel.size:
-                    kernel.small.add(ref)
+                found[made].feeds.add(at)
+                if found[made].depth >= depth:
+                    depth = found[made].depth + 1
+            if v in readers:
+                readers[v].append(at)
+            else:
+                readers[v] = [at]
+        if depth > kernel.depth:
+            self._deepen(at, depth)
+        for k, elements in fact.made:
+            v = first + k
+            maker[v] = at
+            kernel.touches.add(v)
+            if elements < kernel.size:
+                kernel.small.add(v)
 
     def _deepen(self, at: int, depth: int) -> None:
+        if not self.found[at].feeds:
+            self.found[at].depth = depth
+            return
         todo = [(at, depth)]
         while todo:
             k, d = todo.pop()
-            if d > self.found[k].depth:
-                self.found[k].depth = d
-                todo += [(after, d + 1) for after in self.found[k].feeds]
+            kernel = self.found[k]
+            if d > kernel.depth:
+                kernel.depth = d
+                todo += [(after, d + 1) for after in kernel.feeds]
 
-    def _place(self, instr: Instr, ins: list[Ref]) -> int:
+    def _place(self, fact: _Fact, ins: list[int], part: int) -> int:
         """The kernel an op joins, by number; a new one if none will have it."""
-        size, part = _size(instr, self.program), self.parts[instr.name]
-        fused = instr.op in WRITES_ITSELF and not instr.kind and not _across(instr)
-        if fused:
-            makers = [self.maker[r] for r in ins if r in self.maker]
-            beside = [k for r in ins for k in self.readers.get(r, [])[-4:]]
-            for at in dict.fromkeys([*reversed(makers), *reversed(beside)]):
-                kernel = self.found[at]
-                alike = kernel.size == size or any(r in kernel.small for r in ins)
-                alike = alike or (instr.op in PICKS and self.maker.get(ins[0]) == at)
-                if not kernel.fused or kernel.part != part or not alike or len(kernel.touches) > MOST_TOUCHED:
+        found, maker = self.found, self.maker
+        if fact.fused:
+            makers = [k for v in ins if (k := maker[v]) >= 0]
+            beside = [k for v in ins for k in self.readers.get(v, ())[-4:]]
+            for at in dict.fromkeys([*makers[::-1], *beside[::-1]]):
+                kernel = found[at]
+                if not kernel.fused or kernel.part != part or len(kernel.touches) > MOST_TOUCHED:
                     continue
-                if not any(self._reaches(at, m) for m in makers if m != at):
+                alike = kernel.size == fact.size or not kernel.small.isdisjoint(ins)
+                if (alike or (fact.picks and maker[ins[0]] == at)) and not self._between(at, makers):
                     return at
-        if instr.op == "aten._to_copy" and ins and (made := self.maker.get(ins[0])) is not None:
-            product = self.program.instrs[self.found[made].lines[0]]
+        if fact.widens and ins and (made := maker[ins[0]]) >= 0:
+            product = self.facts[self.forms.of[found[made].lines[0]]]
             if product.op == "aten.mm" and self.uses[ins[0]] == 1:
                 return made  # a product that is only made to be widened comes out wide
-        self.found.append(Kernel(fused, size, part=part))
-        return len(self.found) - 1
+        found.append(Kernel(fact.fused, fact.op in MOVES, fact.size, part))
+        return len(found) - 1
 
-    def _reaches(self, first: int, last: int) -> bool:
-        """Whether `last` runs after `first` has."""
-        floor, todo, seen = self.found[first].depth, [last], set()
+    def _between(self, first: int, makers: list[int]) -> bool:
+        """Whether one of the `makers` can only run after `first` has.
+
+        Parts follow each other, so all that lies between two kernels of one part is of that part.
+        """
+        found = self.found
+        floor, part = found[first].depth, found[first].part
+        todo = [m for m in makers if m != first]
+        seen: set[int] = set()
         while todo:
             k = todo.pop()
             if k == first:
                 return True
-            if k in seen or self.found[k].depth <= floor:
-                continue
-            seen.add(k)
-            todo += self.found[k].needs
+            kernel = found[k]
+            if kernel.depth > floor and kernel.part == part and k not in seen:
+                seen.add(k)
+                todo += kernel.needs
         return False
 
     def _in_order(self) -> list[int]:
         """As the program's lines stand, each kernel where its last line stands, but behind what it needs."""
-        order = sorted(range(len(self.found)), key=lambda k: self.found[k].lines[-1])
+        found = self.found
         out: dict[int, None] = {}
-
-        def put(k: int) -> None:
-            todo = [k]
+        for k in sorted(range(len(found)), key=lambda k: found[k].lines[-1]):
+            todo = [k] if k not in out else []
             while todo:
-                top = todo[-1]
-                waiting = [n for n in self.found[top].needs if n not in out]
+                waiting = [n for n in found[todo[-1]].needs if n not in out]
                 if waiting:
                     todo += waiting
                 else:
                     out[todo.pop()] = None
-
-        for k in order:
-            if k not in out:
-                put(k)
         return list(out)
 
 
 def parts(program: Program) -> dict[str, int]:
     """By line, which stretch it belongs to, cut as `runtime.compiled` cuts."""
-    first, late, part = early(program), False, 0
-    flying: set[str] = set()
-    out = {}
-    for instr in program.instrs:
-        arrived = {r.name for r in instr.refs} & flying
-        begins = instr.name not in first and not late
-        if arrived or begins or instr.moves:
-            part += 1
-        flying -= arrived
-        late = late or begins
-        if instr.moves:
-            flying.add(instr.name)
-        out[instr.name] = part
+    return dict(zip((i.name for i in program.instrs), _parts(Forms(program)), strict=True))
+
+
+def _parts(forms: Forms) -> list[int]:
+    begun, part = False, 0
+    flying: dict[int, range] = {}
+    """Values of collectives that nobody has read yet, each with all of its collective."""
+    out = []
+    for instr, reads, first in zip(forms.program.instrs, forms.reads, forms.makes, strict=True):
+        moves = cut = instr.op in MOVES
+        if flying:
+            for v in reads:
+                if v in flying:
+                    cut = True
+                    for other in flying[v]:
+                        del flying[other]
+        if not begun and instr.phase != "forward":  # forward ends here, as in `recompute.early`
+            begun = cut = True
+        part += cut
+        if moves:
+            mine = range(first, first + max(1, len(instr.outs)))
+            flying.update(dict.fromkeys(mine, mine))
+        out.append(part)
     return out
 
 
-def _size(instr: Instr, program: Program) -> int:
-    shapes = [p.local(program.mesh).shape for p in instr.outs if p]
+def _fact(instr: Instr, program: Program) -> _Fact:
+    made = tuple((k, math.prod(p.local(program.mesh).shape)) for k, p in enumerate(instr.outs) if p)
+    sizes = [elements for _, elements in made]
     if instr.op in REDUCES:
-        shapes += [p.local(program.mesh).shape for p in instr.ins]
-    return max((math.prod(s) for s in shapes), default=0)
+        sizes += [math.prod(p.local(program.mesh).shape) for p in instr.ins]
+    return _Fact(
+        op=instr.op,
+        free=instr.op in FREE,
+        fused=instr.op in WRITES_ITSELF and not instr.kind and not _across(instr),
+        picks=instr.op in PICKS,
+        widens=instr.op == "aten._to_copy",
+        size=max(sizes, default=0),
+        made=made,
+    )
 
 
 def _across(instr: Instr) -> bool:
