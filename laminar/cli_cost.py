@@ -45,6 +45,8 @@ examples
   laminar train examples/gpt.py:small --plan plan.json --timeline run.json
   laminar diff sim.json run.json --png both.png
 """
+TRIALS_S = 60.0
+"""After so long no further model is begun on a GPU."""
 
 
 def cluster_of(text: str | None) -> Cluster:
@@ -67,7 +69,10 @@ def profile_options(p: argparse.ArgumentParser) -> None:
     p.add_argument("--ranks", metavar="N[,N...]", help="how many ranks at once (default: 1 and one a core)")
     p.add_argument("--budget", type=float, default=100.0, metavar="S", help="seconds for single ops (default: 100)")
     p.add_argument("--trials", action=argparse.BooleanOptionalAction, default=True,
-                   help="calibrate with whole steps (default: yes, on CPU ranks)")  # fmt: skip
+                   help="calibrate with whole steps (default: yes)")  # fmt: skip
+    p.add_argument(
+        "--keep", metavar="FILE", help="on a GPU, keep what whole steps were timed, graphs and plans included"
+    )
 
 
 def do_profile(args: argparse.Namespace) -> int:
@@ -90,9 +95,12 @@ def do_profile(args: argparse.Namespace) -> int:
     programs = _programs(args.recipe, ranks) if args.recipe else ()
     with _Bar(args.json) as bar:
         found = profile(here, ranks=ranks, budget_s=args.budget, programs=programs, progress=bar.part("ops and links"))
+        found.save(path)  # whatever becomes of whole steps, this was measured
         if args.trials and here.device.kind == "cpu":
             most = [n for n in ranks if n > 1] or ranks
             found = calibrated(found, most, progress=bar.part("whole steps"))
+        elif args.trials:
+            found = _on_gpu(found, args.keep, bar.part("whole steps"))
     if args.recipe:
         found = found.with_profile({**found.profile, "for": [*found.profile.get("for", []), args.recipe]})
     found.save(path)
@@ -107,6 +115,10 @@ def do_profile(args: argparse.Namespace) -> int:
             for row in rows["check"]:
                 print(f"  {row['family']:<16} {row['entries']:>4} ops  median error {row['median']:6.1%}  "
                       f"90th percentile {row['p90']:6.1%}")  # fmt: skip
+        if summary["failed"]:
+            print(f"\n{len(summary['failed'])} could not be measured")
+            for name, why in list(summary["failed"].items())[:8]:
+                print(f"  {name[:100]}: {why[:160]}")
         for name, fit in summary["calibration"].items():
             print(f"\ncalibrated on whole steps, {name}: a model left out is predicted within "
                   f"{fit['interval']:.0%} (90 %)")  # fmt: skip
@@ -114,6 +126,17 @@ def do_profile(args: argparse.Namespace) -> int:
                 print(f"  {model:<24} median error of the ratio to DDP {error:6.1%}")
         print(f"\nwritten to {path} after {summary['seconds']:.0f} s")
     return 0
+
+
+def _on_gpu(found: Cluster, keep: str | None, show: Any) -> Cluster:
+    """The cluster, calibrated with whole steps on its GPU."""
+    import tempfile
+
+    from laminar.train.gpu_trials import calibrated_on_gpu, timed
+
+    show(0, 1, "compiled models on the GPU")
+    with tempfile.TemporaryDirectory(prefix="laminar-trials-") as folder:
+        return calibrated_on_gpu(found, timed(TRIALS_S, Path(keep or f"{folder}/trials.jsonl")))
 
 
 def _ranks(text: str | None, here: Cluster) -> list[int]:
@@ -166,6 +189,7 @@ def summarised(cluster: Cluster) -> dict[str, Any]:
         "sections": sections,
         "collectives": len(cluster.profile.get("collectives", [])),
         "calibration": fits,
+        "failed": dict(cluster.profile.get("failed", {})),
     }
 
 

@@ -13,10 +13,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from laminar.cost.calibrate import Calibration, interval
+from laminar.cost.calibrate import COUNTS, PARTS, Calibration, interval
+from laminar.cost.families import COMPUTES
 from laminar.cost.memory import Memory, memory
 from laminar.cost.prices import UPDATES, Machine, features
-from laminar.cost.schedule import Exchange, Schedule, schedule
+from laminar.cost.schedule import Exchange, Price, Schedule, schedule
 from laminar.cost.simulate import Times, simulate, timeline
 from laminar.cost.table import cpu_section
 from laminar.ir.cluster import Cluster
@@ -31,6 +32,9 @@ from laminar.lower.step import step_programs
 
 UNCALIBRATED = 0.15
 """Standard error of log(seconds) that a step has on top of its parts where nothing was calibrated. Assumed."""
+
+WORKSPACE_BYTES = 32 << 20
+"""What the library for products keeps of a GPU's memory, where that was not measured. Assumed, as on Hopper."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +158,9 @@ def predict_program(
     made = schedule(program, prices, cluster, then, groups)
     times = simulate(made.load)
     kind = "cuda" if cluster.device.kind == "gpu" else "cpu"
-    held = memory(program, optimizer=UPDATES[prices.optimizer], allocator=kind, backend=cluster.backend, groups=groups)
+    kept = int(cluster.profile.get("workspace_bytes", WORKSPACE_BYTES)) if kind == "cuda" else 0
+    held = memory(program, optimizer=UPDATES[prices.optimizer], allocator=kind, backend=cluster.backend, groups=groups,
+                  workspace_bytes=kept)  # fmt: skip
     return Prediction(plan, cluster, program, made, times, held, _sigma(made, prices.calibration), groups)
 
 
@@ -176,11 +182,27 @@ def accounted(graph: Graph, plan: Plan, cluster: Cluster, optimizer: str = "adam
 def step_features(graph: Graph, plan: Plan, prices: Machine) -> dict[str, float]:
     """What calibration fits for one step of a plan; `prices` must be uncalibrated."""
     program, then = step_programs(graph, plan)
+    if prices.fused:
+        return _compiled_features(recompute(written_out(program)), prices)
     before, behind = prices.around(program, 0)
     out = features(program, prices.lines(program, 0), [*before, *behind])
     if then is not None:
         more = features(then, prices.lines(then, 0), prices.after(then, 0))
         out = {k: out.get(k, 0.0) + more.get(k, 0.0) for k in {*out, *more}}
+    return out
+
+
+def _compiled_features(program: Program, prices: Machine) -> dict[str, float]:
+    """The same for a step without collectives that is compiled: a line is a kernel."""
+    out = dict.fromkeys((*PARTS, *COUNTS), 0.0)
+    for price in prices.kernels(program, kernels(program), 0):
+        if isinstance(price, Price) and price.seconds:
+            out["compute" if price.family in COMPUTES else "memory"] += price.seconds
+            out["lines"] += 1
+    before, behind = prices.around(program, 0)
+    for name, price in [*before, *behind]:
+        out["update" if name == "optimizer" else "memory"] += price.seconds
+        out["steps"] += name == "batch"
     return out
 
 

@@ -95,6 +95,11 @@ def without():
 '''
 
 
+def _heed_interrupts() -> None:
+    """Whoever runs these tests in the background has interrupts ignored, and children inherit that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Run:
     """`laminar train` as a process of its own, and whatever it starts."""
 
@@ -110,7 +115,8 @@ class Run:
         if "--run-dir" not in argv and command[-1] == "laminar" and "torch.distributed.run" not in command:
             argv = (*argv, "--run-dir", str(self.run_dir))
         self.process = subprocess.Popen([*command, *argv], cwd=folder, env=env, stdout=subprocess.PIPE,
-                                        stderr=subprocess.PIPE, text=True, start_new_session=True)  # fmt: skip
+                                        stderr=subprocess.PIPE, text=True, start_new_session=True,
+                                        preexec_fn=_heed_interrupts)  # fmt: skip
 
     def end(self) -> tuple[int, str, str]:
         """Exit code, stdout, stderr; nothing of it is left running."""

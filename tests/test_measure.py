@@ -130,10 +130,13 @@ def test_more_work_takes_longer() -> None:
     """A product with 512 times the operations, and a copy with 1000 times the bytes, among small ops."""
     keys = [f"aten.mm(f32[{n},{n}],f32[{n},{n}])->f32[{n},{n}]" for n in (32, 256)]
     keys += [f"aten.clone(f32[{n}],-)->f32[{n}]" for n in (2000, 2_000_000)]
-    found = stirred([*keys, "aten.t(f32[8,4])->f32[4,8]"], 0.5)
-    small, large, little, much = (found[k].seconds for k in keys)
-    assert large > 8 * small and much > 8 * little
-    assert all(e.repeats >= 3 and e.seconds > 0 for e in found.values())
+    for _ in range(5):  # on a busy machine a small op may well be put to sleep in every one of its few repeats
+        found = stirred([*keys, "aten.t(f32[8,4])->f32[4,8]"], 0.5)
+        small, large, little, much = (found[k].seconds for k in keys)
+        assert all(e.repeats >= 3 and e.seconds > 0 for e in found.values())
+        if large > 8 * small and much > 8 * little:
+            return
+    raise AssertionError(f"{large} s should be longer than {small} s, {much} s than {little} s")
 
 
 def test_the_error_of_a_median_shrinks_with_repeats() -> None:

@@ -5,6 +5,10 @@ evenly too: wherever time runs out, what was measured covers the whole range, an
 line below is an op as programs contain it (the operand of a forward product transposed, that of a weight gradient the
 other way and written into its buffer, attention on heads that were split off a projection), with the number of
 shapes it is worth. Sizes that are large on a GPU are too large on a CPU core, so each has its own range.
+
+On a GPU steps are compiled: what is left of single ops are products, attention, convolutions (which the compiler
+runs with channels last) and updates, and they get nearly all of the time. The kernels that a compiler writes are in
+`runtime/fused.py`.
 """
 
 from __future__ import annotations
@@ -37,8 +41,14 @@ class Range:
 
 RANGES = {
     "cpu": Range((12, 4096), (1 << 9, 1 << 24), 2.5e9, ("f32", "bf16")),
-    "gpu": Range((64, 16384), (1 << 14, 1 << 28), 4e12, ("bf16", "f32", "f16")),
+    "gpu": Range((64, 16384), (1 << 14, 1 << 28), 2e12, ("bf16", "f32", "f16")),
 }
+SHARES = {"bf16": 1.0, "f32": 0.6, "f16": 0.2}
+"""On a GPU, how much of the list each dtype gets."""
+SLOW_FLOPS = 3e11
+"""No call on a GPU in f32 does more: it has a tenth of the speed."""
+SELDOM = 0.1
+"""Of the shapes that an op gets on a CPU, what it gets on a GPU if compiled steps don't call it."""
 
 
 def halton(dims: int) -> Iterator[tuple[float, ...]]:
@@ -92,25 +102,38 @@ def keys(kind: str, seen: frozenset[str] = frozenset()) -> list[str]:
 def _allowed(key: str, r: Range) -> bool:
     call, marks = parse_key(key)
     t = describe(call, marks)
-    return t.flops <= r.flops and t.nbytes <= 6 * r.bytes[1]
+    slow = r is RANGES["gpu"] and t.dtype == "f32" and t.family in ("matmul", "attention", "convolution")
+    return t.flops <= (SLOW_FLOPS if slow else r.flops) and t.nbytes <= 6 * r.bytes[1]
 
 
 def _ops(kind: str, r: Range) -> Iterator[tuple[int, int, Make]]:
     """(how many shapes, of how many dims, the key at a point) for every op."""
+    yield from _on_gpu(r) if kind == "gpu" else _on_cpu(r)
+
+
+def _on_cpu(r: Range) -> Iterator[tuple[int, int, Make]]:
     first, *others = r.dtypes
     yield from _products(first, r, 1.0)
     for dtype in others:
-        yield from _products(dtype, r, 0.2 if kind == "cpu" else 0.3)
-    for dtype in r.dtypes if kind == "gpu" else (first,):
-        share = 1.0 if dtype == first else 0.3
-        for worth, dims, make in itertools.chain(
-            _attention(dtype, r), _convolutions(dtype, r), _elementwise(dtype, r), _reductions(dtype, r),
-            _channels(dtype, r), _moves(dtype, r), _indexing(dtype, r),
-        ):  # fmt: skip
-            yield max(2, round(worth * share)), dims, make
+        yield from _products(dtype, r, 0.2)
+    for ops in (_attention, _convolutions, _elementwise, _reductions, _channels, _moves, _indexing):
+        yield from ops(first, r)
     yield from _others(r)
-    if kind == "cpu":  # on a GPU a view costs nothing but host time
-        yield from _views()
+    yield from _views()
+
+
+def _on_gpu(r: Range) -> Iterator[tuple[int, int, Make]]:
+    for dtype in r.dtypes:
+        share = SHARES[dtype]
+        yield from _products(dtype, r, share)
+        for worth, dims, make in itertools.chain(_attention(dtype, r), _convolutions(dtype, r)):
+            yield max(2, round(worth * share)), dims, make
+    first = r.dtypes[0]
+    for worth, dims, make in itertools.chain(
+        _elementwise(first, r), _reductions(first, r), _channels(first, r), _moves(first, r), _indexing(first, r)
+    ):
+        yield max(1, round(worth * SELDOM)), dims, make
+    yield from _others(r)
 
 
 def _products(t: str, r: Range, share: float) -> Iterator[tuple[int, int, Make]]:
@@ -133,7 +156,9 @@ def _products(t: str, r: Range, share: float) -> Iterator[tuple[int, int, Make]]
         "aten.mm({t}[{k},{m}]T,{t}[{k},{n}])->{t}[{m},{n}]": 8,
         "aten.addmm({t}[{n}],{t}[{m},{k}],{t}[{n},{k}]T,1,1)->{t}[{m},{n}]": 36,
     }
+    compiled = r is RANGES["gpu"]
     for text, worth in mm.items():
+        text = text.rstrip("!") if compiled else text  # compiled code has its own memory for every product
         yield max(3, round(worth * share)), 3, _turned(of(text))
         if share == 1.0:  # small ones cost nothing to measure, and small models are made of them
             yield round(worth / 3), 3, _turned(of(text, low * 0.7, low * 16))
@@ -160,13 +185,15 @@ def _turned(make: Make) -> Make:
 
 
 def _attention(t: str, r: Range) -> Iterator[tuple[int, int, Make]]:
-    high, apart = (512, "'") if r.product[1] <= 4096 else (4096, "")
-    # On CPUs sums of rows come out head by head.
+    large = r is RANGES["gpu"]
+    high, apart = (4096, "") if large else (512, "'")  # on CPUs sums of rows come out head by head
 
     def make(text: str, mark: str, causal: str) -> Make:
         def one(p: tuple[float, ...]) -> str:
-            heads, batch = sized(p[0], 1, 16), sized(p[2], 1, 16)
-            n, d = sized(p[1], 10, high), (8, 16, 32, 64, 64, 96, 128)[int(p[3] * 7)]
+            heads, batch = sized(p[0], 1, 16), sized(p[2], 1, 64 if large else 16)
+            n, d = sized(p[1], 64 if large else 10, high), (8, 16, 32, 64, 64, 96, 128)[int(p[3] * 7)]
+            if large:
+                heads, d = (4, 8, 12, 16, 32)[int(p[0] * 5)], (32, 64, 64, 64, 96, 128)[int(p[3] * 6)]
             x = f"{t}[{batch},{heads},{n},{d}]"
             lse = f"{'f32' if t != 'f64' else t}[{batch},{heads},{n}]"
             return text.format(x=x, m=x + mark, lse=lse, apart=apart, causal=causal)
@@ -175,18 +202,23 @@ def _attention(t: str, r: Range) -> Iterator[tuple[int, int, Make]]:
 
     forward = "laminar.attention({m},{m},{m},-,{causal},~)->{x},{lse}"
     backward = "laminar.attention_backward({m},{m},{m},{m},-,{m},{lse}{apart},{causal},~)->{x},{x},{x}"
-    for worth, mark, causal in ((9, "{0213}", "T"), (4, "{0213}", "F"), (4, "", "T")):
+    kinds = (
+        ((16, "{0213}", "T"), (10, "{0213}", "F")) if large else ((9, "{0213}", "T"), (4, "{0213}", "F"), (4, "", "T"))
+    )
+    for worth, mark, causal in kinds:
         yield worth, 4, make(forward, mark, causal)
         yield worth, 4, make(backward, mark, causal)
 
 
 def _convolutions(t: str, r: Range) -> Iterator[tuple[int, int, Make]]:
-    high = 256 if r.product[1] <= 4096 else 1024
+    high, mark, many, sides = 256, "", (2, 64), (2, 4, 6, 8, 12, 14, 16, 28, 32, 56)
+    if r is RANGES["gpu"]:
+        high, mark, many, sides = 1024, "{0231}", (8, 256), (4, 7, 8, 14, 16, 28, 32, 48, 64, 112)
 
     def make(area: int, stride: int, depthwise: bool, back: bool, first: bool = False, usual: bool = False) -> Make:
         def one(p: tuple[float, ...]) -> str:
-            n, cin, cout = sized(p[0], 2, 64), 3 if first else channels(p[1], high), channels(p[2], high)
-            side = (2, 4, 6, 8, 12, 14, 16, 28, 32, 56)[int(p[3] * 10)]
+            n, cin, cout = sized(p[0], *many), 3 if first else channels(p[1], high), channels(p[2], high)
+            side = sides[int(p[3] * 10)]
             if usual:  # as in most networks: the more channels, the smaller the picture
                 cin = cout = 1 << round(math.log2(8 * (high / 8) ** p[1]))
                 side = max(2, round(high * (0.5 + 3.5 * p[3]) / cin))
@@ -196,10 +228,11 @@ def _convolutions(t: str, r: Range) -> Iterator[tuple[int, int, Make]]:
             out = (side + 2 * (area // 2) - area) // stride + 1
             x, w = f"{t}[{n},{cin},{side},{side}]", f"{t}[{cout},{1 if depthwise else cin},{area},{area}]"
             y = f"{t}[{n},{cout},{out},{out}]"
+            turned = "" if area == 1 or depthwise else mark  # of one dot or one channel there is nothing to turn
             if back:
                 made = f"[F,T,F])->-,{w},-" if first else f"[T,T,F])->{x},{w},-"
-                return f"aten.convolution_backward({y},{x},{w},[{cout}],{rest},{made}"
-            return f"aten.convolution({x},{w},-,{rest})->{y}"
+                return f"aten.convolution_backward({y}{mark},{x}{mark},{w}{turned},[{cout}],{rest},{made}"
+            return f"aten.convolution({x}{mark},{w}{turned},-,{rest})->{y}"
 
         return one
 
@@ -300,7 +333,7 @@ def _channels(t: str, r: Range) -> Iterator[tuple[int, int, Make]]:
         "aten.mean.dim({x},[-1,-2],T,-)->{p}": 3, "aten.add.Tensor({x},{x},1)->{x}": 3, "aten.relu({x})->{x}": 2,
     }  # fmt: skip
     for text, worth in texts.items():
-        yield worth, 3, _pictures(text, t, 256 if r.product[1] <= 4096 else 1024)
+        yield worth, 3, _pictures(text, t, 1024 if r is RANGES["gpu"] else 256)
 
 
 def _moves(t: str, r: Range) -> Iterator[tuple[int, int, Make]]:
@@ -330,7 +363,7 @@ def _moves(t: str, r: Range) -> Iterator[tuple[int, int, Make]]:
 
 
 def _indexing(t: str, r: Range) -> Iterator[tuple[int, int, Make]]:
-    large = 1 if r.product[1] <= 4096 else 8
+    large = 8 if r is RANGES["gpu"] else 1
 
     def make(text: str) -> Make:
         def one(p: tuple[float, ...]) -> str:
@@ -351,11 +384,13 @@ def _indexing(t: str, r: Range) -> Iterator[tuple[int, int, Make]]:
         "aten.scatter_add({got},1,i64[{n},8],{t}[{n},8])->{got}": 3,
     }  # fmt: skip
     for text, worth in texts.items():
-        yield worth, 3, make(text)
+        if not (large > 1 and "embedding_dense_backward" in text):  # compiled, it is another kernel: `runtime.fused`
+            yield worth, 3, make(text)
 
 
 def _others(r: Range) -> Iterator[tuple[int, int, Make]]:
     high = r.bytes[1] // 8
+    most = high * (12 if r is RANGES["gpu"] else 4)
 
     def draw(name: str, cut: str) -> Make:
         def one(p: tuple[float, ...]) -> str:
@@ -378,14 +413,15 @@ def _others(r: Range) -> Iterator[tuple[int, int, Make]]:
 
     def update(name: str) -> Make:
         def one(p: tuple[float, ...]) -> str:
-            tensors = sized(p[1], 2, 160)
-            return f"optimizer.{name}({tensors},{tensors * max(16, round(2e3 * (high * 4 / 2e3) ** p[0] / tensors))})"
+            tensors, low = sized(p[1], 2, 160), 1e6 if r is RANGES["gpu"] else 2e3
+            return f"optimizer.{name}({tensors},{tensors * max(16, round(low * (most / low) ** p[0] / tensors))})"
 
         return one
 
-    for cut in ("", ",$cut"):
-        yield 5, 1, draw("uniform", cut)
-    yield 2, 1, draw("normal", "")
+    if r is not RANGES["gpu"]:  # compiled, they are other kernels: `runtime.fused`
+        for cut in ("", ",$cut"):
+            yield 5, 1, draw("uniform", cut)
+        yield 2, 1, draw("normal", "")
     for back in (False, True):
         yield 5, 4, lstm(back)
     for name, worth in (("adamw", 9), ("adam", 3), ("momentum", 5), ("sgd", 5)):

@@ -10,8 +10,10 @@ ops at the same time, since they share memory and caches.
 
 CPU ops of one thread are timed by the thread's own clock, which stands still while others have the processor; what
 several threads or ranks do together is timed by the wall clock, and the lower quartile is taken.
-GPU ops are recorded into a CUDA graph over operands that fill the cache, and timed by events on its replay: the
-host's launches are not in the figure. What can't be recorded is timed in a loop.
+GPU ops are recorded into a CUDA graph over operands that fill the cache, and timed by events between replays that
+are queued without waiting: the host's launches are not in the figure, and the device is busy all the while, as in a
+step. Heavy ops are first run for a while, because clocks fall when a device has used much power. What can't be
+recorded is timed in a loop.
 """
 
 from __future__ import annotations
@@ -50,6 +52,8 @@ LARGE_BYTES = 31 << 20
 FOOTPRINT_BYTES = 64 << 20
 """What rotating sets of operands of a GPU op fill together: about its cache."""
 MOST_SETS, LEAST_CALLS = 48, 8
+HEAVY_S, HEAT_S, WARM_S = 1e-4, 0.12, 0.008
+"""A GPU op that takes longer than the first is repeated for the second before it is timed, any other for the third."""
 
 Run = Callable[[], Any]
 
@@ -91,28 +95,34 @@ def _instr(call: Call) -> tuple[Instr, Mesh]:
 
 
 def operand(spec: TensorSpec, mark: str, device: torch.device, below: int = 2) -> Tensor:
-    """A tensor that lies as the mark says: floats between 0.1 and 1.1, integers below a bound."""
+    """A tensor that lies as the mark says: floats as `_noise` has them, integers below a bound."""
     dtype = DTYPES[spec.dtype]
     strides = strides_of(spec.shape, mark)
     room = 1 + sum((n - 1) * s for n, s in zip(spec.shape, strides, strict=True)) if spec.numel else 0
     if dtype.is_floating_point or dtype.is_complex:
         flat = _noise(room, device).to(dtype)
     elif dtype == torch.bool:
-        flat = _noise(room, device) > 0.6
+        flat = _noise(room, device, plain=True) > 0.6
     else:
-        flat = ((_noise(room, device) - 0.1) * below).long().clamp_(0, below - 1).to(dtype)
+        flat = ((_noise(room, device, plain=True) - 0.1) * below).long().clamp_(0, below - 1).to(dtype)
     return flat.as_strided(spec.shape, strides)
 
 
-_BLOCK: dict[torch.device, Tensor] = {}
+_BLOCK: dict[tuple[torch.device, bool], Tensor] = {}
 
 
-def _noise(count: int, device: torch.device) -> Tensor:
-    """Fresh memory with numbers between 0.1 and 1.1; copied from one block, because drawing them takes longer."""
-    if device not in _BLOCK:
+def _noise(count: int, device: torch.device, plain: bool = False) -> Tensor:
+    """Fresh memory with numbers, copied from one block, because drawing them takes longer.
+
+    Between 0.1 and 1.1 on a CPU, where roots and logarithms of others take other paths. On a GPU, unless `plain`, as
+    weights and activations are: products of numbers of one sign draw less power, and run faster than they would.
+    """
+    normal = device.type == "cuda" and not plain
+    if (device, normal) not in _BLOCK:
         generator = torch.Generator().manual_seed(0)
-        _BLOCK[device] = (torch.rand(1 << 18, generator=generator) + 0.1).to(device)
-    block = _BLOCK[device]
+        draw = torch.randn if normal else torch.rand
+        _BLOCK[device, normal] = (draw(1 << 18, generator=generator) + (0.0 if normal else 0.1)).to(device)
+    block = _BLOCK[device, normal]
     if count <= block.numel():
         return block[:count].clone()
     return block.repeat(-(-count // block.numel()))[:count]
@@ -158,9 +168,10 @@ def _update(call: Call, device: torch.device) -> list[Run]:
     ]
     for p in params:
         p.grad = torch.full_like(p, 1e-3)
+    record = device.type == "cuda"  # the same kernels, and the optimizer lets itself be recorded
     make: dict[str, Callable[[], torch.optim.Optimizer]] = {
-        "optimizer.adamw": lambda: torch.optim.AdamW(params, fused=True),
-        "optimizer.adam": lambda: torch.optim.Adam(params, fused=True),
+        "optimizer.adamw": lambda: torch.optim.AdamW(params, fused=True, capturable=record),
+        "optimizer.adam": lambda: torch.optim.Adam(params, fused=True, capturable=record),
         "optimizer.sgd": lambda: torch.optim.SGD(params, lr=1e-3, fused=True),
         "optimizer.momentum": lambda: torch.optim.SGD(params, lr=1e-3, momentum=0.9, fused=True),
     }
@@ -273,23 +284,33 @@ class Timer:
         while True:
             times += [repeat() for _ in range(max(LEAST_ROUNDS, len(times) // 2))]
             if not self.more(error_of(times) > TARGET and time.perf_counter() - start < self.limit_s):
-                middle = statistics.median(times) if self.device.type == "cuda" else undisturbed(times)
-                return Entry(max(middle, 1e-9), error_of(times), len(times))
+                return Entry(max(undisturbed(times), 1e-9), error_of(times), len(times))
 
     def _on_gpu(self, runs: Sequence[Run]) -> Entry:
         start = time.perf_counter()
         replay, count = recorded(runs, self.device)
 
-        def once() -> float:
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            replay()
-            end.record()
-            end.synchronize()
-            return float(begin.elapsed_time(end)) * 1e-3 / count
+        def turn(rounds: int) -> list[float]:
+            marks = [torch.cuda.Event(enable_timing=True) for _ in range(rounds + 1)]
+            marks[0].record()
+            for mark in marks[1:]:
+                replay()
+                mark.record()
+            marks[-1].synchronize()
+            return [float(a.elapsed_time(b)) * 1e-3 / count for a, b in itertools.pairwise(marks)]
 
-        once()
-        return self._steady(once, start)
+        once = max(turn(2)[-1], 1e-7) * count
+        heat_s = HEAT_S if once / count >= HEAVY_S else WARM_S
+        turn(max(1, min(MOST_ROUNDS * 10, round(heat_s / once))))
+        rounds = max(LEAST_ROUNDS, min(MOST_ROUNDS, round(self.limit_s / 4 / once)))
+        times: list[float] = []
+        while True:
+            times += turn(rounds)
+            if not self.more(error_of(times) > TARGET and time.perf_counter() - start < self.limit_s):
+                return Entry(max(statistics.median(times), 1e-9), error_of(times), len(times))
+
+
+_STREAMS: dict[torch.device, Any] = {}
 
 
 def recorded(runs: Sequence[Run], device: torch.device) -> tuple[Run, int]:
@@ -304,23 +325,40 @@ def recorded(runs: Sequence[Run], device: torch.device) -> tuple[Run, int]:
         return kept
 
     torch.cuda.set_device(device)
-    loop()
+    before = torch.cuda.current_stream()
+    side = _STREAMS.setdefault(device, torch.cuda.Stream())  # libraries take memory for every stream, so it is one
+    side.wait_stream(before)
+    with torch.cuda.stream(side):
+        loop()
     torch.cuda.synchronize()
-    graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+    # Not `torch.cuda.graph`, which empties caches and collects garbage, which takes longer than measuring.
+    graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
     try:
-        side = torch.cuda.Stream()
-        side.wait_stream(before)
         with torch.cuda.stream(side):
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             loop()
-        before.wait_stream(side)
-        with torch.cuda.graph(graph):
-            loop()
+            graph.capture_end()
     except RuntimeError:  # it waits for the device, or does something else that can't be recorded
-        with contextlib.suppress(Exception):
-            private.abandon_recording(device, graph.pool(), before)
+        with contextlib.suppress(RuntimeError), torch.cuda.stream(side):
+            graph.capture_end()
+        private.abandon_recording(device, pool, before)
         torch.cuda.synchronize()
         return loop, count
     return graph.replay, count
+
+
+def workspace_bytes(device: torch.device) -> int:
+    """What the library for products takes of a GPU's memory when it is first used, and keeps."""
+    before = torch.cuda.memory_allocated(device)
+    with torch.no_grad():
+        for dtype in (torch.float32, torch.bfloat16):
+            x = operand(TensorSpec((256, 256), "f32"), "", device).to(dtype)
+            torch.mm(x, x)
+            torch.addmm(x[0], x, x.t())
+            del x
+    torch.cuda.synchronize(device)
+    _BLOCK.clear()
+    return int(torch.cuda.memory_allocated(device)) - before
 
 
 def launch_s(device: torch.device) -> float:

@@ -8,6 +8,9 @@ cluster's own figures.
 
 A block holds ops of like size, because an op's surroundings are part of its price: a view between large products
 finds the caches empty. The ops of given programs can be measured besides, those first that are thought to take longest.
+
+On a GPU ops are measured one by one. One that fails is noted and left out; one that leaves the device unusable takes
+its process along, and another goes on behind it.
 """
 
 from __future__ import annotations
@@ -45,8 +48,10 @@ EXCHANGE_SHARE = 0.4
 """Of a section's time, what exchanges get where there are any."""
 BLOCK_S = (0.3, 6.0)
 """A block gets its part of the time that is left, by what is in it, within these limits."""
-FUSED_FROM = 0.6
+FUSED_FROM = 0.55
 """Of the time for ops, where compiled kernels begin, on a GPU."""
+MOST_FAILURES = 5
+"""How many processes a GPU may take along before measuring ends with what there is."""
 CALL_S = 2e-4
 """What measuring an op costs besides running it, for dealing out time."""
 
@@ -118,10 +123,39 @@ class Job:
     ops_s: float
     exchanges_s: float
     fused: bool = False
+    skip: tuple[str, ...] = ()
+    """Compiled kernels that were tried already."""
 
 
 def measure_section(job: Job, progress: Progress | None = None) -> tuple[Section, list[dict[str, Any]], dict[str, Any]]:
     """Entries, rows of exchanges, and other figures, by `job.ranks` fresh processes. None is left behind."""
+    if job.device != "cuda" or job.ranks > 1:
+        found, problem = _by_ranks(job, progress)
+        if problem is not None:
+            raise problem
+        return _merged(found)
+    every: list[dict[str, Any]] = []
+    stop = time.monotonic() + job.ops_s
+    for attempt in range(MOST_FAILURES + 1):
+        (lines,), problem = _by_ranks(job, progress)
+        every += lines
+        tried = [line["trying"] for line in lines if "trying" in line]
+        if problem is None:
+            break
+        if not tried and not attempt:
+            raise problem  # it never got as far as measuring
+        if tried:
+            every.append({"failed": {tried[-1]: "took its process along: " + " ".join(str(problem).split())[-270:]}})
+        left = stop - time.monotonic()
+        if left < 5.0 or not tried:
+            break
+        seen = frozenset(tried)
+        job = replace(job, keys=[k for k in job.keys if k not in seen], ops_s=left, skip=(*job.skip, *tried))
+    return _merged([every])
+
+
+def _by_ranks(job: Job, progress: Progress | None) -> tuple[list[list[dict[str, Any]]], LaminarError | None]:
+    """What each rank has written down, and what went wrong, if anything did."""
     with tempfile.TemporaryDirectory(prefix="laminar-profile-") as folder:
         at = Path(folder)
         (at / "job").write_text(json.dumps(job.__dict__))
@@ -138,15 +172,26 @@ def measure_section(job: Job, progress: Progress | None = None) -> tuple[Section
                 subprocess.Popen([*command, str(r)], env=environ, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
                 for r in range(job.ranks)
             ]
+        problem = None
         try:
             _follow(at, ranks, job, progress)
+        except LaminarError as error:
+            problem = error
         finally:
             for process in ranks:
                 if process.poll() is None:
                     process.kill()
                 process.wait()
-        found = [[json.loads(line) for line in (at / f"found{r}").read_text().splitlines()] for r in range(job.ranks)]
-    return _merged(found)
+        return [_lines(at / f"found{r}") for r in range(job.ranks)], problem
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    """What a rank has written; a line that it could not finish is left out."""
+    out = []
+    for text in path.read_text().splitlines() if path.exists() else ():
+        with contextlib.suppress(ValueError):
+            out.append(json.loads(text))
+    return out
 
 
 def _follow(at: Path, ranks: list[subprocess.Popen[bytes]], job: Job, progress: Progress | None) -> None:
@@ -187,6 +232,8 @@ def _merged(found: list[list[dict[str, Any]]]) -> tuple[Section, list[dict[str, 
             rows.setdefault(name, []).append(line["row"])
         if "other" in line:
             other |= line["other"]
+        if "failed" in line:
+            other["failed"] = {**other.get("failed", {}), **line["failed"]}
     entries = {}
     for key, each in ops.items():
         seconds = statistics.median(e[0] for e in each)
@@ -247,27 +294,26 @@ def work(folder: Path, rank: int) -> None:
         note(other={"device": _device_name(device), "versions": versions})
         began = time.monotonic()
         until = began + job.ops_s * (FUSED_FROM if job.fused else 1.0)
+        if device.type == "cuda":
+            _one_by_one(job, device, until, note, say)
+            todo = []
         for number, block in enumerate(todo):
             left = until - time.monotonic()
             if not go(left > 0):
                 break
             say(f"ops, {job.ranks} rank{'s' * (job.ranks > 1)}", done, total)
             usable = [key for key in block if _runs(key, device)]
-            if device.type == "cpu":
-                mine, rest = (sum(roughly_s(k) + CALL_S for b in part for k in b) for part in ([block], todo[number:]))
-                limit_s = min(max(0.75 * left * mine / rest, BLOCK_S[0]), BLOCK_S[1])  # making operands takes time too
-                entries = measure.stirred(usable, limit_s, agree, seed=number)
-            else:
-                timer = measure.Timer(device, 0.05)
-                entries = {key: timer(measure.runs_of(key, device)) for key in usable}
+            mine, rest = (sum(roughly_s(k) + CALL_S for b in part for k in b) for part in ([block], todo[number:]))
+            limit_s = min(max(0.75 * left * mine / rest, BLOCK_S[0]), BLOCK_S[1])  # making operands takes time too
+            entries = measure.stirred(usable, limit_s, agree, seed=number)
             note(ops={k: [e.seconds, round(e.spread, 5), e.repeats] for k, e in entries.items()})
             done += len(block)
         note(other={"launch_s": measure.launch_s(device)})
-        if job.fused and device.type == "cuda":
+        if job.fused:
             from laminar.runtime import fused
 
-            for key, entry in fused.measure(device, began + job.ops_s):
-                note(ops={key: [entry.seconds, entry.spread, entry.repeats]})
+            for key, entry in fused.measure(device, began + job.ops_s, frozenset(job.skip), note):
+                note(ops={key: [entry.seconds, round(entry.spread, 5), entry.repeats]})
                 say("fused kernels", done, total)
         if job.ranks > 1 and job.exchanges_s > 0:
             until = time.monotonic() + job.exchanges_s
@@ -279,6 +325,31 @@ def work(folder: Path, rank: int) -> None:
     # Torch's thread pools sometimes abort while an interpreter is taken down; everything is on disk.
     sys.stdout.flush()
     os._exit(0)
+
+
+def _one_by_one(job: Job, device: Any, until: float, note: Callable[..., None], say: Callable[..., None]) -> None:
+    """Ops of a GPU, each for itself, until time is up."""
+    import torch
+
+    from laminar.runtime import measure
+
+    if not job.skip:
+        note(other={"workspace_bytes": measure.workspace_bytes(device)})
+    timer = measure.Timer(device, 0.05)
+    for number, key in enumerate(job.keys):
+        if time.monotonic() > until:
+            return
+        if number % BLOCK == 0:
+            say("ops", number, len(job.keys))
+            torch.cuda.empty_cache()  # memory of recordings that are gone
+        note(trying=key)
+        try:
+            entry = timer(measure.runs_of(key, device))
+        except Exception as error:
+            note(failed={key: f"{type(error).__name__}: {error}"[:300]})
+            torch.cuda.synchronize(device)  # a device that does not answer any more ends this process
+            continue
+        note(ops={key: [entry.seconds, round(entry.spread, 5), entry.repeats]})
 
 
 def _runs(key: str, device: Any) -> bool:
@@ -332,6 +403,7 @@ def profile(
     counts = list(ranks) if ranks else [n for n in (1, 2, 4, 8, 16) if n <= min(available, cluster.devices)]
     programs = list(programs)
     old = dict(cluster.profile)
+    kept: dict[str, Any] = {}
     table, rows, overlap = Table.of(old), list(old.get("collectives", ())), list(old.get("overlap", ()))
     for n in counts:
         each_s = budget_s / len(counts) - 5.0  # processes take some seconds to start
@@ -344,16 +416,17 @@ def profile(
         job = Job(n, threads, "cuda" if gpu else "cpu", keys, ops_s, exchanges_s, fused=gpu and n == 1)
         section, found, other = measure_section(job, progress)
         if section.ops:
-            name = f"cuda/{section.device}" if gpu else cpu_section(n, threads)
+            name = f"cuda/{cluster.device.name}" if gpu else cpu_section(n, threads)
             table = table.extended(Table({name: section}))
         fresh = {_same(r) for r in found}
         rows = [r for r in rows if _same(r) not in fresh] + found
         if "overlap" in other:
             overlap = [r for r in overlap if r.get("ranks") != n] + [other["overlap"]]
+        kept |= {k: other[k] for k in ("workspace_bytes", "failed") if k in other}
         launch = other.get("launch_s")
         if launch is not None and n == counts[0]:
             cluster = replace(cluster, device=replace(cluster.device, launch_s=Figure(launch, "measured", "small add")))
-    made = {**old, "ops": table.to_json(), "collectives": rows, "overlap": overlap}
+    made = {**old, **kept, "ops": table.to_json(), "collectives": rows, "overlap": overlap}
     return with_figures(replace(cluster, profile=made))
 
 
