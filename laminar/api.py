@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from laminar.errors import RecipeError
+from laminar.errors import BatchError, LaminarError, RecipeError
 from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh
 from laminar.ir.plan import Plan
 from laminar.ir.sbp import Sbp
+from laminar.ir.staged import Staged
 from laminar.lower.lower import lower
 from laminar.search import presets
+from laminar.staging import again as restaged
+from laminar.staging import pipeline
 
 
 @dataclass(frozen=True)
@@ -77,12 +80,16 @@ def capture(model: Any, loss: Callable[[Any, Any], Any], batch: Any) -> Graph:
     return probe(trace(model, loss, batch))
 
 
-def captured(name: str, whole: bool = False) -> tuple[Recipe, Any, Any, Graph]:
-    """A recipe by name, its model, its first batch and their graph; the model has weights only if it is to be run."""
+def captured(name: str, whole: bool = False, parts: int = 1) -> tuple[Recipe, Any, Any, Graph]:
+    """A recipe by name, its model, its first batch and their graph; the model has weights only if it is to be run.
+
+    With several `parts` the batch is the first of so many micro-batches.
+    """
     recipe = load_recipe(name)
     batch = next(iter(recipe.data()), None)
     if batch is None:
         raise RecipeError(f"{name} gives no batch", next="data() must yield at least one")
+    batch = micro_batches(batch, parts)[0] if parts > 1 else batch
     model = recipe.model() if whole else _on_meta(recipe.model)
     return recipe, model, batch, capture(model, recipe.loss, batch)
 
@@ -131,6 +138,18 @@ class plans:
         """A few tensors placed by name pattern, the rest completed at least cost."""
         return accounted(graph, presets.seeded(graph, mesh, seeds))
 
+    @staticmethod
+    def pipeline(
+        graph: Graph,
+        stages: int | Sequence[str] | Mapping[str, int] = 2,
+        microbatches: int = 4,
+        virtual: int = 1,
+        inner: Any = None,
+        **options: Any,
+    ) -> Staged:
+        """Stages of equal work at different ranks, through which micro-batches pass; see `laminar.staging.pipeline`."""
+        return pipeline(graph, stages, microbatches, virtual, inner, **options)
+
 
 def inputs_of(graph: Graph, model: Any, batch: Any, seed: int = 0, step: int = 0) -> dict[str, Any]:
     """Whole inputs of a graph by name: the model's own tensors, the batch's leaves, the RNG key."""
@@ -146,7 +165,7 @@ def verify(
     model: Any,
     loss: Callable[[Any, Any], Any],
     batches: Any,
-    plan: Plan,
+    plan: Plan | Staged,
     ranks: str = "inprocess",
     dtype: str = "f64",
     graph: Graph | None = None,
@@ -160,9 +179,35 @@ def verify(
     from laminar.runtime.verify import verify_program
 
     found = list(batches)
+    if isinstance(plan, Staged):
+        return _verify_staged(model, loss, found, plan, dtype, tolerance)
     graph = graph or capture(model, loss, found[0])
     whole = [inputs_of(graph, model, batch, step=i) for i, batch in enumerate(found)]
     return verify_program(graph, plan, whole, dtype, ranks, tolerance)
+
+
+def _verify_staged(model: Any, loss: Any, batches: list[Any], plan: Staged, dtype: str, tolerance: float | None) -> Any:
+    """Micro-batches through the stages against one device on whole batches."""
+    from laminar.runtime.verify import verify_stages
+
+    micro = [micro_batches(batch, plan.micro_batches) for batch in batches]
+    part, whole = capture(model, loss, micro[0][0]), capture(model, loss, batches[0])
+    fed = [[inputs_of(part, model, m, step=i) for m in parts] for i, parts in enumerate(micro)]
+    given = [inputs_of(whole, model, batch, step=i) for i, batch in enumerate(batches)]
+    return verify_stages(whole, part, restaged(part, plan), given, fed, dtype, tolerance)
+
+
+def micro_batches(batch: Any, count: int) -> list[Any]:
+    """A batch in so many equal parts, as steps with stages cut it."""
+    import json
+
+    from laminar.capture.capture import unflatten
+    from laminar.train.engine import Leaves
+
+    leaves = Leaves.of(batch, False)
+    if leaves.samples % count:
+        raise BatchError(f"{leaves.samples} samples can't be cut into {count} equal micro-batches")
+    return [unflatten(json.loads(m.tree), m.tensors) for m in leaves.split(count)]
 
 
 def parallelize(
@@ -190,8 +235,9 @@ def parallelize(
     loss           `loss(model, batch)`: a scalar, or `laminar.Loss(total, weight)` where counts are uneven
     optimizer      a torch optimizer over the model's parameters, or a function that makes one from them
     batch          an example of the *global* batch: tensors in nested dicts, lists and tuples
-    plan           "auto", "data", "zero1", "zero2", "zero3", "tensor", a plan file, a `Plan`, a function of
-                   graph and mesh, or "ddp" for a model that can't be captured (torch's own, with its limits)
+    plan           "auto", "data", "zero1", "zero2", "zero3", "tensor", a plan file, a `Plan`, a plan with stages
+                   (`plans.pipeline`), a function of graph and mesh, or "ddp" for a model that can't be captured
+                   (torch's own, with its limits)
     mesh           named axes; unless given one axis over all ranks
     device         this rank's device; unless given its own GPU if every rank has one, else the CPU
     precision      "f32", "bf16", "fp16", "bf16-kahan", "bf16-stochastic", "bf16-pure"
@@ -211,12 +257,31 @@ def parallelize(
         return DdpJob(
             model, loss, optimizer, batch, device, precision, micro_batches, clip_norm, clip_value, ema, seed, timeout_s
         )
+    from laminar.train import choose
+
+    plan = choose.loaded(plan)
+    if isinstance(plan, Staged):
+        return _staged(model, loss, optimizer, batch, plan, device, precision, clip_norm, clip_value, seed, timeout_s,
+                       mesh=mesh, micro_batches=micro_batches, ema=ema, compile=compile,
+                       detect_anomaly=detect_anomaly)  # fmt: skip
     from laminar.train.job import Job
 
     return Job(
         model, loss, optimizer, batch, plan, mesh, device, precision, micro_batches, clip_norm, clip_value, ema, seed,
         compile, detect_anomaly, timeout_s,
     )  # fmt: skip
+
+
+def _staged(*args: Any, mesh: Any, micro_batches: int, ema: Any, compile: Any, detect_anomaly: bool) -> Any:
+    """A job whose plan has stages; what such a job has no say in is refused by name."""
+    from laminar.train.staged import StagedJob
+
+    asked = {"mesh": mesh is not None, "micro_batches": micro_batches != 1, "ema": ema is not None,
+             "compile": bool(compile), "detect_anomaly": detect_anomaly}  # fmt: skip
+    for name, given in asked.items():
+        if given:
+            raise LaminarError(f"{name} does not go with a plan that has stages", next="leave it out")
+    return StagedJob(*args)
 
 
 def train(

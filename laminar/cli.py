@@ -17,19 +17,21 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from laminar import cli_cost
-from laminar.errors import LaminarError, MeshError, PlanError
+from laminar.errors import LaminarError, MeshError, PlanError, RecipeError
 from laminar.ir.mesh import Mesh
-from laminar.ir.plan import Plan
 from laminar.ir.sbp import parse
+from laminar.ir.staged import SCHEDULES, Staged, load_plan
 
 EPILOG = """\
 examples
   laminar capture examples/gpt.py:tiny --report
   laminar plan    examples/gpt.py:tiny --mesh dp=2,tp=2 --preset tensor_parallel -o plan.json
   laminar plan    examples/gpt.py:tiny --mesh tp=2 --seed 'blocks.*up.weight=tp:S(0)' -o plan.json
+  laminar plan    examples/gpt.py:tiny --stages 2 --microbatches 4 -o plan.json
   laminar explain plan.json
   laminar profile  -o here.json
   laminar simulate plan.json --cluster here.json --png step.png
@@ -164,11 +166,13 @@ def do_plan(args: argparse.Namespace) -> int:
     from laminar.api import plans
 
     cluster = cli_cost.cluster_of(args.cluster) if args.cluster else None
-    if args.mesh is None and cluster is None:
+    if args.mesh is None and cluster is None and not args.stages:
         raise MeshError("neither a mesh nor a cluster", next="--mesh dp=2,tp=4, or --cluster 8xh100")
     mesh = parse_mesh(args.mesh) if args.mesh else Mesh({"dp": cluster.devices if cluster else 1})
     if cluster is not None:
         cluster.fits(mesh)
+    if args.stages:
+        return _plan_stages(args, mesh if args.mesh else None)
     _, _, _, graph = _captured(args)
     with working("planning", args.json):
         if args.seed:
@@ -202,24 +206,53 @@ def do_plan(args: argparse.Namespace) -> int:
     return 0
 
 
+def _plan_stages(args: argparse.Namespace, mesh: Mesh | None) -> int:
+    """A plan with stages, each spread over a mesh of its own."""
+    from laminar.api import captured, plans
+
+    if args.cluster or args.seed or args.program:
+        raise PlanError("--cluster, --seed and --program do not go with --stages", next="leave them out")
+    with working("capturing", args.json):
+        _, _, _, graph = captured(args.recipe, parts=args.microbatches)
+    inner: Any = mesh
+    if mesh is not None and args.preset.startswith("zero"):
+        inner = partial(plans.zero, mesh=mesh, stage=int(args.preset[4:] or 3))
+    stages = int(args.stages) if args.stages.isdigit() else args.stages.split(",")
+    window = None if args.window == "any" else int(args.window)
+    with working("planning", args.json):
+        plan = plans.pipeline(
+            graph, stages, args.microbatches, args.virtual, inner, schedule=args.schedule, window=window,
+            stash=args.stash, couple=args.couple,
+        )  # fmt: skip
+    if args.output:
+        plan.save(args.output)
+    print(json.dumps({"plan": plan.hash, "graph": graph.hash, "ranks": plan.ranks, **plan.account})
+          if args.json else plan.explain())  # fmt: skip
+    if args.output and not args.json:
+        print(f"\nwritten to {args.output}")
+    return 0
+
+
 def do_explain(args: argparse.Namespace) -> int:
     """What a saved plan does and why."""
-    plan = Plan.load(args.plan)
+    plan = load_plan(args.plan)
     print(json.dumps({"plan": plan.hash, **plan.to_json()}) if args.json else plan.explain())
     return 0
 
 
 def do_verify(args: argparse.Namespace) -> int:
     """A plan against one device."""
-    from laminar.api import inputs_of
-    from laminar.runtime.verify import verify_program
+    from laminar.api import load_recipe, verify
 
-    plan = Plan.load(args.plan)
-    recipe, model, _, graph = _captured(args)
-    with working("running", args.json):
+    plan = load_plan(args.plan)
+    if isinstance(plan, Staged) and args.ranks != "inprocess":
+        raise PlanError("plans with stages are verified in process", next="leave out --ranks")
+    with working("capturing and running", args.json):
+        recipe = load_recipe(args.recipe)
         batches = list(itertools.islice(iter(recipe.data()), args.batches))
-        whole = [inputs_of(graph, model, b, step=i) for i, b in enumerate(batches)]
-        report = verify_program(graph, plan, whole, args.dtype, args.ranks)
+        if not batches:
+            raise RecipeError(f"{args.recipe} gives no batch", next="data() must yield at least one")
+        report = verify(recipe.model(), recipe.loss, batches, plan, args.ranks, args.dtype)
     if args.json:
         fields = ("ok", "max_rel_error", "tolerance", "worst", "losses", "first_difference")
         print(json.dumps({key: getattr(report, key) for key in fields}))
@@ -268,6 +301,18 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--seed", action="append", default=[], metavar="PATTERN=AXIS:S(0)",
                    help="place tensors by name pattern, complete the rest at least cost; may be repeated")  # fmt: skip
     p.add_argument("--program", action="store_true", help="print the program every rank runs")
+    p.add_argument("--stages", metavar="N", help="cut the model into N stages of equal work at ranks of their own, or "
+                   "where these modules begin (patterns, with commas); --mesh is then that of each stage")  # fmt: skip
+    p.add_argument("--microbatches", type=int, default=4, metavar="M", help="per step, with --stages (default: 4)")
+    p.add_argument(
+        "--virtual", type=int, default=1, metavar="V", help="stages that take turns at each place (default: 1)"
+    )
+    p.add_argument("--schedule", choices=SCHEDULES, help="order of micro-batches (default: 1f1b, or interleaved)")
+    p.add_argument("--window", default="0", metavar="W", help="how far a place may leave the order; any (default: 0)")
+    p.add_argument("--stash", type=float, default=1.0, metavar="X",
+                   help="how many times as many micro-batches as needed may be under way (default: 1)")  # fmt: skip
+    p.add_argument("--couple", choices=["microbatch"],
+                   help="let ops that couple samples see one micro-batch at a time")  # fmt: skip
     p.add_argument("-o", "--output", metavar="FILE", help="save the plan")
     cli_cost.profile_options(verb("profile", cli_cost.do_profile, "measure this machine's ops and links", False))
     p = verb("explain", do_explain, "say what a saved plan does and why", False)

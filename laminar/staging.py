@@ -25,18 +25,25 @@ import numpy as np
 from laminar.cost.work import FREE, op_s
 from laminar.errors import PlanError
 from laminar.ir.codec import Ref
-from laminar.ir.graph import Graph
+from laminar.ir.graph import Graph, Node
 from laminar.ir.mesh import Mesh, Place
 from laminar.ir.plan import Choice, Plan
 from laminar.ir.sbp import B, NdSbp, Partial
 from laminar.ir.staged import Staged, StagePlan
-from laminar.lower.lower import lower
+from laminar.lower.lower import written
 from laminar.lower.split import Split, light_ops, split
 from laminar.rules.boxing import WIRE
 from laminar.rules.notation import call_of
 from laminar.search import presets
 
 Inner = Mesh | Plan | Callable[[Graph], Plan] | None
+MEANS = ("aten.nll_loss_forward", "aten.nll_loss2d_forward", "aten.mean", "aten.mean.dim", "aten.sum",
+         "aten.sum.dim_IntList", "aten.mse_loss", "aten.div.Tensor")  # fmt: skip
+"""Sums and means over samples, and a sum over its count, if they are numbers: a step's loss is the mean over its
+micro-batches. Where counts differ (ignored labels), `laminar.Loss(total, weight)` is exact."""
+LINEAR = FREE | {"aten.add.Tensor", "aten.sub.Tensor", "aten.mul.Scalar", "aten.div.Scalar", "aten.neg",
+                 "aten._to_copy", "aten.clone"}  # fmt: skip
+"""What may be done to such a mean on its way to the loss."""
 SLACK = 1.02
 """Cuts whose slowest stage is within this of the best are compared by what they send."""
 
@@ -50,6 +57,7 @@ def pipeline(
     schedule: str | None = None,
     window: int | None = 0,
     apart: bool | None = None,
+    stash: float = 1.0,
     couple: str | None = None,
     registers: Mapping[str, int] | None = None,
 ) -> Staged:
@@ -59,8 +67,9 @@ def pipeline(
     (patterns); or for patterns of modules their stage, which may form any DAG. `virtual` stages per place take turns.
     `inner` spreads each stage: a mesh (data parallel, or tensor parallel if it has a `tp` axis), a plan for
     the whole graph, or a function that makes one; or one of these for each place. `schedule` is 1f1b, or interleaved
-    with virtual stages; `window` how far a place may leave the order. `couple="microbatch"` lets ops that couple
-    samples see one micro-batch at a time.
+    with virtual stages; `window` is how far a place may leave the order, `stash` how many times as many micro-batches
+    as the schedule needs may be under way. `couple="microbatch"` lets ops that couple samples see one micro-batch at
+    a time.
     """
     if couple not in (None, "microbatch"):
         raise PlanError(f"couple={couple!r}", allowed='None  "microbatch"')
@@ -93,7 +102,8 @@ def pipeline(
         micro_batches=microbatches,
         schedule=schedule,
         window=window,
-        apart=schedule == "zero_bubble" if apart is None else apart,
+        apart=schedule == "zero-bubble" if apart is None else apart,
+        stash=stash,
         registers=dict(registers or {}),
         coupled=couple is not None,
         name=f"pipeline({count})",
@@ -294,14 +304,30 @@ def coupled_ops(graph: Graph) -> list[tuple[str, str]]:
     samples = [i.spec.shape[0] for i in graph.of_kind("batch") if i.spec.shape]
     if not samples or max(samples) < 2:
         return []
-    program = lower(graph, presets.data_parallel(graph, Mesh({"dp": 2})), schedule=False, bucket_bytes=0)
+    program = written(graph, presets.data_parallel(graph, Mesh({"dp": 2})))
     found: dict[str, tuple[str, str]] = {}
     for instr in program.instrs:
-        reader = re.match(r".* for %(\S+)$", instr.why)
-        if instr.moves and instr.phase == "forward" and reader and reader[1] in graph.by_name:
-            node = graph.by_name[reader[1]]
+        reader = re.match(r".* for %([^.\s]+)", instr.why)  # an op that is written out has lines like batch_norm_0.2
+        node = graph.by_name.get(reader[1]) if reader else None
+        if instr.moves and instr.phase == "forward" and node is not None and not _is_mean(graph, node):
             found.setdefault(node.name, (node.op, node.where))
     return list(found.values())
+
+
+def _is_mean(graph: Graph, node: Node) -> bool:
+    """Whether an op only makes a sum or mean over samples of which the loss is a linear function."""
+    if node.op not in MEANS or any(o is not None and o.shape for o in node.outs):
+        return False
+    todo = [node]
+    while todo:
+        here = todo.pop()
+        for i in range(len(here.outs)):
+            for user in graph.users.get(Ref(here.name, i), ()):
+                if user.phase == "forward":
+                    if user.op not in LINEAR:
+                        return False
+                    todo.append(user)
+    return True
 
 
 def refuse_coupled(graph: Graph) -> None:
@@ -317,7 +343,71 @@ def refuse_coupled(graph: Graph) -> None:
         )
 
 
-def with_plan(staged: Staged, stage: int, plan: Plan) -> Staged:
-    """The same with another plan for one stage."""
-    changed = [replace(s, plan=plan) if i == stage else s for i, s in enumerate(staged.stages)]
-    return replace(staged, stages=tuple(changed))
+# --- another graph of the same model
+
+
+def again(graph: Graph, staged: Staged) -> Staged:
+    """A staged plan's decisions for another graph of the same model: another size of micro-batch, evaluation.
+
+    Weights stay in their stages and lie as they did, and ops are where their weights are; ops without weights are where
+    the plan had ops of their name, as far as that lies between the stages before and after them.
+    """
+    if graph.hash == staged.graph_hash:
+        return staged
+    count = len(staged.stages)
+    of = _reassigned(graph, staged)
+    plans = []
+    for p in range(len(staged.places)):
+        here = [s.plan for s in staged.stages if s.place == p]
+        plans.append(presets.like(graph, _together(here)))
+    cut = split(graph, of, count)
+    own = tuple(
+        StagePlan(stage.place, stage_plan(graph, cut, s, [plans[t.place] for t in staged.stages]))
+        for s, stage in enumerate(staged.stages)
+    )
+    kept = {n: s for n, s in cut.of.items() if graph.by_name[n].phase == "forward"}
+    return replace(staged, graph_hash=graph.hash, stages=own, of=kept, account=_account(graph, cut))
+
+
+def _reassigned(graph: Graph, staged: Staged) -> dict[str, int]:
+    """The stage of each forward op: not before those it reads, nor behind those that read it."""
+    homes: dict[str, set[int]] = {}
+    for s, stage in enumerate(staged.stages):
+        for name in stage.plan.inputs:
+            homes.setdefault(name, set()).add(s)
+    light = light_ops(graph)
+    stored = {i.name: homes[i.name] for i in graph.inputs if i.kind in ("param", "buffer") and i.name in homes}
+    ops = [n for n in graph.nodes if n.phase == "forward"]
+    low: dict[str, int] = {}
+    fixed: dict[str, int] = {}
+    for node in ops:
+        before = max([low[r.name] for r in node.ins if r.name in low], default=0)
+        weights = [stored[r.name] for r in node.ins if r.name in stored]
+        if node.name in light:
+            if weights:
+                stored[node.name] = set.intersection(*weights) or weights[0]
+            continue
+        if weights:
+            common = set.intersection(*weights) or weights[0]
+            fixed[node.name] = min([s for s in common if s >= before], default=max(common))
+        low[node.name] = max(before, fixed.get(node.name, 0))
+    high: dict[str, int] = {}
+    for node in reversed(ops):
+        if node.name in low:
+            users = (u.name for i in range(len(node.outs)) for u in graph.users.get(Ref(node.name, i), ()))
+            after = [high[u] for u in users if u in high]
+            high[node.name] = fixed.get(node.name, min(after, default=len(staged.stages) - 1))
+    return {
+        name: fixed.get(name, min(max(staged.of.get(name, at), at), max(high[name], at))) for name, at in low.items()
+    }
+
+
+def _together(plans: Sequence[Plan]) -> Plan:
+    """What plans of stages at one place say about weights and batches, as one."""
+    first = plans[0]
+    out = replace(first, ops={}, inputs={}, outputs={}, state={})
+    for plan in plans:
+        out.inputs.update(plan.inputs)
+        out.outputs.update(plan.outputs)
+        out.state.update(plan.state)
+    return out

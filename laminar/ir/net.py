@@ -5,7 +5,7 @@ backward part, the optimizer. Each step it *fires* a fixed number of times, once
 carries what one actor makes to the actors that read it, in registers: tensors of a known size, of which there are
 a fixed number. An actor may fire when every queue it reads holds what it takes and every queue it fills has registers
 free for what it gives. A register is taken when its producer begins to fire, and is free again when every consumer has
-finished the firing that read it.
+finished the firing that read it. Queues are first in, first out: firing k of an actor comes after its firing k - 1.
 
 No register belongs to two queues and no queue has two producers, so firing one actor never stops another
 from firing: whether all of them finish does not depend on who goes first. That is what `lower/check.py` builds on.
@@ -176,3 +176,8 @@ def check(net: Net) -> None:
         if len(order) != len(wanted) or set(order) != wanted:
             odd = sorted(set(order) ^ wanted)
             fail(f"the order of place {at} must name each firing once", at=f"{odd[:4] or 'one is named twice'}")
+        fired: dict[str, int] = {}
+        for name, k in order:  # queues are first in, first out
+            if k != fired.setdefault(name, 0):
+                fail(f"the order of place {at} has {name}.{k} before {name}.{fired[name]}", allowed="ascending firings")
+            fired[name] += 1

@@ -22,7 +22,7 @@ from laminar.ir.mesh import Mesh, Place
 from laminar.ir.plan import Plan
 
 VERSION = 1
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zero-bubble-level", "backward-first")
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,8 @@ class Staged:
     window: int | None = 0
     apart: bool = False
     """Whether gradients of inputs and of weights are parts of their own."""
+    stash: float = 1.0
+    """How many times as many micro-batches as the schedule needs may be under way; more lets a window be of use."""
     registers: dict[str, int] = field(default_factory=dict)
     """Registers of queues, by name, where they are not the schedule's own."""
     coupled: bool = False
@@ -60,6 +62,8 @@ class Staged:
             raise PlanError(f"no schedule is called {self.schedule!r}", allowed="  ".join(SCHEDULES))
         if self.micro_batches < 1:
             raise PlanError(f"a step of {self.micro_batches} micro-batches", allowed="at least 1")
+        if not self.stash >= 1.0:
+            raise PlanError(f"a stash of {self.stash}", allowed="1.0 or more")
         if self.window is not None and self.window < 0:
             raise PlanError(f"a window of {self.window}", allowed="0 or more, or None for any")
         for s, stage in enumerate(self.stages):
@@ -75,6 +79,11 @@ class Staged:
         """How many ranks the plan needs."""
         return 1 + max(r for p in self.places for r in p.ranks)
 
+    @property
+    def mesh(self) -> Mesh:
+        """All its ranks on one axis, for whoever only counts them: each place has a mesh of its own."""
+        return Mesh({"ranks": self.ranks})
+
     def to_json(self) -> dict[str, Any]:
         """Plain data; `from_json` is the inverse."""
         return {
@@ -88,6 +97,7 @@ class Staged:
             "schedule": self.schedule,
             "window": self.window,
             "apart": self.apart,
+            "stash": self.stash,
             "registers": self.registers,
             "coupled": self.coupled,
             "account": self.account,
@@ -109,6 +119,7 @@ class Staged:
                 schedule=data["schedule"],
                 window=data["window"],
                 apart=data["apart"],
+                stash=data["stash"],
                 registers=dict(data["registers"]),
                 coupled=data["coupled"],
                 name=data["name"],
@@ -157,3 +168,12 @@ class Staged:
 
     def __str__(self) -> str:
         return f"Staged({self.hash[:12]}, {self.name}, {len(self.stages)} stages, {self.micro_batches} micro-batches)"
+
+
+def load_plan(path: str | Path) -> Plan | Staged:
+    """A plan from its file, with stages or without."""
+    try:
+        data = json.loads(Path(path).read_text())
+    except (OSError, ValueError):
+        return Plan.load(path)  # says what is wrong with the file
+    return Staged.from_json(data) if isinstance(data, dict) and "laminar_staged_plan" in data else Plan.load(path)

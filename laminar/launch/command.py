@@ -21,7 +21,7 @@ from typing import Any
 
 from laminar import events
 from laminar.errors import MeshError, PlanError, RecipeError
-from laminar.ir.plan import Plan
+from laminar.ir.staged import Staged, load_plan
 from laminar.launch import rundir
 from laminar.launch.blame import Verdict
 from laminar.launch.display import display, summary
@@ -122,10 +122,12 @@ def world_of(args: argparse.Namespace, place: Place | None) -> int:
     """How many ranks; refused here where plan, mesh and workers do not agree, before any rank starts."""
     mesh = args.mesh
     if args.plan.endswith(".json"):
-        planned = Plan.load(args.plan).mesh
-        if mesh is not None and mesh != planned:
-            raise MeshError(f"{args.plan} is for {planned}, not for {mesh}", next="leave out --mesh")
-        mesh = planned
+        loaded = load_plan(args.plan)
+        if mesh is not None and isinstance(loaded, Staged):
+            raise MeshError(f"{args.plan} has stages with meshes of their own", next="leave out --mesh")
+        if mesh is not None and mesh != loaded.mesh:
+            raise MeshError(f"{args.plan} is for {loaded.mesh}, not for {mesh}", next="leave out --mesh")
+        mesh = loaded.mesh
     elif args.plan not in PLANS:
         raise PlanError(f"there is no plan {args.plan!r}", allowed="  ".join(PLANS) + "  FILE.json")
     world = place.world if place is not None else args.workers or (mesh.ranks if mesh else 1)

@@ -87,12 +87,22 @@ class _Cutter:
             if not 0 <= forward[node.name] < stages:
                 raise PlanError(f"op %{node.name} is in stage {forward[node.name]}", allowed=f"0 to {stages - 1}")
             self.of[node.name] = forward[node.name]
+        self._share_views()
         self._keep_buffers_together()
         self.hand = self._at_hand()
         self.before = self._order()
         self.like: dict[str, str] = {}
 
     # --- who has what
+
+    def _share_views(self) -> None:
+        """A view that several stages read is where its tensor is, or they would wait for each other over it."""
+        for node in self.graph.nodes:
+            if node.name in self.of and node.op in FREE and len(node.ins) == 1 and node.ins[0].name in self.of:
+                refs = (Ref(node.name, i) for i in range(len(node.outs)))
+                readers = {self.of[u.name] for r in refs for u in self.graph.users.get(r, ()) if u.name in self.of}
+                if readers - {self.of[node.name]}:
+                    self.of[node.name] = self.of[node.ins[0].name]
 
     def _keep_buffers_together(self) -> None:
         """What only makes a buffer's new value is where the values it is made from are; both stay in one stage."""
@@ -194,7 +204,7 @@ class _Cutter:
         only = node is not None and len(self.graph.users.get(ref, ())) + self._given.get(ref, 0) <= 1
         if node is None or node.phase == "forward" or not only or len(node.outs) != 1:
             return [(ref, chain)]
-        if node.op == "aten.add.Tensor" and len(node.ins) == 2 and len(node.args) == 2:
+        if node.op == "aten.add.Tensor" and len(node.ins) == 2 and node.args[2:] in ((), (1,)):
             a, b = node.ins
             if self.graph.specs[a] == self.graph.specs[b] == node.outs[0]:
                 return [*self._terms(a, chain), *self._terms(b, chain)]
@@ -273,7 +283,7 @@ class _Cutter:
                 continue
             name = f"{adds[0].name}_s{stage}_{k}"
             spec = self.graph.specs[o.ref]
-            extra.append(replace(adds[0], name=name, args=(total, ref), outs=(spec,)))
+            extra.append(replace(adds[0], name=name, args=(total, ref, *adds[0].args[2:]), outs=(spec,)))
             self.like[name], total = adds[0].name, Ref(name)
         assert total is not None
         return total

@@ -99,6 +99,13 @@ def stages(graph: Graph, staged: Staged) -> Stages:
     return Stages(staged, cut, tuple(parts), tuple(wires))
 
 
+def in_other_precision(graph: Graph, staged: Staged) -> Staged:
+    """The same plan for a graph that differs from its own in dtypes only."""
+    cut = split(graph, staged.of, len(staged.stages))
+    own = [replace(s, plan=replace(s.plan, graph_hash=g.hash)) for s, g in zip(staged.stages, cut.graphs, strict=True)]
+    return replace(staged, graph_hash=graph.hash, stages=tuple(own))
+
+
 def unfinished(graph: Graph, plan: Plan) -> dict[str, NdSbp]:
     """How sums over micro-batches leave a part: as terms, where the plan would keep the sum whole."""
     out: dict[str, NdSbp] = {}

@@ -70,9 +70,10 @@ class Pieces:
 class Wire:
     """Sends and receives among the ranks of a box, with tags by which messages of different exchanges keep apart."""
 
-    def __init__(self, group: Any, box: Box, tag: int) -> None:
+    def __init__(self, group: Any, box: Box, tag: int, world: Sequence[int]) -> None:
+        """`world`: which rank of the world stands at each rank of the mesh."""
         self.group, self.at, self.tag = group, box.at, tag
-        self.peers = [dist.get_group_rank(group, r) for r in box.ranks]
+        self.peers = [dist.get_group_rank(group, world[r]) for r in box.ranks]
         self.others = [(box.at + k) % len(box.ranks) for k in range(1, len(box.ranks))]
 
     def recv(self, x: Tensor, part: int, number: int, works: list[Any]) -> None:

@@ -24,7 +24,7 @@ from laminar.ir.sbp import local_shape
 from laminar.runtime.boxes import Box
 from laminar.runtime.local import prepare
 from laminar.runtime.record import Recordable, stamped
-from laminar.runtime.transport import Bucket, Groups, Null
+from laminar.runtime.transport import PASSING, Bucket, Groups, Null
 
 
 def _rows_into(grad: Tensor, ids: Tensor, rows: int, padding: int, by_count: bool, *, out: Tensor) -> Tensor:
@@ -102,7 +102,7 @@ class _Build:
         self.given = constants
         self.into: dict[str, tuple[Bucket, int]] = {}
         self.buckets: dict[str, tuple[Bucket, list[int]]] = {}
-        leaving = {o.ref for o in program.outputs}
+        leaving = {o.ref for o in program.outputs if o.kind not in PASSING}
         for instr in program.instrs:
             # A lone gradient gets a buffer too: one that is made once, not in every step.
             if instr.kind == "all_reduce" and (len(instr.refs) > 1 or Ref(instr.name) in leaving):

@@ -33,6 +33,8 @@ from laminar.runtime.yard import Area, Wants, Yard
 
 FIRST_TAG = 1 << 20
 """Tags below are left to others who send and receive in the same group."""
+PASSING = ("sent", "kept")
+"""Outputs that the next run of a program must not overwrite: other micro-batches are still to read them."""
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
@@ -206,16 +208,25 @@ class Groups:
     """Where programs leave their stamps while a recording runs."""
 
     def __init__(
-        self, mesh: Mesh, device: torch.device | str = "cpu", share: bool = True, timeout_s: float = 600.0
+        self,
+        mesh: Mesh,
+        device: torch.device | str = "cpu",
+        share: bool = True,
+        timeout_s: float = 600.0,
+        ranks: Sequence[int] | None = None,
     ) -> None:
-        """`share`: exchange through shared memory where ranks have it; `timeout_s` is how long to wait there."""
+        """`share`: exchange through shared memory where ranks have it; `timeout_s` is how long to wait there.
+
+        `ranks`: which ranks of the world the mesh is made of; all of them in order unless said. Only they make this.
+        """
         if not dist.is_initialized():
             raise MeshError("no process group", next="start under torchrun, or call dist.init_process_group first")
         world = dist.get_world_size()
-        if mesh.ranks != world:
+        if ranks is None and mesh.ranks != world:
             raise MeshError(f"{mesh} has {mesh.ranks} ranks, the world has {world}",
                             next=f"start {mesh.ranks} processes, or use a mesh of {world}")  # fmt: skip
-        self.mesh, self.rank, self.device = mesh, dist.get_rank(), torch.device(device)
+        self.world = tuple(range(world) if ranks is None else ranks)
+        self.mesh, self.rank, self.device = mesh, self.world.index(dist.get_rank()), torch.device(device)
         self._groups: dict[tuple[int, ...], Any] = {}
         self._shares, self.timeout_s = share, timeout_s
         self._yards: dict[tuple[int, ...], Yard] = {}
@@ -239,7 +250,12 @@ class Groups:
                 if members in done:
                     continue
                 done.add(members)
-                group = dist.group.WORLD if len(members) == self.mesh.ranks else dist.new_group(list(members))
+                if len(members) == dist.get_world_size():
+                    group = dist.group.WORLD
+                elif len(self.world) == dist.get_world_size():
+                    group = dist.new_group([self.world[r] for r in members])
+                elif self.rank in members:  # those outside of this mesh are not here to take part
+                    group = dist.new_group([self.world[r] for r in members], use_local_synchronization=True)
                 if self.rank in members:
                     self._groups[axes] = group
         self._given, self._leaving = {}, direct.leaving(program)
@@ -263,7 +279,7 @@ class Groups:
         members = self.mesh.group(axes, self.mesh.coords(self.rank))
         if not self._shares or not self._gloo(group) or len(members) == 1:
             return
-        leaving = {o.ref for o in program.outputs}
+        leaving = {o.ref for o in program.outputs if o.kind not in PASSING}
         for instr in program.collectives:
             if instr.args[1] != axes:
                 continue
@@ -301,7 +317,7 @@ class Groups:
         boxes = [Box.of(instr, self.mesh, self.rank, i) for i in range(len(instr.refs))]
         box = boxes[0]
         if instr.kind in ("all_gather", "reduce_scatter") and self.device.type == "cpu" and self._gloo(group):
-            wire = direct.Wire(group, box, self._tag)
+            wire = direct.Wire(group, box, self._tag, self.world)
             self._tag += len(boxes) + 1
             dtype = DTYPES[instr.ins[0].spec.dtype]
             if instr.kind == "all_gather":

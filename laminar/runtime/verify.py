@@ -20,8 +20,10 @@ from laminar.ir.graph import Graph, Node, widen
 from laminar.ir.plan import Plan
 from laminar.ir.program import Instr, Program
 from laminar.ir.sbp import show
+from laminar.ir.staged import Staged
 from laminar.lower.lower import lower
-from laminar.runtime import lockstep
+from laminar.lower.stages import in_other_precision, stages
+from laminar.runtime import lockstep, pipe
 from laminar.runtime.processes import run_processes
 from laminar.runtime.reference import constants_of, run_graph
 from laminar.runtime.shards import assemble
@@ -118,6 +120,49 @@ def verify_program(
                 report.losses.append((float(want[key]), float(got)))
         if max(report.errors.values()) > tol and not report.first_difference and ranks == "inprocess":
             report.first_difference = first_difference(subject, program, inputs, constants, tol)
+    report.worst, report.max_rel_error = max(report.errors.items(), key=lambda e: e[1], default=("nothing", 0.0))
+    report.ok = report.max_rel_error <= tol
+    return report
+
+
+def verify_stages(
+    whole: Graph,
+    part: Graph,
+    staged: Staged,
+    batches: Sequence[Mapping[str, Tensor]],
+    micro: Sequence[Sequence[Mapping[str, Tensor]]],
+    dtype: str = "f64",
+    tolerance: float | None = None,
+) -> Report:
+    """Compare a plan with stages, all places in this process, with one device.
+
+    `whole` is the graph of a batch and `part` that of a micro-batch, `batches` and `micro` their inputs. Where ops may
+    see one micro-batch at a time, one device runs the same micro-batches.
+    """
+    wide, tol = dtype == "f64", TOLERANCE[dtype] if tolerance is None else tolerance
+    staged.fits(part)
+    subject, one = (widen(part), widen(whole)) if wide else (part, whole)
+    made = stages(subject, in_other_precision(subject, staged) if wide else staged)
+    report = Report(True, 0.0, tol, "", ranks=staged.ranks, batches=len(batches))
+    for batch, parts in zip(batches, micro, strict=True):
+        fed = [widened(m) if wide else {k: v.detach() for k, v in m.items()} for m in parts]
+        weights = [1.0 / len(fed)] * len(fed)
+        got = pipe.run(made, fed, weights, constants_of(subject, wide))
+        if staged.coupled:
+            runs = [run_graph(subject, m, constants_of(subject, wide)) for m in fed]
+            want = {k: torch.stack([r[k] for r in runs]).sum(0) / len(runs) for k in runs[0]}
+            want |= {k: v for k, v in runs[-1].items() if k.startswith("buffer:")}
+        else:
+            want = run_graph(one, widened(batch) if wide else batch, constants_of(one, wide))
+        grads = [float(v.abs().max()) for k, v in want.items() if k.startswith("grad:") and v.numel()]
+        for key, w in want.items():
+            kind = key.partition(":")[0]
+            if kind in ("grad", "loss") or (staged.coupled and kind == "buffer"):
+                error = error_of(got[key], w, SMALL * max(grads, default=0.0) if kind == "grad" else 0.0)
+                report.errors[key] = max(report.errors.get(key, 0.0), error)
+                report.checked += 1
+            if kind == "loss":
+                report.losses.append((float(w), float(got[key])))
     report.worst, report.max_rel_error = max(report.errors.items(), key=lambda e: e[1], default=("nothing", 0.0))
     report.ok = report.max_rel_error <= tol
     return report

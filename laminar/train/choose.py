@@ -13,6 +13,7 @@ from laminar.errors import MeshError, PlanError
 from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh
 from laminar.ir.plan import Plan
+from laminar.ir.staged import load_plan
 from laminar.search import presets
 
 NAMES = ("auto", "data", "zero1", "zero2", "zero3", "tensor", "ddp")
@@ -36,7 +37,7 @@ def mesh_for(plan: Any, mesh: Mesh | None, world: int) -> Mesh:
 def loaded(plan: Any) -> Any:
     """A plan from its file, if a file is named; anything else as it is."""
     if isinstance(plan, Path) or (isinstance(plan, str) and plan.endswith(".json")):
-        return Plan.load(plan)
+        return load_plan(plan)
     if isinstance(plan, str) and plan not in NAMES:
         raise PlanError(f"there is no plan {plan!r}", allowed="  ".join(NAMES) + "  a plan.json")
     return plan

@@ -1,0 +1,180 @@
+"""What one rank does in a pipeline: the parts of the stages at its place, fired by the actors.
+
+A firing reads what its queues hand it, this rank's share of the micro-batch, and the weights it holds; it runs the
+part's program, adds gradients and values to the sums of the step in the order of micro-batches, and hands
+on what other parts need. Values of a queue are in the order in which `lower/pipes.py` names them.
+
+Between places values go through the crossings of `rules/crossing.py`: each rank packs what every other lacks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from laminar.capture.torch_ops import DTYPES
+from laminar.cost.work import FREE
+from laminar.ir.mesh import Place
+from laminar.ir.program import Program
+from laminar.ir.tensor import ITEM_BYTES
+from laminar.lower.pipes import Piped
+from laminar.lower.stages import KEPT, Part
+from laminar.rules.crossing import Crossing, crossing
+from laminar.runtime.crossings import Window, identity
+from laminar.runtime.direct import MAY_ALIAS
+from laminar.runtime.edges import ALIGN, Edge, Value
+
+Code = Callable[..., list[Tensor]]
+"""A part's program as code: local inputs to local outputs."""
+Feed = Callable[[int, int], Mapping[str, Tensor]]
+"""A stage and a micro-batch, to this rank's share of what comes from outside: batch, key, scale."""
+
+
+class Parts:
+    """The parts that one rank runs. `feed` and `weights` are set for every step, `sums` are read behind it."""
+
+    def __init__(self, piped: Piped, rank: int, held: Mapping[str, Tensor], build: Callable[[Program], Code]) -> None:
+        """`held`: this rank's parameters and buffers by name; `build` makes code of a program."""
+        self.piped, self.rank, self.held = piped, rank, held
+        staged = piped.made.staged
+        here = enumerate(staged.stages)
+        self.stages = [s for s, stage in here if rank in staged.places[stage.place].ranks]
+        mine = [p for s in self.stages for p in piped.made.parts[s]]
+        self._code = {p.name: build(p.program) for p in mine}
+        self._borrowed = {p.name: borrowed(p.program) for p in mine}
+        self.feed: Feed = lambda stage, micro: {}
+        self.weights: Sequence[float] = ()
+        """What each micro-batch counts in losses and metrics."""
+        self.sums: dict[tuple[int, str], Tensor] = {}
+        """Gradients, losses and metrics of a step, by stage and `kind:name`, as terms."""
+
+    def fire(self, name: str, k: int, step: int, inputs: dict[str, list[Value]]) -> dict[str, list[Value]]:
+        """One firing: what actors call."""
+        net, carries = self.piped.net, self.piped.carries
+        have: dict[str, Tensor] = {}
+        for source, values in inputs.items():
+            if source in carries:
+                have.update(zip(carries[source], values[0].tensors, strict=True))
+        part = self.piped.made.by_name.get(name)
+        made = self._run(part, k, have) if part is not None else {}
+        out: dict[str, list[Value]] = {}
+        for queue in net.fills[name]:
+            tensors = [made[n] if n in made else have[n] for n in carries.get(queue.name, ())]
+            out[queue.name] = [Value(tensors, k)] * queue.gives
+        return out
+
+    def _run(self, part: Part, k: int, have: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Run a part; what it leaves for others, by name."""
+        fed = self.feed(part.stage, k)
+        args = []
+        for item in part.program.inputs:
+            if item.kind in ("given", KEPT):
+                args.append(have[item.name])
+            else:
+                args.append(self.held[item.name] if item.name in self.held else fed[item.name])
+        outs = self._code[part.name](*args)
+        left: dict[str, Tensor] = {}
+        for at, (o, x) in enumerate(zip(part.program.outputs, outs, strict=True)):
+            if o.kind in ("sent", KEPT):
+                left[o.name] = x.clone() if at in self._borrowed[part.name] else x
+            elif o.kind == "buffer":
+                self.held[o.name].copy_(x)
+            else:
+                weight = self.weights[k] if o.kind != "grad" else 1.0
+                self._add((part.stage, f"{o.kind}:{o.name}"), x, weight, fresh=k == 0)
+        return left
+
+    def _add(self, key: tuple[int, str], x: Tensor, weight: float, fresh: bool) -> None:
+        """Sums have memory of their own, which is used again in the next step; narrow gradients are summed in f32."""
+        wide = torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype
+        if key not in self.sums or self.sums[key].shape != x.shape:
+            self.sums[key] = torch.empty_like(x, dtype=wide, memory_format=torch.contiguous_format)
+        total = self.sums[key]
+        if fresh:
+            total.copy_(x)
+            if weight != 1.0:
+                total.mul_(weight)
+        elif weight != 1.0:
+            total.add_(x, alpha=weight)
+        else:
+            total.add_(x)
+
+    def edges(self) -> dict[tuple[str, int], Edge]:
+        """How values of every queue between places travel; the same on every rank."""
+        out: dict[tuple[str, int], Edge] = {}
+        for queue in self.piped.net.queues:
+            src, dst = self.piped.ends(queue)
+            if src != dst:
+                wires = self.piped.wires.get(queue.name, ())
+                ways = [crossing(w.src.spec, src, w.src.nd, dst, w.dst.nd) for w in wires]
+                out[queue.name, self.piped.net.by_name[queue.consumers[0]].place] = edge_of(ways, src, dst)
+        return out
+
+
+def edge_of(ways: Sequence[Crossing], src: Place, dst: Place) -> Edge:
+    """An edge that carries several tensors at once, each by its crossing."""
+    pairs = {(t.src, t.dst) for way in ways for t in (*way.transfers, *way.kept)}
+    reached = {b for _, b in pairs}
+    pairs |= {(src.ranks[i % len(src.ranks)], r) for i, r in enumerate(dst.ranks) if r not in reached}
+    largest = ALIGN
+    for pair in pairs:
+        moved = [t.size * ITEM_BYTES[w.spec.dtype] for w in ways for t in w.transfers if (t.src, t.dst) == pair]
+        largest = max(largest, sum(-(-n // ALIGN) * ALIGN for n in moved))
+    freight = Freight(ways)
+    return Edge(tuple(sorted(pairs)), largest, freight.pack, freight.unpack)
+
+
+class Freight:
+    """The tensors of one queue on their way: who gives whom which pieces of each."""
+
+    def __init__(self, ways: Sequence[Crossing]) -> None:
+        self.ways = ways
+        self._known: dict[tuple[int, int], list[tuple[int, Window, Window]]] = {}
+
+    def _pieces(self, src: int, dst: int) -> list[tuple[int, Window, Window]]:
+        """Which tensor, and where a piece of it lies on both sides."""
+        if (src, dst) not in self._known:
+            self._known[src, dst] = [
+                (i, Window(t.at_src, way.src_shape(src)), Window(t.at_dst, way.dst_shape(dst)))
+                for i, way in enumerate(self.ways)
+                for t in (*way.transfers, *way.kept)
+                if (t.src, t.dst) == (src, dst)
+            ]
+        return self._known[src, dst]
+
+    def pack(self, value: Value, src: int, dst: int) -> list[Tensor]:
+        """What one rank gives another, piece by piece."""
+        return [window.read(value.tensors[i]) for i, window, _ in self._pieces(src, dst)]
+
+    def unpack(self, parts: dict[int, list[Tensor]], dst: int) -> list[Tensor]:
+        """The tensors, from what every rank gave."""
+        arrived: list[list[tuple[Window, Tensor]]] = [[] for _ in self.ways]
+        for src, tensors in parts.items():
+            for (i, _, window), piece in zip(self._pieces(src, dst), tensors, strict=True):
+                arrived[i].append((window, piece))
+        out = []
+        for way, pieces in zip(self.ways, arrived, strict=True):
+            shape = way.dst_shape(dst)
+            if len(pieces) == 1 and tuple(pieces[0][1].shape) == shape and dst not in way.fill:
+                out.append(pieces[0][1])
+                continue
+            device = pieces[0][1].device if pieces else torch.device("cpu")
+            room = torch.empty(shape, dtype=DTYPES[way.spec.dtype], device=device)
+            if dst in way.fill:
+                room.fill_(identity(way.op, room.dtype))
+            for window, piece in pieces:
+                window.write(room, piece)
+            out.append(room)
+        return out
+
+
+def borrowed(program: Program) -> set[int]:
+    """Outputs for other parts that lie where the next run of the program writes: results of collectives, and views."""
+    roots: set[str] = set()
+    for instr in program.instrs:
+        alias = instr.op in FREE or instr.op.startswith(MAY_ALIAS) or instr.op == "aten.reshape"
+        if instr.moves or (alias and any(r.name in roots for r in instr.refs)):
+            roots.add(instr.name)
+    return {i for i, o in enumerate(program.outputs) if o.kind in ("sent", KEPT) and o.ref.name in roots}

@@ -1,0 +1,59 @@
+"""Staged plans: whatever the stages, their ranks and their inner plans, the numbers are those of one device."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+
+import pytest
+
+from laminar.ir.mesh import Mesh
+from laminar.ir.staged import Staged
+from laminar.lower.stages import stages
+from laminar.runtime import pipe
+from laminar.runtime.reference import run_graph
+from laminar.runtime.verify import SMALL, error_of
+from laminar.search.draw import random_plan
+from laminar.staging import pipeline
+from tests.zoo import NAMES, Specimen, specimen
+
+MESHES = ({"a": 1}, {"a": 2}, {"a": 3}, {"a": 2, "b": 2})
+
+
+def worst(one: Specimen, staged: Staged) -> float:
+    """The largest error of two micro-batches through the stages against one device; plans are for the f32 graph."""
+    again = dict(one.inputs)
+    batch = [i.name for i in one.graph.of_kind("batch")]
+    for name in batch:  # the second micro-batch has the same samples in another order
+        again[name] = one.inputs[name].flip(0) if one.inputs[name].dim() else one.inputs[name]
+    parts = [one.inputs, again]
+    made = stages(one.graph, staged)
+    got = pipe.run(made, parts, [0.5, 0.5], one.constants)
+    wants = [run_graph(one.graph, p, one.constants) for p in parts]
+    largest = max(float(v.abs().max()) for k, v in wants[0].items() if k.startswith("grad:") and v.numel())
+    errors = []
+    for key in wants[0]:
+        want = wants[1][key] if key.startswith("buffer:") else 0.5 * wants[0][key] + 0.5 * wants[1][key]
+        errors.append(error_of(got[key], want, SMALL * largest if key.startswith("grad:") else 0.0))
+    assert got.keys() == wants[0].keys()
+    return max(errors)
+
+
+def drawn(one: Specimen, rng: random.Random) -> Staged:
+    """A staged plan of which nothing is sensible."""
+    count = rng.choice((1, 2, 3, 4))
+    virtual = rng.choice((1, 1, 2))
+    graph = one.graph
+    inners = [partial(random_plan, mesh=Mesh(rng.choice(MESHES)), seed=rng.randrange(10**6)) for _ in range(count)]
+    return pipeline(graph, count, 2, virtual, inners, couple="microbatch", apart=rng.random() < 0.5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_random_staged_plans_give_the_numbers_of_one_device(name: str) -> None:
+    """Stages, virtual stages, places of different sizes, random placements inside, backward in one part or two."""
+    one = specimen(name, "f64")
+    rng = random.Random(f"staged {name}")
+    for _ in range(2):
+        staged = drawn(one, rng)
+        assert worst(one, staged) <= 1e-9, staged.explain()
+        assert Staged.from_json(staged.to_json()).hash == staged.hash

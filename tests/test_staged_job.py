@@ -1,0 +1,260 @@
+"""Jobs whose plans have stages, on real ranks: the weights are those of plain PyTorch on one device."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import laminar
+from laminar import Mesh
+from laminar.cli import main
+from laminar.errors import BatchError, LaminarError, MeshError, PlanError
+from tests.ranks import Ranks
+from tests.test_record import GPT, _batches, _loss
+from tests.zoo import EXAMPLES
+
+STEPS = 3
+MICRO = 4
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    """Two ranks."""
+    ranks = Ranks(2)
+    yield ranks
+    ranks.stop()
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Ranks]:
+    """Four ranks."""
+    ranks = Ranks(4)
+    yield ranks
+    ranks.stop()
+
+
+def model(tied: bool) -> nn.Module:
+    """A GPT of two blocks in float64; its head is its embedding if asked for."""
+    torch.manual_seed(0)
+    made = GPT(32).double()
+    if tied:
+        made.head = nn.Linear(32, 96, bias=False).double()
+        made.head.weight = made.embed.weight
+    return made
+
+
+def make(params: Any) -> torch.optim.Optimizer:
+    """Adam with an epsilon that noise does not reach."""
+    return torch.optim.AdamW(params, lr=1e-2, eps=1e-6)
+
+
+def planned(made: nn.Module, **options: Any) -> Any:
+    """A pipeline for micro-batches of two samples."""
+    micro = {k: v[:2] for k, v in _batches(1)[0].items()}
+    return laminar.plans.pipeline(laminar.capture(made, _loss, micro), microbatches=MICRO, **options)
+
+
+def _train(tied: bool, options: dict[str, Any]) -> tuple[list[tuple[float, float]], dict[str, Tensor], int]:
+    """Losses and norms, whole weights, and how many numbers this rank holds of the model."""
+    made = model(tied)
+    job = laminar.parallelize(made, _loss, make, batch=_batches(1)[0], plan=planned(made, **options), clip_norm=1.0)
+    said = [(r.loss, r.grad_norm) for r in map(job.step, _batches(STEPS))]
+    held = sum(p.numel() for p in made.parameters())
+    weights = job.state_dict()
+    job.close()
+    return said, weights, held
+
+
+def plain(tied: bool) -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
+    """The same on one device, whole batches at once."""
+    made = model(tied)
+    optimizer, said = make(made.parameters()), []
+    for batch in _batches(STEPS):
+        optimizer.zero_grad()
+        loss = _loss(made, batch)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(made.parameters(), 1.0)
+        optimizer.step()
+        said.append((loss.item(), norm.item()))
+    return said, made.state_dict()
+
+
+def same(ranks: Ranks, tied: bool, options: dict[str, Any]) -> list[int]:
+    """Assert that all ranks say what one device says; how much of the model each holds."""
+    want_said, want = plain(tied)
+    held = []
+    for said, weights, count in ranks.run(_train, tied, options):
+        torch.testing.assert_close(torch.tensor(said), torch.tensor(want_said), rtol=1e-9, atol=1e-12)
+        assert weights.keys() == want.keys()
+        for name, w in want.items():
+            torch.testing.assert_close(weights[name], w, rtol=1e-9, atol=1e-11)
+        held.append(count)
+    return held
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"stages": 2},
+        {"stages": 2, "schedule": "gpipe"},
+        {"stages": 2, "virtual": 2},
+        {"stages": 2, "schedule": "zero-bubble"},
+        {"stages": 2, "window": 2, "stash": 2.0},
+        {"stages": ["blocks.1"], "window": None, "apart": True, "stash": 2.0},
+    ],
+    ids=str,
+)
+def test_two_stages_train_as_one_device(two: Ranks, options: dict[str, Any]) -> None:
+    """Whatever the schedule, its window, virtual stages and parts; the embedding is the head, on two ranks at once."""
+    held = same(two, True, options)
+    whole = sum(p.numel() for p in model(True).parameters())
+    assert all(count < whole for count in held)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"stages": 4},
+        {"stages": 2, "inner": Mesh({"dp": 2})},
+        {"stages": 2, "inner": Mesh({"tp": 2}), "window": 2, "stash": 2.0},
+        {"stages": 2, "inner": partial(laminar.plans.zero, mesh=Mesh({"dp": 2}), stage=1)},
+        {"stages": 2, "inner": [Mesh({"dp": 1}), Mesh({"tp": 3})]},
+    ],
+    ids=["4 stages", "data", "tensor", "zero1", "1 and 3 ranks"],
+)
+def test_stages_compose_with_plans_inside(four: Ranks, options: dict[str, Any]) -> None:
+    """Data and tensor parallelism and ZeRO inside of stages; stages of different sizes; weights tied across them."""
+    same(four, True, options)
+
+
+def _wrong(which: str) -> str:
+    made = model(False)
+    batch = _batches(1)[0]
+    options: dict[str, Any] = {"plan": planned(made, stages=3 if which == "ranks" else 2)}
+    try:
+        if which == "micro_batches":
+            options["micro_batches"] = 2
+        job = laminar.parallelize(made, _loss, make, batch=batch, **options)
+        if which == "uneven":
+            job.step({k: v[:7] for k, v in batch.items()})
+    except LaminarError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was refused"
+
+
+@pytest.mark.parametrize(
+    ("which", "kind", "words"),
+    [
+        ("ranks", MeshError, "start 3 processes"),
+        ("micro_batches", LaminarError, "micro_batches does not go with"),
+        ("uneven", BatchError, "7 samples can't be cut into 4"),
+    ],
+)
+def test_what_stages_can_not_do_is_refused_by_name(two: Ranks, which: str, kind: type, words: str) -> None:
+    """An error says what is wrong and what to do, on every rank."""
+    for said in two.run(_wrong, which):
+        assert said.startswith(kind.__name__) and words in said
+
+
+def _state() -> tuple[list[float], list[float], str, str, str]:
+    """Losses before and behind saving, of the job that went on and of one that began from what was saved."""
+    made, batches = model(True), _batches(4)
+    options: dict[str, Any] = {"plan": planned(made, stages=2), "batch": batches[0]}
+    job = laminar.parallelize(made, _loss, make, **options)
+    for batch in batches[:2]:
+        job.step(batch)
+    weights, optimizer, saved = job.state_dict(), job.optimizer_state_dict(), job.hash()
+    went_on = [job.step(batch).loss for batch in batches[2:]]
+    other = laminar.parallelize(model(True), _loss, make, **options)
+    other.load_state_dict(weights)
+    other.load_optimizer_state_dict(optimizer)
+    loaded = other.hash()
+    again = [other.step(batch).loss for batch in batches[2:]]
+    same = "same" if job.hash() == other.hash() else "different"
+    job.close()
+    other.close()
+    return went_on, again, saved, loaded, same
+
+
+def test_state_goes_out_whole_and_comes_back(two: Ranks) -> None:
+    """Weights and optimizer state in plain PyTorch's formats: a job made of them goes on bit for bit."""
+    for went_on, again, saved, loaded, same_end in two.run(_state):
+        assert went_on == again and saved == loaded and same_end == "same"
+
+
+def _evaluated() -> tuple[float, float, float, float]:
+    """Loss of an evaluation, of one on other shapes, of a step on another shape, and of the whole model given back."""
+    made, (first, second) = model(False), _batches(2)
+    job = laminar.parallelize(made, _loss, make, batch=first, plan=planned(made, stages=2))
+    four = {k: v[:4] for k, v in second.items()}
+    out = job.evaluate([first, second]), job.evaluate([four]), job.step(four).loss
+    whole = job.model
+    with torch.no_grad():
+        last = float(_loss(whole, first))
+    job.close()
+    return (*out, last)
+
+
+def test_evaluation_goes_through_the_stages_and_shapes_may_change(two: Ranks) -> None:
+    """The same losses as one device, at any size that makes equal micro-batches; the whole model can be had back."""
+    made, (first, second) = model(False), _batches(2)
+    four = {k: v[:4] for k, v in second.items()}
+    with torch.no_grad():
+        wanted = [
+            float(_loss(made, first) + _loss(made, second)) / 2,
+            float(_loss(made, four)),
+            float(_loss(made, four)),
+        ]
+    optimizer = make(made.parameters())
+    _loss(made, four).backward()
+    optimizer.step()
+    with torch.no_grad():
+        wanted.append(float(_loss(made, first)))
+    for said in two.run(_evaluated):
+        assert list(said) == pytest.approx(wanted, rel=1e-9)
+
+
+class Normed(nn.Module):
+    """A net with batch statistics in the middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm, self.b = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.norm(self.a(x)))
+
+
+def test_ops_that_couple_samples_are_refused_by_name() -> None:
+    """Micro-batches would have other statistics than the batch; whoever wants that says so."""
+    graph = laminar.capture(Normed(), lambda m, x: m(x).square().mean(), torch.randn(4, 8))
+    with pytest.raises(PlanError, match="batch_norm couples the samples"):
+        laminar.plans.pipeline(graph, 2, 4)
+    assert len(laminar.plans.pipeline(graph, 2, 4, couple="microbatch").stages) == 2
+    assert len(laminar.plans.pipeline(graph, 2, 1).stages) == 2
+
+
+def test_a_staged_plan_is_planned_verified_and_trained_from_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Plan to a file, explain it, compare it with one device, train with as many ranks as it has."""
+    recipe, plan = str(EXAMPLES / "gpt.py:tiny"), str(tmp_path / "plan.json")
+    assert main(["plan", recipe, "--stages", "2", "--microbatches", "2", "-o", plan]) == 0
+    assert "stage 1 at place 1" in capsys.readouterr().out
+    assert main(["explain", plan]) == 0
+    assert "2 micro-batches, 1f1b, fixed order" in capsys.readouterr().out
+    assert main(["verify", recipe, "--plan", plan]) == 0
+    assert capsys.readouterr().out.startswith("equal")
+    command = [sys.executable, "-m", "laminar", "train", recipe, "--plan", plan, "--steps", "3", "--json"]
+    done = subprocess.run([*command, "--run-dir", str(tmp_path / "run")], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "run" / "plan.json").read_text())["laminar_staged_plan"] == 1
