@@ -1,8 +1,8 @@
 """Pipelines: a graph cut into stages of equal work, each stage spread over its own ranks.
 
 Forward ops stand in the order of the program; a chain of stages is a choice of cuts. The cost of a stage is the work
-of its ops, forward and backward, and the time to pass on what crosses its two cuts; `balanced` finds the cuts whose
-slowest stage is fastest, exactly, and among these the ones that send least.
+of its ops, forward and backward (what it sends travels while it works); `balanced` finds the cuts whose slowest stage
+is fastest, exactly, and among those that are nearly as good the ones that send least.
 
 Inside a stage any plan for the whole graph serves: `inner` spreads the graph over one place's mesh, and each stage
 keeps what concerns its own ops. A value that passes between stages lies as its maker leaves it, or, where that is
@@ -32,7 +32,6 @@ from laminar.ir.sbp import B, NdSbp, Partial
 from laminar.ir.staged import Staged, StagePlan
 from laminar.lower.lower import written
 from laminar.lower.split import Split, light_ops, split
-from laminar.rules.boxing import WIRE
 from laminar.rules.notation import call_of
 from laminar.search import presets
 
@@ -44,7 +43,7 @@ micro-batches. Where counts differ (ignored labels), `laminar.Loss(total, weight
 LINEAR = FREE | {"aten.add.Tensor", "aten.sub.Tensor", "aten.mul.Scalar", "aten.div.Scalar", "aten.neg",
                  "aten._to_copy", "aten.clone"}  # fmt: skip
 """What may be done to such a mean on its way to the loss."""
-SLACK = 1.02
+SLACK = 1.05
 """Cuts whose slowest stage is within this of the best are compared by what they send."""
 
 
@@ -200,15 +199,12 @@ def balanced(graph: Graph, stages: int) -> dict[str, int]:
     seconds = work_s(graph)
     total = np.concatenate(([0.0], np.cumsum([seconds[n.name] for n in ops])))
     sent = crossing_bytes(graph, [n.name for n in ops])
-    wire = np.array(
-        [2 * (WIRE.latency_s + b / WIRE.bytes_per_s) if 0 < i < len(ops) else 0.0 for i, b in enumerate(sent)]
-    )
     n = len(ops)
     best = np.full((stages + 1, n + 1), np.inf)
     best[0, 0] = 0.0
     for k in range(1, stages + 1):
         for j in range(k, n + 1):
-            before = np.maximum(best[k - 1, :j], total[j] - total[:j] + wire[:j] + wire[j])
+            before = np.maximum(best[k - 1, :j], total[j] - total[:j])
             best[k, j] = before.min()
     limit = best[stages, n] * SLACK
     # Among cuts that keep every stage below the limit, the least bytes in all.
@@ -217,7 +213,7 @@ def balanced(graph: Graph, stages: int) -> dict[str, int]:
     back = np.zeros((stages + 1, n + 1), dtype=int)
     for k in range(1, stages + 1):
         for j in range(k, n + 1):
-            ok = total[j] - total[:j] + wire[:j] + wire[j] <= limit
+            ok = total[j] - total[:j] <= limit
             found = np.where(ok, least[k - 1, :j], np.inf)
             back[k, j] = int(found.argmin())
             least[k, j] = found[back[k, j]] + (sent[j] if j < n else 0.0)

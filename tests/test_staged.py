@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from functools import partial
 
@@ -9,12 +10,13 @@ import pytest
 
 from laminar.ir.mesh import Mesh
 from laminar.ir.staged import Staged
+from laminar.lower.split import light_ops
 from laminar.lower.stages import stages
 from laminar.runtime import pipe
 from laminar.runtime.reference import run_graph
 from laminar.runtime.verify import SMALL, error_of
 from laminar.search.draw import random_plan
-from laminar.staging import pipeline
+from laminar.staging import SLACK, balanced, pipeline, work_s
 from tests.zoo import NAMES, Specimen, specimen
 
 MESHES = ({"a": 1}, {"a": 2}, {"a": 3}, {"a": 2, "b": 2})
@@ -57,3 +59,22 @@ def test_random_staged_plans_give_the_numbers_of_one_device(name: str) -> None:
         staged = drawn(one, rng)
         assert worst(one, staged) <= 1e-9, staged.explain()
         assert Staged.from_json(staged.to_json()).hash == staged.hash
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_stages_are_balanced(stages: int) -> None:
+    """No choice of cuts has a slowest stage that is faster by more than the slack; brute force over all of them."""
+    graph = specimen("mlp.py:tiny").graph
+    light = light_ops(graph)
+    ops = [n.name for n in graph.nodes if n.phase == "forward" and n.name not in light]
+    seconds = work_s(graph)
+
+    def slowest(cuts: tuple[int, ...]) -> float:
+        bounds = [0, *cuts, len(ops)]
+        return max(sum(seconds[n] for n in ops[a:b]) for a, b in itertools.pairwise(bounds))
+
+    best = min(slowest(cuts) for cuts in itertools.combinations(range(1, len(ops)), stages - 1))
+    of = balanced(graph, stages)
+    found = [sum(seconds[n] for n in ops if of[n] == s) for s in range(stages)]
+    assert max(found) <= SLACK * best + 1e-15
+    assert [of[n] for n in ops] == sorted(of[n] for n in ops) and set(of.values()) == set(range(stages))

@@ -87,7 +87,7 @@ class _Cutter:
             if not 0 <= forward[node.name] < stages:
                 raise PlanError(f"op %{node.name} is in stage {forward[node.name]}", allowed=f"0 to {stages - 1}")
             self.of[node.name] = forward[node.name]
-        self._share_views()
+        self._share_views("forward")
         self._keep_buffers_together()
         self.hand = self._at_hand()
         self.before = self._order()
@@ -95,14 +95,24 @@ class _Cutter:
 
     # --- who has what
 
-    def _share_views(self) -> None:
-        """A view that several stages read is where its tensor is, or they would wait for each other over it."""
-        for node in self.graph.nodes:
-            if node.name in self.of and node.op in FREE and len(node.ins) == 1 and node.ins[0].name in self.of:
-                refs = (Ref(node.name, i) for i in range(len(node.outs)))
-                readers = {self.of[u.name] for r in refs for u in self.graph.users.get(r, ()) if u.name in self.of}
-                if readers - {self.of[node.name]}:
-                    self.of[node.name] = self.of[node.ins[0].name]
+    def _share_views(self, phase: str) -> None:
+        """Views are where their one reader is, or else with their tensor: the same bytes would travel twice.
+
+        With several readers a view in one of their stages would make the others wait for that one.
+        """
+        leaving = {o.ref.name for o in self.graph.outputs}
+        views = [n for n in self.graph.nodes if n.name in self.of and n.op in FREE and len(n.ins) == 1]
+        views = [n for n in views if (n.phase == "forward") == (phase == "forward") and n.name not in leaving]
+        for node in reversed(views):
+            if len(readers := self._readers(node)) == 1:
+                (self.of[node.name],) = readers
+        for node in views:
+            if len(self._readers(node)) > 1 and node.ins[0].name in self.of:
+                self.of[node.name] = self.of[node.ins[0].name]
+
+    def _readers(self, node: Node) -> set[int]:
+        refs = (Ref(node.name, i) for i in range(len(node.outs)))
+        return {self.of[u.name] for r in refs for u in self.graph.users.get(r, ()) if u.name in self.of}
 
     def _keep_buffers_together(self) -> None:
         """What only makes a buffer's new value is where the values it is made from are; both stay in one stage."""
@@ -169,6 +179,7 @@ class _Cutter:
         for node in self.graph.nodes:
             if node.phase != "forward" and node.name not in self.light:
                 self.of[node.name] = self._stage(node, homes.get(node.name))
+        self._share_views("backward")
 
     def _stage(self, node: Node, home: set[int] | None) -> int:
         every = set(range(self.stages))
@@ -240,10 +251,11 @@ class _Cutter:
                     self.of[node.name] = stage
                 outputs[stage].append(o)
                 continue
-            dropped |= {n.name for n in self._above(o.ref, {ref.name for ref, _ in grads[o.name]})}
+            above = list(self._above(o.ref, {ref.name for ref, _ in grads[o.name]}))
+            dropped |= {n.name for n in above}
             for stage in sorted(where):
                 mine = [t for t in grads[o.name] if self._made(t[0], self.hand.get(o.name, set())) == stage]
-                outputs[stage].append(replace(o, ref=self._summed(o, mine, stage, extra[stage])))
+                outputs[stage].append(replace(o, ref=self._summed(o, mine, above, stage, extra[stage])))
         for name in dropped:
             self.of.pop(name, None)
         return self._built(outputs, extra, dropped)
@@ -269,10 +281,12 @@ class _Cutter:
         for r in node.ins:
             yield from self._above(r, leaves)
 
-    def _summed(self, o: Output, terms: list[tuple[Ref, tuple[Node, ...]]], stage: int, extra: list[Node]) -> Ref:
+    def _summed(
+        self, o: Output, terms: list[tuple[Ref, tuple[Node, ...]]], above: list[Node], stage: int, extra: list[Node]
+    ) -> Ref:
         """The sum of one stage's terms, as new ops."""
         total: Ref | None = None
-        adds = [n for n in self._above(o.ref, {r.name for r, _ in terms}) if n.op == "aten.add.Tensor"]
+        adds = [n for n in above if n.op == "aten.add.Tensor"]
         for k, (ref, chain) in enumerate(terms):
             for node in chain:
                 name = f"{node.name}_s{stage}_{k}"
