@@ -26,7 +26,7 @@ import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,14 +46,20 @@ Sides = dict[str, Callable[[Case], Side]]
 
 
 def race(
-    bench: str, shared: Sides, split: bool, target: float, doc: str, extra: dict[str, Sides] | None = None
+    bench: str,
+    shared: Sides,
+    split: bool,
+    target: float,
+    doc: str,
+    extra: dict[str, Sides] | None = None,
+    models: Sequence[str] = tuple(MODELS),
 ) -> None:
     """Measure the models asked for; the side named `laminar` against each other one. One JSON line a model.
 
-    `extra` are further sides for some models.
+    `extra` are further sides for some models; `models` those that there are sides for.
     """
     args = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    args.add_argument("--model", nargs="*", choices=list(MODELS), default=list(MODELS))
+    args.add_argument("--model", nargs="*", choices=list(models), default=list(models))
     args.add_argument("--ranks", type=int, default=2)
     args.add_argument("--rounds", type=int, default=12, help="pairs of turns in each repeat")
     args.add_argument("--repeats", type=int, default=3, help="how often to start afresh")
