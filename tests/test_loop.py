@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from laminar import events
-from laminar.errors import MeshError, NonFiniteError, RecipeError
+from laminar.errors import MeshError, NonFiniteError, RankError, RecipeError
 from laminar.events import Event
 from laminar.launch.blame import Failure, Stopped, culprit, describe, from_event, from_exit, kind_of, verdict
 from laminar.launch.display import Bar, Lines, State, clock, summary
@@ -238,6 +238,7 @@ def raised_from(error: BaseException, cause: BaseException) -> BaseException:
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"), "memory"),
         (raised_from(MeshError("no room"), MemoryError()), "memory"),
         (MeshError("too large"), "refused"),
+        (raised_from(RankError("rank 1 failed in F1.0: ValueError: boom"), ValueError("boom")), "raised"),
         (Stopped(15), "signal"),
         (KeyboardInterrupt(), "signal"),
         (SystemExit(3), "exit"),

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -258,3 +261,27 @@ def test_a_staged_plan_is_planned_verified_and_trained_from_the_command_line(
     done = subprocess.run([*command, "--run-dir", str(tmp_path / "run")], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "run" / "plan.json").read_text())["laminar_staged_plan"] == 1
+
+
+def test_a_rank_that_dies_in_a_pipeline_is_named(tmp_path: Path) -> None:
+    """The others wait for its parts; the run ends with one error that says who is gone, and nothing is left running."""
+    recipe, plan, run = str(EXAMPLES / "gpt.py:tiny"), str(tmp_path / "plan.json"), tmp_path / "run"
+    assert main(["plan", recipe, "--stages", "2", "--microbatches", "2", "-o", plan]) == 0
+    command = [sys.executable, "-m", "laminar", "train", recipe, "--plan", plan, "--steps", "100000"]
+    process = subprocess.Popen(
+        [*command, "--run-dir", str(run)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        stop = time.monotonic() + 120
+        seen = run / "events.rank1.jsonl"
+        while time.monotonic() < stop and not (seen.exists() and '"step"' in seen.read_text()):
+            time.sleep(0.1)
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        ranks = [c for c in children if b"RANK=1" in Path(f"/proc/{c}/environ").read_bytes().split(b"\0")]
+        assert len(ranks) == 1
+        os.kill(int(ranks[0]), signal.SIGKILL)
+        _, err = process.communicate(timeout=90)
+    finally:
+        process.kill()
+    assert process.returncode == 1
+    assert "rank 1" in err and "SIGKILL" in err

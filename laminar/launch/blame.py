@@ -87,6 +87,8 @@ def kind_of(error: BaseException) -> str:
             return "memory"
         if isinstance(e, PeerError) or own in _LOST_TYPES or (isinstance(e, RuntimeError) and _LOST_WORDS.search(text)):
             return "peer"
+    if isinstance(error, RankError) and error.__cause__ is not None:
+        return kind_of(error.__cause__)  # this rank's own failure, told as it was told to the others
     return "refused" if isinstance(error, LaminarError) else "raised"
 
 
