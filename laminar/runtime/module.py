@@ -43,6 +43,17 @@ INTO: dict[str, Callable[..., Any]] = {
 """Ops that can write their result where they are told."""
 
 
+class Adding:
+    """Whether products that make gradients add to what their buffers hold, or begin anew."""
+
+    first = True
+
+
+def _mm_adding(adding: Adding, out: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """A product that is a term of a sum over micro-batches: written and added in one pass."""
+    return torch.mm(a, b, out=out) if adding.first else out.addmm_(a, b)
+
+
 class Step:
     """One rank's compiled step: call it with local inputs in order, get local outputs in order."""
 
@@ -53,11 +64,18 @@ class Step:
         constants: Mapping[str, Tensor] | None = None,
         ranges: bool = False,
         watch: Callable[[Instr, Any], None] | None = None,
+        adding: Adding | None = None,
     ) -> None:
-        """`watch` sees every line of the program with its result, as it runs."""
-        self.program, self.transport = program, transport
+        """`watch` sees every line of the program with its result, as it runs.
+
+        With `adding`, gradients that are plain products are summed over runs in their own buffers, from the first on;
+        `sums` says which outputs these are.
+        """
+        self.program, self.transport, self.adding = program, transport, adding
         transport.prepare(program, in_order=True)
-        self.module = _Build(program, transport, constants or {}, ranges, watch).module()
+        build = _Build(program, transport, constants or {}, ranges, watch, adding)
+        self.module = build.module()
+        self.sums = frozenset(i for i, o in enumerate(program.outputs) if o.ref.name in build.adds)
 
     def __call__(self, *inputs: Tensor) -> list[Tensor]:
         tape = self.transport.tape
@@ -84,8 +102,11 @@ class _Build:
         constants: Mapping[str, Tensor],
         ranges: bool,
         watch: Callable[[Instr, Any], None] | None = None,
+        adding: Adding | None = None,
     ) -> None:
-        self.program, self.transport = program, transport
+        self.program, self.transport, self.adding = program, transport, adding
+        self.adds: set[str] = set()
+        """Products that add to their buffers."""
         self.mesh, self.rank, self.device = program.mesh, transport.rank, transport.device
         self.graph = fx.Graph()
         self.root: dict[str, Any] = {}
@@ -132,6 +153,14 @@ class _Build:
                 shape = out.placed.local(self.mesh, self.rank).shape
                 bucket = Bucket([shape], DTYPES[out.placed.spec.dtype], self.device)
                 self.into.setdefault(out.ref.name, (bucket, 0))
+                wide = out.placed.spec.dtype in ("f32", "f64")
+                if self.adding is not None and maker.op == "aten.mm" and wide and out.ref.name not in self._bucketed:
+                    self.adds.add(out.ref.name)
+
+    @property
+    def _bucketed(self) -> set[str]:
+        """Values that lie in the bucket of a collective."""
+        return {r.name for i in self.program.instrs if i.name in self.buckets for r in i.refs}
 
     def keep(self, name: str, value: Any) -> fx.Node:
         """An object the generated code refers to."""
@@ -177,8 +206,11 @@ class _Build:
         kwargs = {k: self._fill(v) for k, v in kwargs.items()}
         if instr.name in self.into:
             bucket, i = self.into[instr.name]
-            kwargs = {**kwargs, "out": self.keep(f"{instr.name}_out", bucket.views[i])}
-            target = INTO[instr.op]
+            out = self.keep(f"{instr.name}_out", bucket.views[i])
+            if instr.name in self.adds:
+                target, filled = _mm_adding, (self.keep("adding", self.adding), out, *filled)
+            else:
+                target, kwargs = INTO[instr.op], {**kwargs, "out": out}
         range_node = self._range(instr)
         node = self.graph.call_function(target, filled, kwargs)
         self._name(node, instr)

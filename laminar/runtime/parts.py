@@ -25,9 +25,8 @@ from laminar.rules.crossing import Crossing, crossing
 from laminar.runtime.crossings import Window, identity
 from laminar.runtime.direct import MAY_ALIAS
 from laminar.runtime.edges import ALIGN, Edge, Value
+from laminar.runtime.module import Step
 
-Code = Callable[..., list[Tensor]]
-"""A part's program as code: local inputs to local outputs."""
 Feed = Callable[[int, int], Mapping[str, Tensor]]
 """A stage and a micro-batch, to this rank's share of what comes from outside: batch, key, scale."""
 
@@ -35,7 +34,7 @@ Feed = Callable[[int, int], Mapping[str, Tensor]]
 class Parts:
     """The parts that one rank runs. `feed` and `weights` are set for every step, `sums` are read behind it."""
 
-    def __init__(self, piped: Piped, rank: int, held: Mapping[str, Tensor], build: Callable[[Program], Code]) -> None:
+    def __init__(self, piped: Piped, rank: int, held: Mapping[str, Tensor], build: Callable[[Program], Step]) -> None:
         """`held`: this rank's parameters and buffers by name; `build` makes code of a program."""
         self.piped, self.rank, self.held = piped, rank, held
         staged = piped.made.staged
@@ -74,13 +73,18 @@ class Parts:
                 args.append(have[item.name])
             else:
                 args.append(self.held[item.name] if item.name in self.held else fed[item.name])
-        outs = self._code[part.name](*args)
+        code = self._code[part.name]
+        if code.adding is not None:
+            code.adding.first = k == 0
+        outs = code(*args)
         left: dict[str, Tensor] = {}
         for at, (o, x) in enumerate(zip(part.program.outputs, outs, strict=True)):
             if o.kind in ("sent", KEPT):
                 left[o.name] = x.clone() if at in self._borrowed[part.name] else x
             elif o.kind == "buffer":
                 self.held[o.name].copy_(x)
+            elif at in code.sums:
+                self.sums[part.stage, f"{o.kind}:{o.name}"] = x
             else:
                 weight = self.weights[k] if o.kind != "grad" else 1.0
                 self._add((part.stage, f"{o.kind}:{o.name}"), x, weight, fresh=k == 0)

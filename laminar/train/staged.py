@@ -41,7 +41,7 @@ from laminar.runtime.actors import Actors
 from laminar.runtime.crossings import exchange
 from laminar.runtime.edges import Value
 from laminar.runtime.joined import join
-from laminar.runtime.module import Step
+from laminar.runtime.module import Adding, Step
 from laminar.runtime.parts import Parts
 from laminar.runtime.shards import shard
 from laminar.runtime.transport import Groups, Null
@@ -163,7 +163,8 @@ class StagedJob(StagedState):
         return self._pipes[key]
 
     def _build(self, program: Program) -> Step:
-        return Step(program, self._transport, {c.name: constant_tensor(c) for c in program.constants})
+        constants = {c.name: constant_tensor(c) for c in program.constants}
+        return Step(program, self._transport, constants, adding=Adding())
 
     # --- who holds what
 
