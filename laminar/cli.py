@@ -169,7 +169,7 @@ def do_plan(args: argparse.Namespace) -> int:
     if args.mesh is None and cluster is None and not args.stages:
         raise MeshError("neither a mesh nor a cluster", next="--mesh dp=2,tp=4, or --cluster 8xh100")
     mesh = parse_mesh(args.mesh) if args.mesh else Mesh({"dp": cluster.devices if cluster else 1})
-    if cluster is not None:
+    if cluster is not None and not args.stages:
         cluster.fits(mesh)
     if args.stages:
         return _plan_stages(args, mesh if args.mesh else None)
@@ -210,8 +210,8 @@ def _plan_stages(args: argparse.Namespace, mesh: Mesh | None) -> int:
     """A plan with stages, each spread over a mesh of its own."""
     from laminar.api import captured, plans
 
-    if args.cluster or args.seed or args.program:
-        raise PlanError("--cluster, --seed and --program do not go with --stages", next="leave them out")
+    if args.seed or args.program:
+        raise PlanError("--seed and --program do not go with --stages", next="leave them out")
     with working("capturing", args.json):
         _, _, _, graph = captured(args.recipe, parts=args.microbatches)
     inner: Any = mesh
@@ -224,6 +224,14 @@ def _plan_stages(args: argparse.Namespace, mesh: Mesh | None) -> int:
             graph, stages, args.microbatches, args.virtual, inner, schedule=args.schedule, window=window,
             stash=args.stash, couple=args.couple,
         )  # fmt: skip
+        account = {**plan.account, "recipe": args.recipe}
+        if args.cluster:
+            from laminar.forecast import predict_staged
+
+            cluster = cli_cost.cluster_of(args.cluster)
+            account |= predict_staged(graph, plan, cluster).account()
+            account |= {"cluster_file": args.cluster} if args.cluster.endswith(".json") else {}
+        plan = replace(plan, account=account)
     if args.output:
         plan.save(args.output)
     print(json.dumps({"plan": plan.hash, "graph": graph.hash, "ranks": plan.ranks, **plan.account})

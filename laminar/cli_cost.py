@@ -18,6 +18,7 @@ from typing import Any
 from laminar.errors import ClusterError, PlanError
 from laminar.ir.cluster import Cluster
 from laminar.ir.plan import Plan
+from laminar.ir.staged import Staged, load_plan
 from laminar.ir.timeline import Timeline
 
 PROFILE = """\
@@ -241,15 +242,19 @@ def simulate_options(p: argparse.ArgumentParser) -> None:
 
 def do_simulate(args: argparse.Namespace) -> int:
     """Predict one step of a plan."""
-    from laminar.api import graph_of
-    from laminar.forecast import predict
+    from laminar.api import captured, graph_of
+    from laminar.forecast import predict, predict_staged
 
-    plan = Plan.load(args.plan)
+    plan = load_plan(args.plan)
     recipe = args.recipe or plan.account.get("recipe")
     if recipe is None:
         raise PlanError(f"{args.plan} does not say which recipe it is for", next="--recipe path/to/file.py:function")
     cluster = cluster_of(args.cluster or plan.account.get("cluster_file") or plan.account.get("cluster"))
-    found = predict(graph_of(recipe), plan, cluster, optimizer=args.optimizer)
+    if isinstance(plan, Staged):
+        graph = captured(recipe, parts=plan.micro_batches)[3]
+        found: Any = predict_staged(graph, plan, cluster, optimizer=args.optimizer)
+    else:
+        found = predict(graph_of(recipe), plan, cluster, optimizer=args.optimizer)
     line = found.timeline
     if args.output:
         line.save(args.output)
@@ -264,7 +269,8 @@ def do_simulate(args: argparse.Namespace) -> int:
         print(json.dumps({"plan": plan.hash, **found.account(), "breakdown": parts}))
         return 0
     print(replace(plan, account={**plan.account, **found.account()}).forecast())
-    print(found.memory)
+    if isinstance(plan, Plan):
+        print(found.memory)
     print(rendered(parts, line.step_ns))
     for what, path in (("timeline", args.output), ("trace", args.trace), ("picture", args.png)):
         if path:

@@ -16,6 +16,7 @@ from typing import Any
 from laminar.cost.calibrate import COUNTS, PARTS, Calibration, interval
 from laminar.cost.families import COMPUTES
 from laminar.cost.memory import Memory, memory
+from laminar.cost.pipeline import Execution, execute
 from laminar.cost.prices import UPDATES, Machine, features
 from laminar.cost.schedule import Exchange, Price, Schedule, schedule
 from laminar.cost.simulate import Times, simulate, timeline
@@ -25,9 +26,12 @@ from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh
 from laminar.ir.plan import Plan
 from laminar.ir.program import Program
+from laminar.ir.staged import Staged
 from laminar.ir.timeline import Timeline
 from laminar.lower.fuse import kernels
+from laminar.lower.pipes import Piped, piped
 from laminar.lower.recompute import recompute, written_out
+from laminar.lower.stages import stages
 from laminar.lower.step import step_programs
 
 UNCALIBRATED = 0.15
@@ -164,6 +168,120 @@ def predict_program(
     return Prediction(plan, cluster, program, made, times, held, _sigma(made, prices.calibration), groups)
 
 
+# --- plans with stages
+
+
+@dataclass(frozen=True)
+class StagedPrediction:
+    """What a step of a plan with stages is expected to take."""
+
+    staged: Staged
+    cluster: Cluster
+    pipe: Piped
+    execution: Execution
+    part_s: dict[str, float]
+    """Seconds of each part for one micro-batch, and of updates."""
+    peaks: tuple[int, ...]
+    """By place, bytes on its fullest rank: weights, gradients, state, all registers, and the largest part at work."""
+    sigma: float
+
+    @property
+    def seconds(self) -> float:
+        """Of a step, the pipe being filled and emptied in each."""
+        return self.execution.step_ns / 1e9
+
+    @property
+    def interval_s(self) -> tuple[float, float]:
+        """90 % of steps like this one lie within."""
+        return interval(self.seconds, self.sigma)
+
+    @property
+    def bubbles(self) -> tuple[float, ...]:
+        """By place, the share of a step in which it has nothing to do."""
+        return self.execution.bubbles
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """Who does what when, in one step."""
+        found = self.execution.timeline()
+        return replace(found, meta={**found.meta, "plan": self.staged.hash, "cluster": self.cluster.name})
+
+    def account(self) -> dict[str, Any]:
+        """For `Staged.account`."""
+        low, high = self.interval_s
+        return {
+            "step_s": self.seconds,
+            "step_low_s": low,
+            "step_high_s": high,
+            "peak_bytes": max(self.peaks),
+            "cluster": self.cluster.name,
+            "bubbles": [round(b, 4) for b in self.bubbles],
+        }
+
+
+class _Inside(Machine):
+    """Prices of a part's own lines: batches and updates are around the pipe, not in it."""
+
+    def around(self, program: Program, rank: int) -> tuple[list[tuple[str, Price]], list[tuple[str, Price]]]:
+        return [], []
+
+
+def predict_staged(graph: Graph, staged: Staged, cluster: Cluster, *, optimizer: str = "adamw") -> StagedPrediction:
+    """Execute one step of a plan with stages: each part takes its predicted time, each transfer that of its link."""
+    pipe = piped(stages(graph, staged))
+    world = machine(cluster, staged.mesh, optimizer)
+    inside = _Inside(
+        cluster, section_of(cluster, staged.ranks), world.calibration, optimizer=optimizer, fused=world.fused
+    )
+    inside.launch_s, inside.launch_source = cluster.device.launch_s.value, cluster.device.launch_s.source
+    part_s: dict[str, float] = {}
+    errors: list[tuple[float, float]] = []
+    for part in pipe.made.by_name.values():
+        program = written_out(part.program) if inside.fused else part.program
+        made = schedule(program, inside, cluster, None, tuple(kernels(program)) if inside.fused else None)
+        part_s[part.name] = simulate(made.load).step / 1e9
+        errors.append((part_s[part.name], _sigma(made, world.calibration)))
+        behind = world.around(part.program, 0)[1]
+        if behind:
+            part_s[f"O{part.stage}"] = sum(price.seconds for _, price in behind)
+    work = {a.name: round(1e9 * part_s.get(a.name, 0.0)) for a in pipe.net.actors}
+    ran = execute(pipe.net, work, 1, transfers=_transfers(pipe, cluster))
+    total = sum(seconds for seconds, _ in errors) or 1.0
+    sigma = sum(seconds * error for seconds, error in errors) / total
+    return StagedPrediction(staged, cluster, pipe, ran, part_s, _peaks(pipe, cluster, optimizer), sigma)
+
+
+def _transfers(pipe: Piped, cluster: Cluster) -> dict[str, int]:
+    """Nanoseconds of a message of each queue, over the innermost level that has both places."""
+    out = {}
+    for q in pipe.net.queues:
+        src, dst = pipe.ends(q)
+        if src != dst:
+            size = 1
+            for level in cluster.levels:
+                size *= level.size
+                if len({r // size for r in (*src.ranks, *dst.ranks)}) == 1:
+                    break
+            out[q.name] = round(1e9 * (level.latency_s.value + q.bytes / level.bytes_per_s.value))
+    return out
+
+
+def _peaks(pipe: Piped, cluster: Cluster, optimizer: str) -> tuple[int, ...]:
+    kind = "cuda" if cluster.device.kind == "gpu" else "cpu"
+    stays, works = [0] * len(pipe.net.places), [0] * len(pipe.net.places)
+    for s, parts in enumerate(pipe.made.parts):
+        place = pipe.made.staged.stages[s].place
+        mesh = pipe.net.places[place].mesh
+        weights: dict[str, int] = {}
+        for part in parts:
+            held = memory(part.program, optimizer=UPDATES[optimizer], allocator=kind, backend=cluster.backend)
+            stays[place] += held.gradients + held.state
+            works[place] = max(works[place], held.peak_activations)
+            weights.update({i.name: i.placed.local(mesh).nbytes for i in part.program.inputs if i.kind == "param"})
+        stays[place] += sum(weights.values())
+    return tuple(a + b + pipe.net.bound_bytes(p) for p, (a, b) in enumerate(zip(stays, works, strict=True)))
+
+
 def _sigma(made: Schedule, calibration: Calibration) -> float:
     """A calibrated machine's own error; else that of the parts, as if they all erred the same way."""
     if calibration.models:
@@ -238,10 +356,12 @@ def ddp_features(graph: Graph, data: Plan, prices: Machine) -> dict[str, float]:
 __all__ = [
     "Exchange",
     "Prediction",
+    "StagedPrediction",
     "accounted",
     "ddp_features",
     "machine",
     "predict",
     "predict_program",
+    "predict_staged",
     "step_features",
 ]

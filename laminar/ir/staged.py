@@ -164,7 +164,20 @@ class Staged:
                 lines.append(f"  {about['modules']}")
             if "sends" in about:
                 lines.append(f"  sends {about['sends']:,} bytes per micro-batch")
+        if "step_s" in self.account:
+            lines += ["", self.forecast()]
         return "\n".join(lines)
+
+    def forecast(self) -> str:
+        """Seconds, bubbles and bytes of a step as predicted, with the 90 % interval."""
+        a = self.account
+        idle = ", ".join(f"{b:.0%}" for b in a["bubbles"])
+        return (
+            f"a step on {a['cluster']}: {a['step_s'] * 1e3:.3f} ms predicted "
+            f"({a['step_low_s'] * 1e3:.3f} to {a['step_high_s'] * 1e3:.3f}, 90 %)\n"
+            f"  places idle: {idle}\n"
+            f"  memory of the fullest rank: {a['peak_bytes']:,} bytes, all registers counted"
+        )
 
     def __str__(self) -> str:
         return f"Staged({self.hash[:12]}, {self.name}, {len(self.stages)} stages, {self.micro_batches} micro-batches)"
