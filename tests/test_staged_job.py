@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -21,6 +22,7 @@ import laminar
 from laminar import Mesh
 from laminar.cli import main
 from laminar.errors import BatchError, LaminarError, MeshError, PlanError
+from laminar.ir.timeline import Timeline
 from tests.ranks import Ranks
 from tests.test_record import GPT, _batches, _loss
 from tests.zoo import EXAMPLES
@@ -224,6 +226,34 @@ def test_evaluation_goes_through_the_stages_and_shapes_may_change(two: Ranks) ->
         wanted.append(float(_loss(made, first)))
     for said in two.run(_evaluated):
         assert list(said) == pytest.approx(wanted, rel=1e-9)
+
+
+def _recorded() -> tuple[Timeline, list[float]]:
+    made = model(False)
+    job = laminar.parallelize(made, _loss, make, batch=_batches(1)[0], plan=planned(made, stages=2))
+    job.step(_batches(1)[0])
+    with job.timeline() as t:
+        seconds = [job.step(batch).seconds for batch in _batches(3)]
+    job.close()
+    return t.timeline, seconds
+
+
+def test_a_pipeline_is_recorded_firing_by_firing(two: Ranks) -> None:
+    """Each rank's parts, once for each micro-batch, what it waited for, and the update; the path visits both ranks."""
+    found, seconds = two.run(_recorded)[0]
+    for rank in (0, 1):
+        mine = [s for s in found.spans if s.rank == rank]
+        assert all(a.end <= b.start for a, b in itertools.pairwise(mine))
+        names = [s.name for s in mine if s.kind == "compute"]
+        assert [n for n in names if n[0] in "FB"] == [
+            n for n in names if n in {f"{p}{rank}.{k}" for p in "FB" for k in range(MICRO)}
+        ]
+        assert sum(n[0] in "FB" for n in names) == 2 * MICRO and "optimizer" in names
+    for before, span in itertools.pairwise(found.spans):
+        if before.kind == "wait" and before.rank == span.rank == 1 and "queue F0->F1" in before.cause:
+            assert (found.spans[span.because].name, found.spans[span.because].rank) == (f"F0.{span.name[3:]}", 0)
+    assert {s.rank for s in found.critical_path()} == {0, 1}
+    assert found.step_ns / 1e9 <= 2 * max(seconds)
 
 
 class Normed(nn.Module):

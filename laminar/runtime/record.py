@@ -47,6 +47,7 @@ MARKS = {
     "late": Span("late", "compute", 0, 0, 0, "host", phase="host", cause="this rank began the step after another"),
     "forward": Span("forward", "compute", 0, 0, 0, "compute", family="model", phase="forward"),
     "backward": Span("backward", "compute", 0, 0, 0, "compute", family="model", phase="backward"),
+    "pipe": Span("pipe", "compute", 0, 0, 0, "compute", family="stages", phase="forward"),
     "norm": Span(
         "norm", "compute", 0, 0, 0, "compute", family="gradients", phase="update", cause="norm of the gradient"
     ),

@@ -38,10 +38,7 @@ class Recording:
         job = self._job
         if job._tape is not None:
             raise LaminarError("this job is being recorded already", next="end the other `with job.timeline():` first")
-        if job.device.type == "cuda":
-            job._set_tape(KernelTape(job.rank, job.device, self._steps))
-        else:
-            job._set_tape(Tape(job.rank, job.world, self._steps))
+        job._set_tape(job._new_tape(self._steps))
         return self
 
     def __exit__(
@@ -115,6 +112,11 @@ class Recorded:
         """What has been done since the last mark (one of `record.MARKS`)."""
         if self._tape is not None:
             self._tape.mark(name)
+
+    def _new_tape(self, steps: int | None) -> Tape | KernelTape:
+        if self.device.type == "cuda":
+            return KernelTape(self.rank, self.device, steps)
+        return Tape(self.rank, self.world, steps)
 
     def _set_tape(self, tape: Tape | KernelTape | None) -> None:
         self._tape = tape

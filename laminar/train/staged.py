@@ -9,8 +9,8 @@ Ranks outside of a weight's places do not hold it. Whole weights are assembled w
 
 Each shape of micro-batch, and evaluation, has a pipe of its own: stages, code and actors, made when first met.
 
-Not covered: micro-batches of different sizes in one step, moving averages, `bf16` without master weights, GPUs,
-timelines; these are refused by name.
+Not covered: micro-batches of different sizes in one step, moving averages, `bf16` without master weights, GPUs; these
+are refused by name.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from laminar.errors import BatchError, CaptureError, LaminarError, MeshError
 from laminar.events import emit
 from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh
+from laminar.ir.net import Net
 from laminar.ir.program import Program, ProgramOutput
 from laminar.ir.sbp import B, NdSbp, Split
 from laminar.ir.staged import Staged
@@ -43,6 +44,8 @@ from laminar.runtime.edges import Value
 from laminar.runtime.joined import join
 from laminar.runtime.module import Adding, Step
 from laminar.runtime.parts import Parts
+from laminar.runtime.pipe_record import PipeTape
+from laminar.runtime.record import Tape
 from laminar.runtime.shards import shard
 from laminar.runtime.transport import Groups, Null
 from laminar.staging import again
@@ -53,6 +56,7 @@ from laminar.train.gradients import scale_and_clip
 from laminar.train.job import Local, Result, clock_of
 from laminar.train.optimizer import Kept
 from laminar.train.precision import Precision, Scaler
+from laminar.train.recording import Recorded
 from laminar.train.staged_state import StagedState
 from laminar.train.world import World
 
@@ -66,6 +70,11 @@ class Pipe:
     parts: Parts
     actors: Actors
 
+    @property
+    def net(self) -> Net:
+        """Its actors and queues."""
+        return self.actors.net
+
     @cached_property
     def weighted(self) -> bool:
         """Whether the loss is a total over a weight."""
@@ -77,7 +86,7 @@ class Pipe:
         return [(s, o) for s, part in mine for o in part.program.outputs if o.kind in kinds]
 
 
-class StagedJob(StagedState):
+class StagedJob(Recorded, StagedState):
     """See `laminar.parallelize`; the methods of `Job`, for a plan with stages."""
 
     def __init__(
@@ -248,15 +257,25 @@ class StagedJob(StagedState):
 
     def step(self, batch: Any) -> Result:
         """Train on one global batch."""
+        return self._recorded_step(batch)  # type: ignore[no-any-return]
+
+    def _step(self, batch: Any) -> Result:
         clock = clock_of(self.device)
         self._micros = self._agreed(batch)
         self._draws = self.steps * len(self._micros)
         pipe = self._pipe = self._pipe_for(self._micros[0], True)
         pipe.parts.weights = [1.0 if pipe.weighted else 1.0 / len(self._micros)] * len(self._micros)
         self._scale = self._scaler.scale if self._scaler else 1.0
+        tape = self._tape if isinstance(self._tape, PipeTape) and self._tape.active else None
+        self._mark("batch")
+        pipe.actors.record(tape is not None)
         pipe.actors.run(1)
+        if tape is not None:
+            tape.fired(pipe.actors.spans(), pipe.net)
         grads = self._reduced(pipe)
+        self._mark("gradients")
         norm, loss, weight = self._met(pipe, grads)
+        self._mark("norm")
         return self._update(pipe, grads, norm, loss, weight, clock)
 
     def evaluate(self, batches: Iterable[Any]) -> float:
@@ -391,6 +410,7 @@ class StagedJob(StagedState):
         self.optimizer.step()
         for n in names:
             self._by_name[n].owned.grad = None
+        self._mark("optimizer")
         split = [k for k in self._kept if k.gathered]
         if split:
             items = [(k.name, k.spec, k.state_nd, k.nd) for k in split]
@@ -399,9 +419,11 @@ class StagedJob(StagedState):
                 k.param.detach().copy_(x)
         return Result(number, loss, norm, lr, clock(), False)
 
-    def timeline(self, steps: int | None = None) -> Any:
-        """Refused: nothing records the parts of stages yet."""
-        raise LaminarError("a job with stages has no timeline", next="leave it out, or record a plan without stages")
+    def _new_tape(self, steps: int | None) -> Tape:
+        return PipeTape(self.rank, self.world, steps)
+
+    def _about(self) -> dict[str, Any]:
+        return {"plan": self.plan.hash, "places": [list(p.ranks) for p in self.plan.places]}
 
     def memory(self) -> dict[str, int]:
         """Bytes that this rank holds from step to step; registers are the most that may lie in queues at once."""
