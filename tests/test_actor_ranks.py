@@ -311,17 +311,17 @@ def test_a_poisoned_micro_batch_is_named_on_every_rank(way: str) -> None:
 
 def test_a_stopped_process_is_named_within_the_time_limit() -> None:
     """No line ends and nothing is said: only the missing signs of life tell."""
-    out = grief(3, "silent", 3.0, "shared")
+    out = grief(3, "silent", 5.0, "shared")
     assert set(out) == {0, 2}
     for kind, text, delay_s in out.values():
         assert kind == PeerError.__name__
         assert "rank 1 has given no sign of life" in text
-        assert 2.5 < delay_s < 20
+        assert 4.0 < delay_s < 40
 
 
 def test_a_firing_without_end_is_named_within_the_time_limit() -> None:
     """The rank itself says where it is, while it still is there."""
-    out = grief(3, "stuck", 2.0, "gloo")
+    out = grief(3, "stuck", 5.0, "gloo")
     assert set(out) == {0, 1, 2}
     for rank, (kind, text, _) in out.items():
         assert kind == ("RankError" if rank == 1 else "PeerError")
