@@ -28,9 +28,9 @@ import os
 import statistics
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
+import torch.distributed as dist
 from common import report
 from judged import JUDGED, judged
 
@@ -41,26 +41,27 @@ from laminar.runtime.processes import on_ranks
 from laminar.train.trials import DDP, PLANS, Trial, captured, mesh_of, timed
 
 
-def turns(name: str, plans: list[str], rounds: int, turn_s: float) -> dict[str, Any]:
-    """One rank's part of a run."""
-    return timed(judged(name), plans, rounds, turn_s)
-
-
-def measure(args: argparse.Namespace) -> None:
-    """One run: every model, every plan, so many rounds; one line per model."""
-    out = Path(args.to)
-    for name in args.model:
-        load = os.getloadavg()[0]
-        start = time.time()
-        threads = max(1, len(os.sched_getaffinity(0)) // args.ranks)
-        found = on_ranks(args.ranks, turns, name, args.plan, args.rounds, args.turn, threads=threads, timeout_s=900)[0]
-        line = {**found, "run": args.run, "at": round(start), "load_before": round(load, 2), "torch": torch.__version__}
+def turns(names: list[str], plans: list[str], rounds: int, turn_s: float, run: str, out: str) -> None:
+    """One rank's part of a run; the first rank writes a line per model as soon as it has it."""
+    for name in names:
+        load, start = os.getloadavg()[0], time.time()
+        found = timed(judged(name), plans, rounds, turn_s)
+        if dist.get_rank():
+            continue
+        line = {**found, "run": run, "at": round(start), "load_before": round(load, 2), "torch": torch.__version__}
         line["times"] = {k: [round(t, 7) for t in ts] for k, ts in found["times"].items()}
         with open(out, "a") as file:
             file.write(json.dumps(line) + "\n")
         ddp = line["times"][DDP]
         text = "  ".join(f"{k} {_median_ratio(ts, ddp):.2f}" for k, ts in line["times"].items() if k != DDP)
         print(f"{name}: {time.time() - start:.0f} s, ddp {statistics.median(ddp) * 1e3:.1f} ms; {text}", flush=True)
+
+
+def measure(args: argparse.Namespace) -> None:
+    """One run: every model, every plan, so many rounds; one line per model."""
+    threads = max(1, len(os.sched_getaffinity(0)) // args.ranks)
+    work = (args.model, args.plan, args.rounds, args.turn, args.run, str(Path(args.to).absolute()))
+    on_ranks(args.ranks, turns, *work, threads=threads, timeout_s=3600)
 
 
 def _median_ratio(times: list[float], under: list[float]) -> float:

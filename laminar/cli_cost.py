@@ -124,7 +124,7 @@ def do_profile(args: argparse.Namespace) -> int:
             print(f"\ncalibrated on whole steps, {name}: a model left out is predicted within "
                   f"{fit['interval']:.0%} (90 %)")  # fmt: skip
             for model, error in fit["errors"].items():
-                print(f"  {model:<24} median error of the ratio to DDP {error:6.1%}")
+                print(f"  {model:<24} median error of {fit['of']} {error:6.1%}")
         print(f"\nwritten to {path} after {summary['seconds']:.0f} s")
     return 0
 
@@ -182,7 +182,8 @@ def summarised(cluster: Cluster) -> dict[str, Any]:
     fits = {}
     for name, data in cluster.profile.get("calibration", {}).items():
         fit = Calibration.from_json(data)
-        fits[name] = {"interval": interval(1.0, fit.sigma)[1] - 1, "errors": fit.errors, "models": list(fit.models)}
+        fits[name] = {"interval": interval(1.0, fit.sigma)[1] - 1, "errors": fit.errors, "models": list(fit.models),
+                      "of": "seconds" if fit.quiet else "the ratio to DDP"}  # fmt: skip
     return {
         "cluster": cluster.name,
         "device": cluster.device.name,

@@ -98,6 +98,15 @@ def test_errors_are_named_by_model_fitted_and_left_out() -> None:
     assert found.models == ("m0", "m1", "m2") and 0 < found.ratio_sigma < 0.3
 
 
+def test_without_ddp_errors_are_those_of_seconds() -> None:
+    """On a GPU each model is one step: its ratio to itself is always right, and says nothing."""
+    some = [t for t in timings(5, seed=6, noise=0.1) if t.side != "ddp"]
+    found = fit([next(t for t in some if t.model == m) for m in dict.fromkeys(t.model for t in some)], quiet=True)
+    assert found.quiet and min(found.errors.values()) > 0
+    worst = max(v for k, v in found.errors.items() if k.endswith("left out"))
+    assert found.sigma == pytest.approx(found.ratio_sigma) and 0.5 * worst < HALF_90 * found.sigma < 1.5 * worst
+
+
 def test_json_gives_back_the_same() -> None:
     """A profile is a file."""
     found = fit(timings(3, seed=4))

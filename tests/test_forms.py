@@ -129,6 +129,18 @@ def test_a_fused_reduction_goes_by_its_shape() -> None:
     assert found[0] == prices.ops("fused.reduction", args=(64, 32, BYTES + 32 * 4, "columns")).seconds
 
 
+def test_the_gradient_of_a_norm_of_rows_is_read_once_and_priced_as_measured() -> None:
+    """A profile's time for it is that of both passes, so that counting the second again would pay for it twice."""
+    args = (Ref("x"), Ref("y"), (32,), Ref("x"), Ref("x"), None, None, (True, False, False))
+    p = by_hand(op("a", "aten.native_layer_norm_backward", *args), out="a")
+    prices = machine(Cluster.preset("1xh100"), p.mesh)
+    (found,) = prices.kernels(p, [(0,)], 0)
+    half = 3 * BYTES // 2  # what a profile measures: three tensors of half precision
+    alone = prices.ops("fused.reduction", args=(64, 32, half, "layer_norm_backward")).seconds
+    more, less = (prices.ops("fused.pointwise", args=(n,)).seconds for n in (3 * BYTES, half))
+    assert found[0] == pytest.approx(alone + more - less, rel=1e-12)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_kernels_are_priced_the_same_whoever_asks_first(name: str) -> None:
     """A price list that has seen other ranks and other programs answers as a fresh one does."""

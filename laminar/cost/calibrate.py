@@ -81,7 +81,9 @@ class Calibration:
     """The same for the ratio of two steps of one model, taken at the same time."""
     models: tuple[str, ...] = ()
     errors: dict[str, float] = field(default_factory=dict)
-    """Median absolute error of the ratio to DDP by model: fitted, and with the model left out."""
+    """Median absolute error by model, fitted and left out: of the ratio to DDP, or of seconds if `quiet`."""
+    quiet: bool = False
+    """Whether it was fitted to seconds, on a machine that nobody else uses."""
 
     def multiplier(self, part: str) -> float:
         """Of one part; nothing is waited for on a machine that was not calibrated, or nothing is known of it."""
@@ -124,13 +126,14 @@ def fit(timings: Sequence[Timing], quiet: bool = False) -> Calibration:
     for model in models:
         held = [t for t in timings if t.model == model]
         rest = [t for t in timings if t.model != model]
-        errors[f"{model} fitted"] = _median(_ratio_errors(fitted, held))
+        errors_of = _errors if quiet else _ratio_errors
+        errors[f"{model} fitted"] = _median(errors_of(fitted, held))
         if rest:
             other = _fit(rest, quiet)
-            found = _ratio_errors(other, held)
+            found = errors_of(other, held)
             errors[f"{model} left out"] = _median(found)
             logs += found
-            absolute += [math.log(other.seconds(t.features) / t.seconds) for t in held]
+            absolute += _errors(other, held)
     if not logs:
         return fitted
     return Calibration(
@@ -140,6 +143,7 @@ def fit(timings: Sequence[Timing], quiet: bool = False) -> Calibration:
         ratio_sigma=_spread(logs),
         models=models,
         errors={k: round(v, 4) for k, v in errors.items()},
+        quiet=quiet,
     )
 
 
@@ -152,9 +156,14 @@ def _spread(values: Sequence[float]) -> float:
     return max(NOISE / 2, float(np.quantile(np.abs(values), 0.9)) / HALF_90)
 
 
+def _errors(c: Calibration, held: Sequence[Timing]) -> list[float]:
+    """Logarithms of predicted over measured seconds."""
+    return [math.log(c.seconds(t.features) / t.seconds) for t in held]
+
+
 def _ratio_errors(c: Calibration, held: Sequence[Timing]) -> list[float]:
     """Logarithms of predicted over measured ratio to DDP; to the median of all sides where there is no DDP."""
-    logs = [math.log(c.seconds(t.features) / t.seconds) for t in held]
+    logs = _errors(c, held)
     base = [e for e, t in zip(logs, held, strict=True) if t.side == "ddp"] or [float(np.median(logs))]
     return [e - base[0] for e, t in zip(logs, held, strict=True) if t.side != "ddp"]
 

@@ -42,6 +42,8 @@ ALONE = (
     "aten.max_pool2d_with_indices_backward",
 )
 """Ops that fused code calls as kernels of their own, besides products, attention and convolutions."""
+NORM_KERNELS = 6
+"""What a GPU runs for the norm of all gradients, however many there are."""
 
 
 class Machine(Prices):
@@ -133,11 +135,18 @@ class Machine(Prices):
 
     def _fused(self, nbytes: int, shape: tuple[int, int, str] | None) -> Price:
         """A kernel that a compiler writes: what it reads and writes, once; reductions by the shape they reduce."""
+        beside = 0.0
         if shape is None:
             answer = self.ops("fused.pointwise", (), (), (nbytes,))
+        elif shape[2] == NORM_GRADIENT:
+            # Its time is that of two passes, for the bytes of one; whatever else is fused with it joins the first.
+            own = min(nbytes, 3 * 2 * shape[0] * shape[1])
+            answer = self.ops("fused.reduction", (), (), (*shape[:2], own, shape[2]))
+            more, less = (self.ops("fused.pointwise", (), (), (n,)).seconds for n in (nbytes, own))
+            beside = more - less
         else:
             answer = self.ops("fused.reduction", (), (), (*shape[:2], nbytes, shape[2]))
-        seconds = answer.seconds * self._times["memory"] + self._extra.get("lines", 0.0)
+        seconds = (answer.seconds + beside) * self._times["memory"] + self._extra.get("lines", 0.0)
         return Price(seconds, answer.source, answer.sigma, "fused")
 
     def op(self, call: Call, marks: tuple[str, ...] = ()) -> Price:
@@ -196,10 +205,12 @@ class Machine(Prices):
         """The norm of the gradient: every piece read once, and a kernel for each on a CPU."""
         if self.fused:
             answer = self.ops("fused.pointwise", (), (), (sum(g.nbytes for g in grads),))
+            calls = NORM_KERNELS
         else:
             flat, one = TensorSpec((elements,), grads[0].dtype), TensorSpec((), grads[0].dtype)
             answer = self.ops("aten.sum", (flat,), (one,), (Ref("", 0),))
-        each = len(grads) * self.ops.rates.call_s
+            calls = len(grads)
+        each = calls * self.ops.rates.call_s
         return Price((answer.seconds + each) * self._times["memory"], answer.source, answer.sigma, "gradients")
 
     def _norm_sum(self, outs: Sequence[ProgramOutput], mesh: Mesh) -> list[tuple[str, Price]]:
@@ -221,7 +232,7 @@ def _fused_work(forms: Forms, groups: Groups, rank: int) -> list[tuple[int, tupl
     program, mesh = forms.program, forms.program.mesh
     sizes = [[o.local(mesh, rank).nbytes if o else 0 for o in i.outs] or [0] for i in forms.examples]
     free = [i.op in FREE for i in forms.examples]
-    twice = [i.op in TWICE for i in forms.examples]
+    twice = [i.op == "laminar.batch_norm_backward" for i in forms.examples]
     reductions = [_reduced(i, mesh, rank) for i in forms.examples]
     of, whole = forms.of, forms.whole(FREE)
     at = [-1] * len(of)
@@ -250,7 +261,7 @@ def _fused_work(forms: Forms, groups: Groups, rank: int) -> list[tuple[int, tupl
                     if not free[form]:
                         left.add(base)
             if twice[form]:
-                # Norms are differentiated in two passes: along rows, then across them for their own parameters.
+                # Differentiated in two passes, priced by bytes; gradients of norms of rows have prices of their own.
                 moved[g] += sum(nbytes[v] for v in forms.reads[n][:2])
             reduced, best = reductions[form], shapes[g]
             if reduced is not None and (best is None or reduced[0] > best[0] * best[1]):
@@ -281,7 +292,7 @@ def _reduced(instr: Instr, mesh: Mesh, rank: int) -> tuple[int, tuple[int, int, 
     kind, rows = "layer_norm", 1
     if family == "rows":
         rows = size // max(1, instr.ins[0].local(mesh, rank).shape[-1])
-        kind = "layer_norm_backward" if instr.op in TWICE else "softmax" if "softmax" in instr.op else kind
+        kind = NORM_GRADIENT if instr.op in TWICE else "softmax" if "softmax" in instr.op else kind
     elif outs:
         rows = max(1, min(outs))
         dims = instr.args[1] if len(instr.args) > 1 and isinstance(instr.args[1], tuple) else ()
@@ -292,7 +303,10 @@ def _reduced(instr: Instr, mesh: Mesh, rank: int) -> tuple[int, tuple[int, int, 
     return size, (columns, rows, kind) if kind == "columns" else (rows, columns, kind)
 
 
-TWICE = ("aten.native_layer_norm_backward", "aten.native_group_norm_backward", "laminar.batch_norm_backward")
+TWICE = ("aten.native_layer_norm_backward", "aten.native_group_norm_backward")
+"""Norms of rows are differentiated in two passes: along rows, then across them for their own parameters."""
+NORM_GRADIENT = "layer_norm_backward"
+"""The kind of such a kernel in a profile."""
 FREE_PRICE = Price(0.0, "free", 0.0, "view")
 
 

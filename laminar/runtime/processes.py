@@ -28,8 +28,14 @@ from laminar.runtime.shards import shard
 from laminar.runtime.transport import Groups, join
 
 
-def on_ranks(world: int, call: Callable[..., Any], *args: Any, threads: int = 1, timeout_s: float = 240.0) -> list[Any]:
-    """What `call(*args)` returns on each rank of a new process group; `call` must be importable by name."""
+def on_ranks(
+    world: int, call: Callable[..., Any], *args: Any, threads: int = 1, timeout_s: float = 240.0,
+    waiting: Callable[[], None] | None = None,
+) -> list[Any]:  # fmt: skip
+    """What `call(*args)` returns on each rank of a new process group; `call` must be importable by name.
+
+    `waiting` is called again and again until they are done, to show how far they are.
+    """
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="laminar-") as folder:
         at = Path(folder)
@@ -43,6 +49,8 @@ def on_ranks(world: int, call: Callable[..., Any], *args: Any, threads: int = 1,
                 failed = [r for r, c in enumerate(children) if not c.is_alive() and c.exitcode]
                 if failed or time.monotonic() > stop:
                     break
+                if waiting is not None:
+                    waiting()
                 time.sleep(0.02)
         finally:
             for child in children:

@@ -8,14 +8,16 @@ the section's name, with what it was fitted to and how far off it is on a model 
 from __future__ import annotations
 
 import statistics
+import tempfile
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from laminar.cost.calibrate import Calibration, Timing, fit
 from laminar.forecast import ddp_features, machine, section_of, step_features
 from laminar.ir.cluster import Cluster
 from laminar.runtime.processes import on_ranks
-from laminar.train.trials import DDP, PLANS, TRIALS, Trial, captured, mesh_of, timed
+from laminar.train.trials import DDP, PLANS, TRIALS, Trial, all_timed, captured, mesh_of
 
 SHORT = ("data", "zero1", "zero3", "tensor", "random1", "random2")
 """Plans that are timed: presets, and two draws."""
@@ -56,14 +58,22 @@ def calibrated(
         section = section_of(cluster, n)
         sides = list(plans) if n > 1 else ["data"]
         timings: list[Timing] = []
-        for trial in TRIALS:
-            if progress is not None:
-                progress(done, total, f"{trial.name} on {n} ranks")
+        with tempfile.TemporaryDirectory(prefix="laminar-trials-") as folder:
+            begun = Path(folder) / "begun"
+
+            def show(done: int = done, n: int = n, begun: Path = begun) -> None:
+                names = begun.read_text().split() if begun.exists() else []
+                if progress is not None and names:
+                    progress(done + len(names) - 1, total, f"{names[-1]} on {n} ranks")
+
             threads = max(1, cluster.devices // n)
-            run = on_ranks(n, timed, trial.name, sides, rounds, turn_s, threads=threads, timeout_s=600)[0]
+            names = [trial.name for trial in TRIALS]
+            args = (names, sides, rounds, turn_s, str(begun))
+            runs = on_ranks(n, all_timed, *args, threads=threads, timeout_s=1800, waiting=show)[0]
+        for trial, run in zip(TRIALS, runs, strict=True):
             seconds = {side: statistics.median(ts) for side, ts in run["times"].items()}
             timings += timings_of(trial, n, seconds, cluster)
-            done += 1
+        done += len(TRIALS)
         found[section] = fit(timings).to_json()
         raw[section] = [[t.model, t.side, round(t.seconds, 7)] for t in timings]
     if progress is not None:

@@ -10,6 +10,7 @@ In a round every side runs one turn, so that whatever else the machine does hits
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -245,15 +246,29 @@ def timed(
     return {"model": trial.name, "ranks": ranks, "threads": torch.get_num_threads(), "times": times}
 
 
+def all_timed(names: Sequence[str], plans: Sequence[str], rounds: int, turn_s: float, begun: str) -> list[Any]:
+    """`timed` for one trial after the other, in one process group; the file `begun` gets a line for each."""
+    out = []
+    for name in names:
+        if dist.get_rank() == 0:
+            with open(begun, "a") as file:
+                file.write(f"{name}\n")
+        out.append(timed(name, plans, rounds, turn_s))
+        gc.collect()
+    return out
+
+
 def _calls(step: Callable[[], Any], turn_s: float) -> int:
-    """How many steps make a turn; agreed by all ranks."""
-    for _ in range(3):
-        step()
-    dist.barrier()
-    start = time.perf_counter()
+    """How many steps make a turn; agreed by all ranks. The first steps only warm up, one if steps are long."""
     step()
-    each = torch.tensor(time.perf_counter() - start)
-    dist.broadcast(each, 0)
+    for _ in range(3):
+        dist.barrier()
+        start = time.perf_counter()
+        step()
+        each = torch.tensor(time.perf_counter() - start)
+        dist.broadcast(each, 0)
+        if float(each) > 4 * turn_s:
+            break
     return max(1, round(turn_s / float(each)))
 
 
