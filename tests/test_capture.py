@@ -531,6 +531,33 @@ def test_a_table_made_on_first_use_is_no_state() -> None:
     assert not graph.of_kind("buffer") and len(graph.constants) >= 1
 
 
+@pytest.mark.parametrize(
+    ("indices", "view"),
+    [
+        (lambda: (torch.arange(4)[:, None], torch.arange(3)), True),
+        (lambda: (torch.arange(4)[:, None, None, None], torch.arange(3)[None, None, None, :]), True),
+        (lambda: (torch.arange(3), torch.arange(3)), False),
+        (lambda: (torch.arange(4), torch.arange(3)[:, None]), False),
+        (lambda: (torch.arange(4).flip(0)[:, None], torch.arange(3)), False),
+        (lambda: (torch.arange(2)[:, None], torch.arange(3)), False),
+        (lambda: (torch.arange(4),), False),
+        (lambda: (slice(None), torch.arange(3)), False),
+    ],
+)
+def test_indexing_by_counting_is_a_view(indices: Any, view: bool) -> None:
+    """Masks are looked up so, sample by sample; as an index every sample would seem to need all rows."""
+    graph = same(lambda: Fn(lambda m, x: m.a(x)[indices()], a=nn.Linear(3, 3)), square, draw(4, 3))
+    forward = [n.op for n in graph.nodes if n.phase == "forward"]
+    assert ("aten.index.Tensor" not in forward) == view
+
+
+def test_what_lies_in_another_order_is_still_indexed() -> None:
+    """A view of a transposed tensor would not be one."""
+    turned = Fn(lambda m, x: m.a(x).t()[torch.arange(3)[:, None], torch.arange(4)], a=nn.Linear(3, 3))
+    graph = same(lambda: turned, square, draw(4, 3))
+    assert "aten.index.Tensor" in [n.op for n in graph.nodes]
+
+
 def test_tensors_in_lists_and_dicts_are_inputs_by_name() -> None:
     """Tables per level, caches per key: read or changed, they are the model's."""
 

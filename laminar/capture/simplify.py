@@ -23,7 +23,7 @@ FOLD_BYTES = 16 << 20
 
 def simplify(graph: Graph) -> Graph:
     """All of it, in the order that helps most."""
-    return drop_dead(causal(share(peephole(fold(drop_dead(graph))))))
+    return drop_dead(causal(share(peephole(counted(fold(drop_dead(graph)))))))
 
 
 def drop_dead(graph: Graph) -> Graph:
@@ -116,6 +116,49 @@ def fold(graph: Graph) -> Graph:
             fixed[ref] = Ref(name)
     outputs = tuple(replace(o, ref=fixed.get(o.ref, o.ref)) for o in graph.outputs)
     return replace(graph, nodes=tuple(made), constants=tuple(constants.values()), outputs=outputs)
+
+
+STRIDED = frozenset(
+    f"aten.{name}"
+    for name in "t transpose.int permute expand slice.Tensor select.int unfold diagonal split.Tensor as_strided".split()
+)
+"""Ops whose results may lie in memory in another order than they count."""
+
+
+def counted(graph: Graph) -> Graph:
+    """Indexing by counting, `x[arange(n)[:, None], arange(m)]`, is a view: no sample then reads another's row."""
+    constants = {c.name: c for c in graph.constants}
+    zeros = {
+        n.name for n in graph.nodes if n.op == "aten.full" and n.args[1] == 0 and n.outs[0] and n.outs[0].numel == 1
+    }
+
+    def stretch(index: Any, size: int) -> int | None:
+        """From which dim, counted from the last, the index runs through 0, 1, ..., size - 1; 0 if there is one only."""
+        if not isinstance(index, Ref) or (index.name not in constants and index.name not in zeros):
+            return None
+        if index.name in zeros:
+            return 0 if size == 1 else None
+        value = constant_tensor(constants[index.name])
+        if (
+            value.dtype != torch.int64
+            or value.numel() != size
+            or not torch.equal(value.reshape(-1), torch.arange(size))
+        ):
+            return None
+        return next((value.ndim - d for d, n in enumerate(value.shape) if n > 1), 0)
+
+    nodes = []
+    for node in graph.nodes:
+        spec = node.outs[0] if node.outs else None
+        source = graph.by_name.get(node.args[0].name) if node.op == "aten.index.Tensor" else None
+        if node.op == "aten.index.Tensor" and spec is not None and (source is None or source.op not in STRIDED):
+            shape, indices = graph.specs[node.args[0]].shape, node.args[1]
+            found = [stretch(i, n) for i, n in zip(indices, shape, strict=False)]
+            moving = [f for f in found if f]
+            if len(indices) == len(shape) and None not in found and moving == sorted(set(moving), reverse=True):
+                node = replace(node, op="aten.view", args=(node.args[0], spec.shape))
+        nodes.append(node)
+    return replace(graph, nodes=tuple(nodes))
 
 
 def causal(graph: Graph) -> Graph:
