@@ -24,7 +24,7 @@ _WHERE = {
     "Job": "laminar.train.job",
     "LaminarError": "laminar.errors",
     "Link": "laminar.ir.mesh",
-    "Local": "laminar.train.job",
+    "Local": "laminar.train.engine",
     "Loss": "laminar.capture.capture",
     "Mesh": "laminar.ir.mesh",
     "MeshError": "laminar.errors",
@@ -44,6 +44,7 @@ _WHERE = {
     "RendezvousError": "laminar.errors",
     "S": "laminar.ir.sbp",
     "SimulationError": "laminar.errors",
+    "Sized": "laminar.train.engine",
     "StateError": "laminar.errors",
     "StoppedError": "laminar.errors",
     "TensorSpec": "laminar.ir.tensor",
@@ -88,6 +89,7 @@ __all__ = [
     "RendezvousError",
     "S",
     "SimulationError",
+    "Sized",
     "StateError",
     "StoppedError",
     "TensorSpec",
@@ -193,4 +195,5 @@ if TYPE_CHECKING:
     from laminar.ir.tensor import TensorSpec
     from laminar.ir.timeline import Timeline
     from laminar.lower.lower import lower
-    from laminar.train.job import Job, Local
+    from laminar.train.engine import Local, Sized
+    from laminar.train.job import Job

@@ -9,14 +9,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from laminar.errors import BatchError, LaminarError, RecipeError
+from laminar.errors import LaminarError, RecipeError
 from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh
+from laminar.ir.patterns import pick
 from laminar.ir.plan import Plan
 from laminar.ir.sbp import Sbp
 from laminar.ir.staged import Staged
+from laminar.lower.again import saved
 from laminar.lower.lower import lower
 from laminar.search import presets
+from laminar.search.presets import Patterns
 from laminar.staging import again as restaged
 from laminar.staging import pipeline
 
@@ -112,31 +115,39 @@ def _on_meta(make: Callable[[], Any]) -> Any:
 
 def accounted(graph: Graph, plan: Plan) -> Plan:
     """A plan with the collectives and bytes of its program written into its account."""
-    return replace(plan, account={**plan.account, **lower(graph, plan).account()})
+    program = lower(graph, plan)
+    account = {**plan.account, **program.account()}
+    if plan.recompute:
+        account["again"] = saved(lower(graph, replace(plan, recompute=())), program, pick(graph, plan.recompute))
+    return replace(plan, account=account)
 
 
 class plans:
-    """Plans with names. Each takes a graph and a mesh; ops and tensors nobody placed are completed at least cost."""
+    """Plans with names. Each takes a graph and a mesh; ops and tensors nobody placed are completed at least cost.
+
+    `recompute="blocks.*"` drops what the modules of that name make inside and makes it again in backward; see
+    `laminar.ir.patterns` for what else can be named.
+    """
 
     @staticmethod
-    def data_parallel(graph: Graph, mesh: Mesh) -> Plan:
+    def data_parallel(graph: Graph, mesh: Mesh, recompute: Patterns = ()) -> Plan:
         """The batch split over every axis, parameters whole, gradients summed."""
-        return accounted(graph, presets.data_parallel(graph, mesh))
+        return accounted(graph, presets.data_parallel(graph, mesh, recompute))
 
     @staticmethod
-    def zero(graph: Graph, mesh: Mesh, stage: int = 3) -> Plan:
+    def zero(graph: Graph, mesh: Mesh, stage: int = 3, recompute: Patterns = ()) -> Plan:
         """Data parallel with optimizer state (1), gradients (2) and parameters (3) in pieces."""
-        return accounted(graph, presets.zero(graph, mesh, stage))
+        return accounted(graph, presets.zero(graph, mesh, stage, recompute))
 
     @staticmethod
-    def tensor_parallel(graph: Graph, mesh: Mesh, axis: str | None = None) -> Plan:
+    def tensor_parallel(graph: Graph, mesh: Mesh, axis: str | None = None, recompute: Patterns = ()) -> Plan:
         """Weights split over `axis` (`tp` unless named), the residual stream whole; other axes data parallel."""
-        return accounted(graph, presets.tensor_parallel(graph, mesh, axis))
+        return accounted(graph, presets.tensor_parallel(graph, mesh, axis, recompute))
 
     @staticmethod
-    def seeded(graph: Graph, mesh: Mesh, seeds: Mapping[str, Mapping[str, Sbp]]) -> Plan:
+    def seeded(graph: Graph, mesh: Mesh, seeds: Mapping[str, Mapping[str, Sbp]], recompute: Patterns = ()) -> Plan:
         """A few tensors placed by name pattern, the rest completed at least cost."""
-        return accounted(graph, presets.seeded(graph, mesh, seeds))
+        return accounted(graph, presets.seeded(graph, mesh, seeds, recompute))
 
     @staticmethod
     def pipeline(
@@ -151,14 +162,20 @@ class plans:
         return pipeline(graph, stages, microbatches, virtual, inner, **options)
 
 
-def inputs_of(graph: Graph, model: Any, batch: Any, seed: int = 0, step: int = 0) -> dict[str, Any]:
-    """Whole inputs of a graph by name: the model's own tensors, the batch's leaves, the RNG key."""
+def inputs_of(
+    graph: Graph, model: Any, batch: Any, seed: int = 0, step: int = 0, first: int = 0, samples: int = 0
+) -> dict[str, Any]:
+    """Whole inputs of a graph by name: the model's own tensors, the batch's leaves, the RNG key.
+
+    For the graph of a micro-batch: `first` is the number of its first sample among the `samples` of its batch.
+    """
     import torch
 
     from laminar.capture.capture import check_batch, state_of
 
-    given = {**state_of(model), **check_batch(graph, batch), "rng": torch.tensor([seed, step])}
-    return {i.name: given[i.name] for i in graph.inputs}
+    key = torch.tensor([seed, step, first, samples])
+    given = {**state_of(model), **check_batch(graph, batch), "rng": key}
+    return {i.name: given[i.name][: i.spec.numel] if i.kind == "rng" else given[i.name] for i in graph.inputs}
 
 
 def verify(
@@ -187,27 +204,48 @@ def verify(
 
 
 def _verify_staged(model: Any, loss: Any, batches: list[Any], plan: Staged, dtype: str, tolerance: float | None) -> Any:
-    """Micro-batches through the stages against one device on whole batches."""
-    from laminar.runtime.verify import verify_stages
-
-    micro = [micro_batches(batch, plan.micro_batches) for batch in batches]
-    part, whole = capture(model, loss, micro[0][0]), capture(model, loss, batches[0])
-    fed = [[inputs_of(part, model, m, step=i) for m in parts] for i, parts in enumerate(micro)]
-    given = [inputs_of(whole, model, batch, step=i) for i, batch in enumerate(batches)]
-    return verify_stages(whole, part, restaged(part, plan), given, fed, dtype, tolerance)
-
-
-def micro_batches(batch: Any, count: int) -> list[Any]:
-    """A batch in so many equal parts, as steps with stages cut it."""
+    """Micro-batches through the stages against one device on whole batches, which are all of one shape."""
     import json
 
     from laminar.capture.capture import unflatten
+    from laminar.rules.samples import in_parts, places_of, samples_of
+    from laminar.runtime.verify import verify_stages
     from laminar.train.engine import Leaves
 
-    leaves = Leaves.of(batch, False)
-    if leaves.samples % count:
-        raise BatchError(f"{leaves.samples} samples can't be cut into {count} equal micro-batches")
-    return [unflatten(json.loads(m.tree), m.tensors) for m in leaves.split(count)]
+    whole, leaves = capture(model, loss, batches[0]), Leaves.of(batches[0])
+
+    def traced(samples: int) -> Graph:
+        stand_ins = leaves.like(samples)
+        return capture(model, loss, unflatten(json.loads(stand_ins.tree), stand_ins.tensors))
+
+    cut = [micro_batches(batch, plan.micro_batches) for batch in batches]
+    sizes = [m.samples for m in leaves.split(plan.micro_batches)]
+    graphs = {n: traced(n) for n in dict.fromkeys(sizes)}
+    if plan.micro_batches > 1 and whole.of_kind("rng"):
+        known = places_of(lambda n: whole if n == samples_of(whole) else traced(n), samples_of(whole))
+        graphs = {n: in_parts(graph, known) for n, graph in graphs.items()}
+    plans = {n: restaged(graph, plan) for n, graph in graphs.items()}
+    given = [inputs_of(whole, model, batch, step=i) for i, batch in enumerate(batches)]
+    fed = [
+        [
+            inputs_of(graphs[n], model, m, step=i, first=sum(sizes[:k]), samples=sum(sizes))
+            for k, (n, m) in enumerate(zip(sizes, parts, strict=True))
+        ]
+        for i, parts in enumerate(cut)
+    ]
+    return verify_stages(whole, [(graphs[n], plans[n]) for n in sizes], sizes, given, fed, dtype, tolerance)
+
+
+def micro_batches(batch: Any, count: int | Sequence[int]) -> list[Any]:
+    """A batch in so many parts, as equal as they can be, or in parts of so many samples, as steps cut it."""
+    import json
+
+    from laminar.capture.capture import unflatten
+    from laminar.train.engine import Leaves, Sized
+
+    leaves = Leaves.of(batch if isinstance(count, int) else Sized(batch, count))
+    parts = leaves.split(count if isinstance(count, int) else len(count))
+    return [unflatten(json.loads(m.tree), m.tensors) for m in parts]
 
 
 def parallelize(
@@ -291,21 +329,25 @@ def train(
     seed: int = 0,
     log_every: int | None = None,
     checkpoint: str | None = None,
+    checkpoint_every: int = 0,
     resume: bool = False,
     plan_file: Path | None = None,
     timeline: Path | None = None,
     timeline_steps: int = 3,
+    prefetch: int | None = None,
     **options: Any,
 ) -> Any:
     """Train a recipe on this rank, alone or among others; what `laminar train` runs on every rank.
 
-    `options` are those of `parallelize`. Rank 0 saves the plan as `plan_file`, and as `timeline`, if given, what all
-    ranks did in a step.
+    `prefetch` batches are loaded ahead: 2 unless given, or none with plan="ddp", whose models draw from the same
+    generator as their data. `options` are those of `parallelize`. Rank 0 saves the plan as `plan_file`, and as
+    `timeline`, if given, what all ranks did in a step.
     """
     from laminar.events import emit
-    from laminar.train.loop import loop
 
     emit("phase", name="loading the recipe")
+    from laminar.train.loop import loop  # and torch with it
+
     found = load_recipe(recipe)
     if found.optimizer is None:
         raise RecipeError(f"{recipe} has no optimizer", next="give Recipe(optimizer=lambda params: AdamW(params))")
@@ -327,9 +369,11 @@ def train(
         evaluate=found.evaluate,
         evaluate_every=found.evaluate_every,
         checkpoint=checkpoint,
+        checkpoint_every=checkpoint_every,
         resume=checkpoint if resume else None,
         timeline=timeline,
         timeline_steps=timeline_steps,
+        prefetch=(2 if job.plan is not None else 0) if prefetch is None else prefetch,
     )
     job.close()
     return outcome

@@ -176,13 +176,13 @@ def do_plan(args: argparse.Namespace) -> int:
     _, _, _, graph = _captured(args)
     with working("planning", args.json):
         if args.seed:
-            plan = plans.seeded(graph, mesh, parse_seeds(args.seed))
+            plan = plans.seeded(graph, mesh, parse_seeds(args.seed), recompute=args.recompute)
         elif args.preset.startswith("zero"):
-            plan = plans.zero(graph, mesh, int(args.preset[4:] or 3))
+            plan = plans.zero(graph, mesh, int(args.preset[4:] or 3), recompute=args.recompute)
         elif args.preset == "tensor_parallel":
-            plan = plans.tensor_parallel(graph, mesh)
+            plan = plans.tensor_parallel(graph, mesh, recompute=args.recompute)
         else:
-            plan = plans.data_parallel(graph, mesh)
+            plan = plans.data_parallel(graph, mesh, recompute=args.recompute)
         plan = replace(plan, account={**plan.account, "recipe": args.recipe})
         if cluster is not None:
             from laminar.forecast import accounted
@@ -222,7 +222,7 @@ def _plan_stages(args: argparse.Namespace, mesh: Mesh | None) -> int:
     with working("planning", args.json):
         plan = plans.pipeline(
             graph, stages, args.microbatches, args.virtual, inner, schedule=args.schedule, window=window,
-            stash=args.stash, couple=args.couple,
+            stash=args.stash, couple=args.couple, recompute=args.recompute,
         )  # fmt: skip
         account = {**plan.account, "recipe": args.recipe}
         if args.cluster:
@@ -308,6 +308,9 @@ def parser() -> argparse.ArgumentParser:
                    help="a plan with a name (default: data_parallel)")  # fmt: skip
     p.add_argument("--seed", action="append", default=[], metavar="PATTERN=AXIS:S(0)",
                    help="place tensors by name pattern, complete the rest at least cost; may be repeated")  # fmt: skip
+    p.add_argument("--recompute", action="append", default=[], metavar="PATTERN",
+                   help="make again in backward what these modules (blocks.*) or values (%%gelu.*) hold; may be "
+                   "repeated")  # fmt: skip
     p.add_argument("--program", action="store_true", help="print the program every rank runs")
     p.add_argument("--stages", metavar="N", help="cut the model into N stages of equal work at ranks of their own, or "
                    "where these modules begin (patterns, with commas); --mesh is then that of each stage")  # fmt: skip

@@ -236,6 +236,8 @@ def simulate_options(p: argparse.ArgumentParser) -> None:
     p.add_argument("--cluster", metavar="C", help="file or name (default: the plan's own, else this machine)")
     p.add_argument("--recipe", metavar="RECIPE", help="what the plan is for (default: the one it was made from)")
     p.add_argument("--optimizer", default="adamw", choices=["adamw", "adam", "sgd", "momentum"], help="default: adamw")
+    p.add_argument("--load-s", type=float, default=0.0, metavar="S", help="seconds a rank takes to read a batch")
+    p.add_argument("--prefetch", type=int, default=2, metavar="N", help="batches loaded ahead (default: 2)")
     p.add_argument("-o", "--output", metavar="FILE", help="save the timeline")
     p.add_argument("--trace", metavar="FILE", help="save it as a Chrome trace, which ui.perfetto.dev opens")
     p.add_argument("--png", metavar="FILE", help="draw timeline and memory")
@@ -251,11 +253,14 @@ def do_simulate(args: argparse.Namespace) -> int:
     if recipe is None:
         raise PlanError(f"{args.plan} does not say which recipe it is for", next="--recipe path/to/file.py:function")
     cluster = cluster_of(args.cluster or plan.account.get("cluster_file") or plan.account.get("cluster"))
+    if args.load_s < 0 or args.prefetch < 0:
+        raise PlanError(f"--load-s {args.load_s} --prefetch {args.prefetch}", allowed="0 or more")
+    asked: dict[str, Any] = {"optimizer": args.optimizer, "load_s": args.load_s, "prefetch": args.prefetch}
     if isinstance(plan, Staged):
         graph = captured(recipe, parts=plan.micro_batches)[3]
-        found: Any = predict_staged(graph, plan, cluster, optimizer=args.optimizer)
+        found: Any = predict_staged(graph, plan, cluster, **asked)
     else:
-        found = predict(graph_of(recipe), plan, cluster, optimizer=args.optimizer)
+        found = predict(graph_of(recipe), plan, cluster, **asked)
     line = found.timeline
     if args.output:
         line.save(args.output)

@@ -24,16 +24,20 @@ from laminar.cost.table import cpu_section
 from laminar.ir.cluster import Cluster
 from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh
+from laminar.ir.net import Net
 from laminar.ir.plan import Plan
 from laminar.ir.program import Program
 from laminar.ir.staged import Staged
-from laminar.ir.timeline import Timeline
+from laminar.ir.timeline import Span, Timeline
 from laminar.lower.fuse import kernels
+from laminar.lower.loads import with_loads
 from laminar.lower.pipes import Piped, piped
 from laminar.lower.recompute import recompute, written_out
 from laminar.lower.stages import stages
 from laminar.lower.step import step_programs
 
+STEADY = 4
+"""The step of a pipe with loaders that is shown: the first ones find it empty, the last ones find nothing to load."""
 UNCALIBRATED = 0.15
 """Standard error of log(seconds) that a step has on top of its parts where nothing was calibrated. Assumed."""
 
@@ -54,11 +58,16 @@ class Prediction:
     sigma: float
     """Standard error of log(seconds)."""
     groups: tuple[tuple[int, ...], ...] | None = field(default=None, repr=False)
+    load_s: float = 0.0
+    """Of reading a batch, on every rank."""
+    prefetch: int = 2
+    """Batches that may be loaded ahead; with 0 loading comes before the step, else beside it."""
 
     @property
     def seconds(self) -> float:
-        """Of a step."""
-        return self.times.step / 1e9
+        """Of a step, once loaders are ahead as far as they can be."""
+        step_s = self.times.step / 1e9
+        return max(step_s, self.load_s) if self.prefetch else step_s + self.load_s
 
     @property
     def interval_s(self) -> tuple[float, float]:
@@ -78,7 +87,7 @@ class Prediction:
             "axes": {i.name: self.program.axis_names(i) for i in self.program.collectives},
         }
         ranks = {g[0]: g for g in self.schedule.stands_for.values()}
-        return timeline(
+        found = timeline(
             self.schedule.load,
             self.times,
             self.schedule.labels(),
@@ -87,6 +96,16 @@ class Prediction:
             memory={min(ranks): self._curve()},
             meta=meta,
         )
+        return self._loading(found) if self.load_s else found
+
+    def _loading(self, found: Timeline) -> Timeline:
+        """With the loader of every rank, beside the step or before it."""
+        load_ns = round(1e9 * self.load_s)
+        later = 0 if self.prefetch else load_ns
+        loads = [Span("load0.0", "host", r, 0, load_ns, "host", "load", "load", phase="load") for r in found.written]
+        spans = [replace(s, start=s.start + later, end=s.end + later) for s in found.spans]
+        curves = {r: tuple((at + later, held) for at, held in curve) for r, curve in found.memory.items()}
+        return replace(found, spans=(*spans, *loads), memory=curves)
 
     def _curve(self) -> tuple[tuple[int, int], ...]:
         """Bytes over time on the first rank: the curve over lines, put where the lines end."""
@@ -140,12 +159,19 @@ def section_of(cluster: Cluster, ranks: int) -> str:
 
 
 def predict(
-    graph: Graph, plan: Plan, cluster: Cluster, *, optimizer: str = "adamw", prices: Machine | None = None
+    graph: Graph,
+    plan: Plan,
+    cluster: Cluster,
+    *,
+    optimizer: str = "adamw",
+    prices: Machine | None = None,
+    load_s: float = 0.0,
+    prefetch: int = 2,
 ) -> Prediction:
-    """Simulate one training step of a plan on a cluster."""
+    """Simulate one training step of a plan on a cluster; batches that take `load_s` to read are loaded ahead."""
     prices = prices or machine(cluster, plan.mesh, optimizer)
     program, then = step_programs(graph, plan)
-    return predict_program(program, then, plan, cluster, prices)
+    return replace(predict_program(program, then, plan, cluster, prices), load_s=load_s, prefetch=prefetch)
 
 
 def predict_program(
@@ -182,7 +208,8 @@ class StagedPrediction:
     part_s: dict[str, float]
     """Seconds of each part for one micro-batch, and of updates."""
     peaks: tuple[int, ...]
-    """By place, bytes on its fullest rank: weights, gradients, state, all registers, and the largest part at work."""
+    """By place, bytes on its fullest rank: weights, gradients, state, all registers, those of batches that are loaded
+    ahead included, and the largest part at work."""
     sigma: float
 
     @property
@@ -198,12 +225,12 @@ class StagedPrediction:
     @property
     def bubbles(self) -> tuple[float, ...]:
         """By place, the share of a step in which it has nothing to do."""
-        return self.execution.bubbles
+        return self.execution.bubbles[: len(self.staged.places)]
 
     @cached_property
     def timeline(self) -> Timeline:
         """Who does what when, in one step."""
-        found = self.execution.timeline()
+        found = self.execution.one(min(STEADY, self.execution.steps) - 1)
         return replace(found, meta={**found.meta, "plan": self.staged.hash, "cluster": self.cluster.name})
 
     def account(self) -> dict[str, Any]:
@@ -226,9 +253,23 @@ class _Inside(Machine):
         return [], []
 
 
-def predict_staged(graph: Graph, staged: Staged, cluster: Cluster, *, optimizer: str = "adamw") -> StagedPrediction:
-    """Execute one step of a plan with stages: each part takes its predicted time, each transfer that of its link."""
+def predict_staged(
+    graph: Graph,
+    staged: Staged,
+    cluster: Cluster,
+    *,
+    optimizer: str = "adamw",
+    load_s: float = 0.0,
+    prefetch: int = 2,
+) -> StagedPrediction:
+    """Execute a step of a plan with stages: each part takes its predicted time, each transfer that of its link.
+
+    Every rank reads whole batches, `prefetch` of them ahead, which takes `load_s` each.
+    """
     pipe = piped(stages(graph, staged))
+    whole = staged.micro_batches * sum(i.spec.nbytes for i in graph.of_kind("batch"))
+    # On GPUs what is loaded ahead waits in pinned memory of the host for the rank's share to be cut.
+    net = with_loads(pipe.net, whole if cluster.device.kind == "cpu" else 0, prefetch)
     world = machine(cluster, staged.mesh, optimizer)
     inside = _Inside(
         cluster, section_of(cluster, staged.ranks), world.calibration, optimizer=optimizer, fused=world.fused
@@ -244,11 +285,14 @@ def predict_staged(graph: Graph, staged: Staged, cluster: Cluster, *, optimizer:
         behind = world.around(part.program, 0)[1]
         if behind:
             part_s[f"O{part.stage}"] = sum(price.seconds for _, price in behind)
-    work = {a.name: round(1e9 * part_s.get(a.name, 0.0)) for a in pipe.net.actors}
-    ran = execute(pipe.net, work, 1, transfers=_transfers(pipe, cluster))
+    work = {a.name: round(1e9 * (load_s if a.kind == "load" else part_s.get(a.name, 0.0))) for a in net.actors}
+    transfers = _transfers(pipe, cluster)
+    # Without loads every step is like the first.
+    steps = STEADY + prefetch + 1 if load_s else 1
+    ran = execute(net if load_s else pipe.net, work, steps, transfers=transfers)
     total = sum(seconds for seconds, _ in errors) or 1.0
     sigma = sum(seconds * error for seconds, error in errors) / total
-    return StagedPrediction(staged, cluster, pipe, ran, part_s, _peaks(pipe, cluster, optimizer), sigma)
+    return StagedPrediction(staged, cluster, pipe, ran, part_s, _peaks(pipe, net, cluster, optimizer), sigma)
 
 
 def _transfers(pipe: Piped, cluster: Cluster) -> dict[str, int]:
@@ -266,7 +310,7 @@ def _transfers(pipe: Piped, cluster: Cluster) -> dict[str, int]:
     return out
 
 
-def _peaks(pipe: Piped, cluster: Cluster, optimizer: str) -> tuple[int, ...]:
+def _peaks(pipe: Piped, net: Net, cluster: Cluster, optimizer: str) -> tuple[int, ...]:
     kind = "cuda" if cluster.device.kind == "gpu" else "cpu"
     stays, works = [0] * len(pipe.net.places), [0] * len(pipe.net.places)
     for s, parts in enumerate(pipe.made.parts):
@@ -279,7 +323,7 @@ def _peaks(pipe: Piped, cluster: Cluster, optimizer: str) -> tuple[int, ...]:
             works[place] = max(works[place], held.peak_activations)
             weights.update({i.name: i.placed.local(mesh).nbytes for i in part.program.inputs if i.kind == "param"})
         stays[place] += sum(weights.values())
-    return tuple(a + b + pipe.net.bound_bytes(p) for p, (a, b) in enumerate(zip(stays, works, strict=True)))
+    return tuple(a + b + net.bound_bytes(p) for p, (a, b) in enumerate(zip(stays, works, strict=True)))
 
 
 def _sigma(made: Schedule, calibration: Calibration) -> float:

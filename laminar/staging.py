@@ -9,7 +9,7 @@ keeps what concerns its own ops. A value that passes between stages lies as its 
 a sum still to be made, as its reader wants it.
 
 Samples of one batch go through the pipe in parts. An op that couples samples (batch statistics, a softmax over the
-batch) would compute something else then: such ops are found by splitting the batch over two ranks and looking at what
+batch) would compute something else then: such ops are found by splitting the batch over ranks and looking at what
 has to be exchanged, and are refused by name unless the caller wants them to see one micro-batch at a time.
 """
 
@@ -27,12 +27,14 @@ from laminar.errors import PlanError
 from laminar.ir.codec import Ref
 from laminar.ir.graph import Graph, Node
 from laminar.ir.mesh import Mesh, Place
+from laminar.ir.patterns import as_patterns, known
 from laminar.ir.plan import Choice, Plan
 from laminar.ir.sbp import B, NdSbp, Partial
 from laminar.ir.staged import Staged, StagePlan
 from laminar.lower.lower import written
 from laminar.lower.split import Split, light_ops, split
 from laminar.rules.notation import call_of
+from laminar.rules.samples import samples_of
 from laminar.search import presets
 
 Inner = Mesh | Plan | Callable[[Graph], Plan] | None
@@ -43,6 +45,8 @@ micro-batches. Where counts differ (ignored labels), `laminar.Loss(total, weight
 LINEAR = FREE | {"aten.add.Tensor", "aten.sub.Tensor", "aten.mul.Scalar", "aten.div.Scalar", "aten.neg",
                  "aten._to_copy", "aten.clone"}  # fmt: skip
 """What may be done to such a mean on its way to the loss."""
+NEAR = 4
+"""How many ops may lie between those that read the weight and the bias of a layer."""
 SLACK = 1.05
 """Cuts whose slowest stage is within this of the best are compared by what they send."""
 
@@ -59,6 +63,7 @@ def pipeline(
     stash: float = 1.0,
     couple: str | None = None,
     registers: Mapping[str, int] | None = None,
+    recompute: str | Sequence[str] = (),
 ) -> Staged:
     """A pipeline over the stages' ranks, one place after the other; `graph` is that of one micro-batch.
 
@@ -68,7 +73,7 @@ def pipeline(
     the whole graph, or a function that makes one; or one of these for each place. `schedule` is 1f1b, or interleaved
     with virtual stages; `window` is how far a place may leave the order, `stash` how many times as many micro-batches
     as the schedule needs may be under way. `couple="microbatch"` lets ops that couple samples see one micro-batch at
-    a time.
+    a time. `recompute` names modules and values that backward makes again, besides those that inner plans name.
     """
     if couple not in (None, "microbatch"):
         raise PlanError(f"couple={couple!r}", allowed='None  "microbatch"')
@@ -84,6 +89,8 @@ def pipeline(
         raise PlanError(f"{len(inners)} inner plans for {places} places")
     found: dict[int, Plan] = {}
     plans = [found.setdefault(id(one), _inner(graph, one)) for one in inners]
+    if recompute:
+        plans = [presets.again(graph, p, (*p.recompute, *as_patterns(recompute))) for p in plans]
     cut = split(graph, of, count)
     sets, first = [], 0
     for plan in plans:
@@ -191,7 +198,11 @@ def work_s(graph: Graph) -> dict[str, float]:
 
 
 def balanced(graph: Graph, stages: int) -> dict[str, int]:
-    """Cuts of the forward ops, in order, whose slowest stage is fastest; of nearly equal ones those that send least."""
+    """Cuts of the forward ops, in order, whose slowest stage is fastest; of nearly equal ones those that send least.
+
+    Weight and bias of a layer stay together, if there are enough other cuts: with another number of samples it may be
+    one op that reads both.
+    """
     light = light_ops(graph)
     ops = [n for n in graph.nodes if n.phase == "forward" and n.name not in light]
     if len(ops) < stages:
@@ -199,20 +210,29 @@ def balanced(graph: Graph, stages: int) -> dict[str, int]:
     seconds = work_s(graph)
     total = np.concatenate(([0.0], np.cumsum([seconds[n.name] for n in ops])))
     sent = crossing_bytes(graph, [n.name for n in ops])
-    n = len(ops)
+    apart = _inside_layers(graph, ops)
+    allowed = np.array([k not in apart for k in range(len(ops) + 1)])
+    if allowed[1:-1].sum() < stages - 1:
+        allowed[:] = True
+    starts = _cuts(total, np.array(sent), allowed, stages)
+    return {node.name: int(np.searchsorted(starts, i, side="right")) - 1 for i, node in enumerate(ops)}
+
+
+def _cuts(total: np.ndarray, sent: np.ndarray, allowed: np.ndarray, stages: int) -> list[int]:
+    """The first op of each stage; a cut before an op only where that is allowed."""
+    n = len(total) - 1
     best = np.full((stages + 1, n + 1), np.inf)
     best[0, 0] = 0.0
     for k in range(1, stages + 1):
-        for j in range(k, n + 1):
-            before = np.maximum(best[k - 1, :j], total[j] - total[:j])
-            best[k, j] = before.min()
+        for j in np.flatnonzero(allowed)[1:]:
+            best[k, j] = np.maximum(best[k - 1, :j], total[j] - total[:j]).min()
     limit = best[stages, n] * SLACK
     # Among cuts that keep every stage below the limit, the least bytes in all.
     least = np.full((stages + 1, n + 1), np.inf)
     least[0, 0] = 0.0
     back = np.zeros((stages + 1, n + 1), dtype=int)
     for k in range(1, stages + 1):
-        for j in range(k, n + 1):
+        for j in np.flatnonzero(allowed)[1:]:
             ok = total[j] - total[:j] <= limit
             found = np.where(ok, least[k - 1, :j], np.inf)
             back[k, j] = int(found.argmin())
@@ -221,8 +241,24 @@ def balanced(graph: Graph, stages: int) -> dict[str, int]:
     for k in range(stages, 0, -1):
         j = int(back[k, j])
         cuts.append(j)
-    starts = sorted(cuts)
-    return {node.name: int(np.searchsorted(starts, i, side="right")) - 1 for i, node in enumerate(ops)}
+    return sorted(cuts)
+
+
+def _inside_layers(graph: Graph, ops: Sequence[Node]) -> set[int]:
+    """Cuts between ops that read parameters of one layer, a few ops apart."""
+    stored = {Ref(i.name): i.name for i in graph.of_kind("param")}
+    for node in graph.nodes:
+        if node.phase == "forward" and node.op in FREE and len(node.ins) == 1 and node.ins[0] in stored:
+            stored[Ref(node.name)] = stored[node.ins[0]]
+    first: dict[str, int] = {}
+    for k, node in enumerate(ops):
+        for ref in node.ins:
+            if ref in stored:
+                first.setdefault(stored[ref], k)
+    layers: dict[str, list[int]] = {}
+    for name, k in first.items():
+        layers.setdefault(name.rpartition(".")[0], []).append(k)
+    return {k for at in layers.values() if max(at) - min(at) <= NEAR for k in range(min(at) + 1, max(at) + 1)}
 
 
 def crossing_bytes(graph: Graph, ops: Sequence[str]) -> list[float]:
@@ -276,7 +312,8 @@ def stage_plan(graph: Graph, cut: Split, stage: int, plans: Sequence[Plan]) -> P
             outputs[f"{o.kind}:{o.name}"] = plan.outputs[f"{o.kind}:{o.name}"]
     names = {i.name for i in own.inputs}
     state = {n: nd for n, nd in plan.state.items() if n in names}
-    return Plan(plan.mesh, own.hash, ops, inputs, outputs, state, name=plan.name)
+    recompute = known(own, plan.recompute)
+    return Plan(plan.mesh, own.hash, ops, inputs, outputs, state, name=plan.name, recompute=recompute)
 
 
 def passing(plan: Plan, graph: Graph, ref: Ref, reader: Graph) -> NdSbp:
@@ -296,11 +333,15 @@ def passing(plan: Plan, graph: Graph, ref: Ref, reader: Graph) -> NdSbp:
 
 
 def coupled_ops(graph: Graph) -> list[tuple[str, str]]:
-    """Ops that need samples of the whole batch at once: op and line, found by splitting the batch over two ranks."""
-    samples = [i.spec.shape[0] for i in graph.of_kind("batch") if i.spec.shape]
-    if not samples or max(samples) < 2:
+    """Ops that need samples of the whole batch at once: op and line, found by splitting the batch over a few ranks.
+
+    As many as divide it, or dims in which samples and something else are merged could not be split.
+    """
+    samples = samples_of(graph)
+    if samples < 2:
         return []
-    program = written(graph, presets.data_parallel(graph, Mesh({"dp": 2})))
+    ranks = next(n for n in range(2, samples + 1) if samples % n == 0)
+    program = written(graph, presets.data_parallel(graph, Mesh({"dp": ranks})))
     found: dict[str, tuple[str, str]] = {}
     for instr in program.instrs:
         reader = re.match(r".* for %([^.\s]+)", instr.why)  # an op that is written out has lines like batch_norm_0.2
@@ -357,12 +398,12 @@ def again(graph: Graph, staged: Staged) -> Staged:
         here = [s.plan for s in staged.stages if s.place == p]
         plans.append(presets.like(graph, _together(here)))
     cut = split(graph, of, count)
-    own = tuple(
-        StagePlan(stage.place, stage_plan(graph, cut, s, [plans[t.place] for t in staged.stages]))
-        for s, stage in enumerate(staged.stages)
-    )
+    own = []
+    for s, stage in enumerate(staged.stages):
+        plan = stage_plan(graph, cut, s, [plans[t.place] for t in staged.stages])
+        own.append(StagePlan(stage.place, replace(plan, recompute=known(cut.graphs[s], stage.plan.recompute))))
     kept = {n: s for n, s in cut.of.items() if graph.by_name[n].phase == "forward"}
-    return replace(staged, graph_hash=graph.hash, stages=own, of=kept, account=_account(graph, cut))
+    return replace(staged, graph_hash=graph.hash, stages=tuple(own), of=kept, account=_account(graph, cut))
 
 
 def _reassigned(graph: Graph, staged: Staged) -> dict[str, int]:
@@ -393,15 +434,19 @@ def _reassigned(graph: Graph, staged: Staged) -> dict[str, int]:
             users = (u.name for i in range(len(node.outs)) for u in graph.users.get(Ref(node.name, i), ()))
             after = [high[u] for u in users if u in high]
             high[node.name] = fixed.get(node.name, min(after, default=len(staged.stages) - 1))
-    return {
-        name: fixed.get(name, min(max(staged.of.get(name, at), at), max(high[name], at))) for name, at in low.items()
-    }
+    out: dict[str, int] = {}
+    for node in ops:
+        if node.name in low:
+            # Names may be those of other ops: a graph of another size need not have the same number of each.
+            at = max([low[node.name], *(out[r.name] for r in node.ins if r.name in out)])
+            out[node.name] = fixed.get(node.name, min(max(staged.of.get(node.name, at), at), max(high[node.name], at)))
+    return out
 
 
 def _together(plans: Sequence[Plan]) -> Plan:
     """What plans of stages at one place say about weights and batches, as one."""
     first = plans[0]
-    out = replace(first, ops={}, inputs={}, outputs={}, state={})
+    out = replace(first, ops={}, inputs={}, outputs={}, state={}, recompute=())
     for plan in plans:
         out.inputs.update(plan.inputs)
         out.outputs.update(plan.outputs)

@@ -177,7 +177,7 @@ def first_values(net: Net, rank: int) -> dict[str, list[Value]]:
     return {q.name: [Value([torch.tensor(n)], n) for n in range(q.filled)] for q in net.queues}
 
 
-def summed(parts: dict[int, list[torch.Tensor]], dst: int) -> list[torch.Tensor]:
+def summed(parts: dict[int, list[torch.Tensor]], dst: int, index: int) -> list[torch.Tensor]:
     """Unpack by adding up."""
     return [sum((t[0] for t in parts.values()), torch.tensor(dst))]
 

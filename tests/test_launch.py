@@ -276,7 +276,7 @@ def test_ranks_that_all_fail_in_the_same_way_are_told_once(folder: Path) -> None
 )
 def test_a_rank_that_is_killed_is_named_with_its_signal(folder: Path, name: str, words: str) -> None:
     """It can't say anything itself; after a crash its log holds the line it was at."""
-    code, _, err = Run(folder, "good", "--workers", "2", fault=f"{name}:1:4").end()
+    code, _, err = Run(folder, "good", "--workers", "2", "--prefetch", "0", fault=f"{name}:1:4").end()
     assert code == 1
     assert f"RankError: rank 1 of 2 was ended by {name}" in err and words in err
     assert "after step 4" in err and "stopped  rank 0" in err
@@ -303,7 +303,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(folder: Path) -> None:
 @pytest.mark.parametrize(("fault", "words"), [("quit:1:3", "exit code 3, without a word"), ("exit:1:3", "exit code 4")])
 def test_a_rank_that_leaves_is_missed(folder: Path, fault: str, words: str) -> None:
     """The others would wait for it."""
-    code, _, err = Run(folder, "good", "--workers", "2", fault=fault).end()
+    code, _, err = Run(folder, "good", "--workers", "2", "--prefetch", "0", fault=fault).end()
     assert code == 1 and f"RankError: rank 1 of 2 ended with {words}, after step 3" in err
 
 

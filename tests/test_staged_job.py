@@ -149,8 +149,8 @@ def _wrong(which: str) -> str:
         if which == "micro_batches":
             options["micro_batches"] = 2
         job = laminar.parallelize(made, _loss, make, batch=batch, **options)
-        if which == "uneven":
-            job.step({k: v[:7] for k, v in batch.items()})
+        if which == "few":
+            job.step({k: v[:3] for k, v in batch.items()})
     except LaminarError as error:
         return f"{type(error).__name__}: {error}"
     return "nothing was refused"
@@ -161,7 +161,7 @@ def _wrong(which: str) -> str:
     [
         ("ranks", MeshError, "start 3 processes"),
         ("micro_batches", LaminarError, "micro_batches does not go with"),
-        ("uneven", BatchError, "7 samples can't be cut into 4"),
+        ("few", BatchError, "3 samples can't make 4 micro-batches"),
     ],
 )
 def test_what_stages_can_not_do_is_refused_by_name(two: Ranks, which: str, kind: type, words: str) -> None:

@@ -7,6 +7,7 @@ holds one stretch of an indexed dim; its last argument is where that stretch beg
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -276,9 +277,16 @@ def _mix(z: Tensor) -> Tensor:
 
 
 def _bits(
-    shape: Sequence[int], key: Tensor, site: int, index: Sequence[Tensor] | None, full: Sequence[int] | None
-) -> Tensor:
-    """64 mixed bits for each element, a function of (seed, step, site, place in the whole tensor)."""
+    shape: Sequence[int], key: Tensor, site: int,
+    part: Sequence[int] | None, index: Sequence[Tensor] | None, full: Sequence[int] | None,
+) -> Tensor:  # fmt: skip
+    """64 mixed bits for each element, a function of (seed, step, site, place in the whole tensor).
+
+    `part` is given where the tensor's samples are some of a larger batch: how many they are, and how many elements lie
+    between one and the next. The key then goes on: its third number is the first of these samples, its fourth how many
+    the batch has. An element's place is that in the tensor of the whole batch. `shape` and `index` are one rank's,
+    `full` is the shape of the tensor.
+    """
     seed, step = key[0], key[1]
     base = _mix(_mix(seed * 0x9E3779B9 + site) + step * 0x632BE59B)
     if index is None:
@@ -293,23 +301,33 @@ def _bits(
             at = at + (index[d].to(key.device) * stride).view(-1, *[1] * (len(shape) - 1 - d))
             stride *= full[d]  # type: ignore[index]
         at = at.expand(tuple(shape))
+    if part is not None:
+        at = _in_batch(at, key, part, math.prod(shape if index is None else full or shape))
     return _mix(at * 0x2545F491 + base)
 
 
+def _in_batch(at: Tensor, key: Tensor, part: Sequence[int], count: int) -> Tensor:
+    """Places in the tensor of some samples, of so many elements, as places in that of their batch."""
+    samples, between = part
+    if count > samples * between:  # dims before that of the samples are farther apart in the whole batch
+        at = at + (at // (samples * between)) * ((key[3] - samples) * between)
+    return at + key[2] * between
+
+
 def uniform(
-    shape: Sequence[int], key: Tensor, site: int, dtype: torch.dtype,
+    shape: Sequence[int], key: Tensor, site: int, dtype: torch.dtype, part: Sequence[int] | None = None,
     index: Sequence[Tensor] | None = None, full: Sequence[int] | None = None,
 ) -> Tensor:  # fmt: skip
     """Numbers in [0, 1) with 24 bits, so that every floating dtype from float32 up holds them exactly."""
-    return ((_bits(shape, key, site, index, full) >> 40) & 0xFFFFFF).to(dtype).mul_(2.0**-24)
+    return ((_bits(shape, key, site, part, index, full) >> 40) & 0xFFFFFF).to(dtype).mul_(2.0**-24)
 
 
 def normal(
-    shape: Sequence[int], key: Tensor, site: int, dtype: torch.dtype,
+    shape: Sequence[int], key: Tensor, site: int, dtype: torch.dtype, part: Sequence[int] | None = None,
     index: Sequence[Tensor] | None = None, full: Sequence[int] | None = None,
 ) -> Tensor:  # fmt: skip
     """Standard normal numbers (Box-Muller on two keyed uniforms)."""
-    bits = _bits(shape, key, site, index, full)
+    bits = _bits(shape, key, site, part, index, full)
     u = ((bits >> 40) & 0xFFFFFF).to(torch.float32) * 2.0**-24
     w = ((bits >> 16) & 0xFFFFFF).to(torch.float32) * 2.0**-24
     return (torch.sqrt(-2.0 * torch.log1p(-u)) * torch.cos(w * 6.283185307179586)).to(dtype)

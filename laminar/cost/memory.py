@@ -11,8 +11,8 @@ overwrite what it is the last to read, and the compiler keeps memory for later r
     compiled  `runtime.compiled.Compiled`: groups given, and the program after recomputation, as it is compiled
 
 Buffers follow `runtime/transport.py`: shared memory (`shared`), sends (`gloo`), NCCL (`nccl`), or none at all (`null`).
-Not covered: what a kernel takes for itself while it runs (an LSTM takes much), memory of the framework, of NCCL,
-and of the data loader.
+Not covered: what a kernel takes for itself while it runs (an LSTM takes much; draws are counted), memory of the
+framework, of NCCL, and of the data loader.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from laminar.cost.buffers import Buffers, buffers_of
 from laminar.cost.heap import HEAPS, Heap
 from laminar.cost.layout import layouts
 from laminar.cost.parking import NEVER_IN_PLACE, Life, arranged, handed_on
-from laminar.cost.table import local_call
+from laminar.cost.table import DRAWS, local_call
 from laminar.cost.work import FREE
 from laminar.errors import ClusterError
 from laminar.ir.codec import Ref
@@ -38,6 +38,9 @@ ALLOCATES = frozenset(
 """Kernels that take memory for their results themselves."""
 KEEPS = ALLOCATES - {"convolution"}
 """Kernels whose results, several at once, are not taken over by others."""
+
+DRAWN_BYTES = 32
+"""What a keyed draw takes for each number at most, before its result: four times 64 bits (`capture/kernels.py`)."""
 
 
 @dataclass(frozen=True)
@@ -290,7 +293,7 @@ class _Play:
         instrs = [self.program.instrs[k] for k in lines]
         read = [r for i in instrs for r in i.refs]
         inside = {i.name for i in instrs}
-        begins = not self.late and instrs[0].phase == "backward"
+        begins = not self.late and instrs[0].phase != "forward"
         if begins or instrs[0].moves or any(r.name in self.flying for r in read):
             self.part, self.late = self.part + 1, self.late or begins
         for ref in read:
@@ -316,6 +319,10 @@ class _Play:
     def _make(self, instr: Instr, spare: list[_Place]) -> None:
         """Memory for what a line makes: none, some that is there already, or its own."""
         view = self.places.get(instr.refs[0]) if instr.refs and self._is_view(instr) else None
+        if instr.op in DRAWS and instr.outs[0] and not self.compiled:
+            bits = self._take(DRAWN_BYTES * instr.outs[0].local(self.mesh, self.rank).numel)
+            bits.values = 1
+            self._drop(bits)
         for k, out in enumerate(instr.outs):
             ref = Ref(instr.name, k)
             if out is None:

@@ -21,7 +21,7 @@ This says nothing about whether a net finishes under another timing; `lower/chec
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from heapq import heappop, heappush
 from typing import Any, NamedTuple
@@ -140,6 +140,23 @@ class Execution:
         ranks = len({rank for place in places for rank in place.ranks})
         meta = {"steps": len(wanted), "window": self.net.window, **self.meta}
         return Timeline("simulated", ranks, tuple(spans), stands_for, {}, meta)
+
+    def one(self, step: int) -> Timeline:
+        """One step alone: from the end of the one before to its own.
+
+        Loaders are steps ahead of it; of them there is what they did in that time.
+        """
+        first, last = (0, *self.step_ends)[step : step + 2]
+        found, whole = self.timeline(range(step, step + 1)), self.timeline()
+        ahead = [
+            replace(s, start=max(s.start, first), end=min(s.end, last), because=-1)
+            for s in whole.spans
+            if s.op == "load" and s.end > first and s.start < last
+        ]
+        kept = [i for i, s in enumerate(found.spans) if s.op != "load"]
+        where = {i: k for k, i in enumerate(kept)}
+        spans = [replace(found.spans[i], because=where.get(found.spans[i].because, -1)) for i in kept]
+        return replace(found, spans=(*spans, *ahead))
 
 
 def transfer_ns(net: Net, link: Link) -> dict[str, int]:

@@ -33,6 +33,7 @@ from laminar.ir.tensor import TensorSpec
 from laminar.rules.notation import SIZED, Call, local_args
 
 DRAWS = ("laminar.uniform", "laminar.normal")
+KEY = TensorSpec((2,), "i64")
 CUT = "cut"
 """Last argument of a draw whose result is one rank's piece: it goes the way through index tables."""
 _KEEPS_NUMBERS = ("aten.pow.",)
@@ -69,7 +70,9 @@ def canonical(call: Call) -> Call:
         elif op != "aten.slice.Tensor":
             args = fit(call, call.ins, call.outs)
     if op in DRAWS and len(args) > 2:
-        args = (*args[:2], 0, *args[3:])  # the number of the place that draws
+        # Neither the number of the place that draws nor whose samples these are costs anything.
+        args = (*args[:2], 0, *args[3:4], *(CUT for last in args[4:] if last == CUT))
+        call = replace(call, ins=(KEY,))
     count = -1
 
     def number(arg: Any) -> Any:

@@ -9,7 +9,7 @@ is as good as one found by search.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from laminar.errors import LaminarError, PlanError
 from laminar.ir.codec import content_hash
 from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh
+from laminar.ir.patterns import as_patterns, pick
 from laminar.ir.sbp import NdSbp, check, parse_nd, show
 
 VERSION = 1
@@ -57,6 +58,8 @@ class Plan:
     name: str = "hand"
     account: dict[str, Any] = field(default_factory=dict)
     """What the plan costs, filled in by whoever made it: for `explain`, not part of the identity."""
+    recompute: tuple[str, ...] = ()
+    """What backward makes again instead of keeping it: patterns of modules and values, see `ir/patterns.py`."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain data; `from_json` is the inverse."""
@@ -69,6 +72,7 @@ class Plan:
             "outputs": {k: _text(v) for k, v in self.outputs.items()},
             "state": {k: _text(v) for k, v in self.state.items()},
             "ops": {k: [[_text(p) for p in c.ins], [_text(p) for p in c.outs]] for k, c in self.ops.items()},
+            **({"recompute": list(self.recompute)} if self.recompute else {}),
             "account": self.account,
         }
 
@@ -93,6 +97,7 @@ class Plan:
                 state={k: _nd(v) for k, v in data["state"].items()},
                 name=data["name"],
                 account=data["account"],
+                recompute=as_patterns(data.get("recompute")),
             )
         except LaminarError as error:
             raise PlanError(f"corrupt plan: {error}") from error
@@ -148,6 +153,11 @@ class Plan:
         for node in graph.nodes:
             if node.name not in self.ops:
                 raise PlanError(f"plan {self.hash[:12]} does not place op %{node.name}")
+        pick(graph, self.recompute)
+
+    def with_recompute(self, *patterns: str) -> Plan:
+        """The same plan with these modules and values made again in backward, and no others; its account is empty."""
+        return replace(self, recompute=as_patterns(patterns), account={})
 
     def explain(self) -> str:
         """What is spread how, which collectives follow and why, and what was not split."""
@@ -163,6 +173,8 @@ class Plan:
                 f"  {placement:<28} {len(names):>4}  {', '.join(names[:4])}{', ...' if len(names) > 4 else ''}"
             )
         account = self.account
+        if self.recompute:
+            lines += ["", f"made again in backward: {', '.join(self.recompute)}", *_again(account)]
         if "collectives" in account:
             lines += ["", f"collectives per step: {account['count']}, {account['bytes']:,} bytes received per rank"]
             for row in account["collectives"]:
@@ -201,3 +213,14 @@ class Plan:
 
     def __str__(self) -> str:
         return f"Plan({self.hash[:12]}, {self.name}, {self.mesh}, {len(self.ops)} ops)"
+
+
+def _again(account: dict[str, Any]) -> list[str]:
+    """What recompute saves and costs, where known."""
+    if "again" not in account:
+        return []
+    a = account["again"]
+    return [
+        f"  {a['blocks']} blocks and {a['values']} values: {a['lines']} lines run twice, "
+        f"{a['kept_bytes']:,} instead of {a['whole_bytes']:,} bytes of activations kept per rank"
+    ]

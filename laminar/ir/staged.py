@@ -162,6 +162,8 @@ class Staged:
             lines.append(f"stage {s} at place {stage.place} ({self.places[stage.place]}){share}")
             if "modules" in about:
                 lines.append(f"  {about['modules']}")
+            if stage.plan.recompute:
+                lines.append(f"  made again in backward: {', '.join(stage.plan.recompute)}")
             if "sends" in about:
                 lines.append(f"  sends {about['sends']:,} bytes per micro-batch")
         if "step_s" in self.account:

@@ -53,6 +53,11 @@ class Span:
     """Index of the span whose end allowed this start; -1 where there is none, or it isn't known."""
 
     @property
+    def beside(self) -> bool:
+        """Whether it is no part of the step: a loader or a saver on a thread of its own."""
+        return self.lane == "host" and self.phase in ("load", "save")
+
+    @property
     def reason(self) -> str:
         """The cause without names and counts: what transfers are summed up by."""
         return cause_of(self.cause) or self.op
@@ -109,7 +114,8 @@ class Timeline:
 
         Each moment belongs to one part: compute if any runs, else a transfer that runs (`exposed`), else
         a wait, else the host, else `idle`. `compute` is given by family, `exposed` by cause, and these
-        parts add up to `step` exactly. `hidden` (transfers behind compute, by cause) lies beside the sum.
+        parts add up to `step` exactly. `hidden` (transfers behind compute, by cause) lies beside the sum; what loads or
+        saves beside the step is in none of them.
         """
         if rank is not None:
             return self._breakdown(rank)
@@ -129,7 +135,7 @@ class Timeline:
         return out
 
     def _breakdown(self, rank: int) -> dict[str, Any]:
-        mine = [s for s in self.spans if s.rank == rank and s.end > s.start]
+        mine = [s for s in self.spans if s.rank == rank and s.end > s.start and not s.beside]
         if not mine and rank not in self.written:
             raise TimelineError(f"rank {rank} is not in this timeline", allowed=", ".join(map(str, self.written)))
         order = {kind: k for k, kind in enumerate(KINDS)}
@@ -168,7 +174,8 @@ class Timeline:
         """
         if not self.spans:
             return []
-        at = max(range(len(self.spans)), key=lambda i: (self.spans[i].end, self.spans[i].start, i))
+        at = max(range(len(self.spans)), key=lambda i: (not self.spans[i].beside, self.spans[i].end,
+                                                        self.spans[i].start, i))  # fmt: skip
         path, seen = [at], {at}
         step_back = self._known_reason if self.kind == "simulated" else self._likely_reason
         while (at := step_back(at, seen)) >= 0:
@@ -199,7 +206,8 @@ class Timeline:
     def _ends(self) -> dict[int, list[tuple[int, int]]]:
         out: dict[int, list[tuple[int, int]]] = {}
         for i, s in enumerate(self.spans):
-            out.setdefault(s.rank, []).append((s.end, i))
+            if not s.beside:
+                out.setdefault(s.rank, []).append((s.end, i))
         return {rank: sorted(ends) for rank, ends in out.items()}
 
     @cached_property

@@ -71,6 +71,8 @@ def options(p: argparse.ArgumentParser) -> None:
     )
     add("--seed", type=positive, default=0, help="of weights and dropout (default: 0)")
     add("--micro-batches", type=whole, default=1, metavar="M", help="parts a batch is worked off in (default: 1)")
+    add("--prefetch", type=positive, metavar="N",
+        help="batches loaded ahead, beside the steps; 0: none (default: 2; 0 for --plan ddp)")  # fmt: skip
     add("--clip-norm", type=amount, metavar="X", help="clip gradients to this global norm")
     add("--clip-value", type=amount, metavar="X", help="clip each gradient value to this size")
     add("--ema", type=amount, metavar="DECAY", help="keep a moving average of the weights, such as 0.999")
@@ -78,6 +80,8 @@ def options(p: argparse.ArgumentParser) -> None:
     add = p.add_argument_group("the run").add_argument
     add("--run-dir", metavar="DIR", help="where to write what happens (default: runs/RECIPE-TIME)")
     add("--checkpoint", metavar="DIR", help="save weights and optimizer state here at the end")
+    add("--checkpoint-every", type=positive, default=0, metavar="N",
+        help="and every N steps, written beside the steps that follow (default: 0, only at the end)")  # fmt: skip
     add("--resume", action="store_true", help="go on from what --checkpoint holds")
     add("--timeline", nargs="?", const="", metavar="FILE",
         help="record what every rank does in a step (default: timeline.json in the run directory)")  # fmt: skip
@@ -111,6 +115,8 @@ def run(args: argparse.Namespace, train: Callable[..., Any], load_recipe: Callab
         load_recipe(args.recipe)  # says what is wrong with the name
     if args.resume and not args.checkpoint:
         raise RecipeError("--resume needs --checkpoint DIR, the place to resume from")
+    if args.checkpoint_every and not args.checkpoint:
+        raise RecipeError("--checkpoint-every needs --checkpoint DIR, the place to save in")
     if args.timeline and not Path(args.timeline).absolute().parent.is_dir():
         raise RecipeError(f"--timeline {args.timeline}: there is no such folder", next="make it first")
     if place is not None:
@@ -177,6 +183,7 @@ def be_a_rank(args: argparse.Namespace, place: Place, train: Callable[..., Any])
             precision=args.precision, micro_batches=args.micro_batches, clip_norm=args.clip_norm,
             clip_value=args.clip_value, ema=args.ema, compile=args.compile, detect_anomaly=args.detect_anomaly,
             timeout_s=max(args.timeout, 1.0), timeline_steps=args.timeline_steps,
+            prefetch=args.prefetch, checkpoint_every=args.checkpoint_every,
             timeline=None if args.timeline is None else Path(args.timeline or where.timeline),
         )  # fmt: skip
         ended.update(asdict(outcome))

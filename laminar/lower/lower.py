@@ -18,10 +18,12 @@ from laminar.errors import PlacementError
 from laminar.ir.codec import Ref
 from laminar.ir.graph import Graph, Node, map_refs
 from laminar.ir.mesh import Mesh
+from laminar.ir.patterns import pick
 from laminar.ir.plan import Plan
 from laminar.ir.program import Instr, Program, ProgramInput, ProgramOutput, placed
 from laminar.ir.sbp import B, NdSbp, Partial, check, show
 from laminar.ir.tensor import TensorSpec
+from laminar.lower.again import made_again
 from laminar.lower.merge import BUCKET_BYTES, merged
 from laminar.lower.order import drop_unused, overlap
 from laminar.rules.boxing import Step, boxing, chain_s, step_bytes
@@ -70,6 +72,9 @@ class _Writer:
         """A value in the placement wanted, boxed if need be."""
         at = self.have[ref]
         if ref.name in self.params:
+            node = (
+                node if node.phase == "forward" else replace(node, phase="backward")
+            )  # recompute's serve backward too
             at = self.have.setdefault((ref, node.phase), dict(at))
         want = self._plain(want)
         if want in at:
@@ -176,7 +181,7 @@ def arranged(program: Program, bucket_bytes: int = BUCKET_BYTES, schedule: bool 
 
 
 def written(graph: Graph, plan: Plan) -> Program:
-    """The program line by line, as the graph has it."""
+    """The program line by line, as the graph has it, and what the plan makes again in backward."""
     plan.fits(graph)
     writer = _Writer(graph, plan.mesh, probed_signatures(graph), specs=dict(graph.specs))
     writer.params = {i.name for i in graph.inputs if i.kind == "param"}
@@ -191,7 +196,7 @@ def written(graph: Graph, plan: Plan) -> Program:
     writer.gathered = _gathered(graph, plan)
     for node in graph.nodes:
         choice = plan.ops[node.name]
-        if node.phase == "backward" and any(r.name in writer.gathered for r in node.ins):
+        if node.phase != "forward" and any(r.name in writer.gathered for r in node.ins):
             node = replace(node, args=map_refs(node.args, lambda r: writer.again(r, plan)))
         writer.put(node, choice.ins, choice.outs, writer.probed.get(node.name, ()))
     outputs = []
@@ -202,7 +207,7 @@ def written(graph: Graph, plan: Plan) -> Program:
         made = graph.by_name.get(out.ref.name, end)
         ref = writer.fetch(out.ref, nd, made, f"{out.kind} {out.name}")
         outputs.append(ProgramOutput(out.name, out.kind, ref, placed(graph.specs[out.ref], nd)))
-    return Program(
+    program = Program(
         plan.mesh,
         tuple(ProgramInput(i.name, i.kind, placed(i.spec, nd)) for i, nd in zip(graph.inputs, whole, strict=True)),
         graph.constants,
@@ -211,6 +216,7 @@ def written(graph: Graph, plan: Plan) -> Program:
         graph.hash,
         plan.hash,
     )
+    return made_again(program, pick(graph, plan.recompute)) if plan.recompute else program
 
 
 def _gathered(graph: Graph, plan: Plan) -> set[str]:

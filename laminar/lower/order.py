@@ -86,6 +86,8 @@ def overlap(program: Program) -> Program:
         if any(r.name in flying for r in head.refs):
             for k in range(1, min(WINDOW, len(pending))):
                 item = pending[k]
+                if item.phase == "recompute" and head.phase == "forward":
+                    continue  # what forward drops would still be there
                 if all(r.name in done and r.name not in flying for r in item.refs):
                     pick = k
                     break

@@ -4,11 +4,15 @@ Values that forward makes for other stages travel with `F1->F2`, whichever part 
 `B2->B1`. Between the parts of one stage lie the stash `F2->B2` and, where backward is in two parts, what the
 weight part needs of forward (`F2->W2`, which the input part may read too) and of the input part (`I2->W2`).
 A value that a stage was given and a later part reads lies in the stash as if the stage had made it.
+
+Micro-batches of several sizes pass through one net: each size has programs of its own, and registers are as large as
+the largest needs them (`together`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 from laminar.ir.mesh import Place
@@ -28,6 +32,8 @@ class Piped:
     net: Net
     carries: dict[str, tuple[str, ...]]
     """For each queue that micro-batches pass through, the names of the values it carries, in order."""
+    layout: Layout
+    """What the net was made for."""
 
     @cached_property
     def wires(self) -> dict[str, tuple[Wire, ...]]:
@@ -47,13 +53,48 @@ class Piped:
 
 def piped(made: Stages, memory_bytes: int | None = None) -> Piped:
     """The net of lowered stages; refused if it would wait for ever, or hold more than `memory_bytes` in registers."""
-    staged = made.staged
-    layout, carries = layout_of(made)
+    return together([made], memory_bytes)[0]
+
+
+def together(sizes: Sequence[Stages], memory_bytes: int | None = None) -> list[Piped]:
+    """One net for stages lowered for micro-batches of several sizes, in the same order."""
+    found = [layout_of(made) for made in sizes]
+    layout = widest([layout for layout, _ in found])
+    staged = sizes[0].staged
     net = dag_net(layout, staged.places, staged.schedule, window=staged.window, stash=staged.stash,
                   registers=staged.registers)  # fmt: skip
     refuse(net, memory_bytes)
-    known = {q.name for q in net.queues}
-    return Piped(made, net, {name: names for name, names in carries.items() if name in known})
+    return [Piped(made, net, _known(net, carries), layout) for made, (_, carries) in zip(sizes, found, strict=True)]
+
+
+def joining(made: Stages, other: Piped) -> Piped | None:
+    """Stages for micro-batches of another size in a net that is there; None if its registers are too small."""
+    layout, carries = layout_of(made)
+    if widest([other.layout, layout]) != other.layout:
+        return None
+    return Piped(made, other.net, _known(other.net, carries), other.layout)
+
+
+def widest(layouts: Sequence[Layout]) -> Layout:
+    """A layout in which all of these fit: every size is the largest there is."""
+    first = layouts[0]
+    rows = []
+    for same in zip(*(layout.stages for layout in layouts), strict=True):
+        most = {f.name: max(getattr(s, f.name) for s in same) for f in fields(Stage) if f.name.endswith("_bytes")}
+        rows.append(replace(same[0], trained=any(s.trained for s in same), **most))
+    edges: dict[tuple[int, int], Edge] = {}
+    for e in (e for layout in layouts for e in layout.edges):
+        known = edges.setdefault((e.source, e.target), e)
+        assert known.grad_bytes is not None and e.grad_bytes is not None
+        edges[e.source, e.target] = Edge(
+            e.source, e.target, max(known.bytes, e.bytes), max(known.grad_bytes, e.grad_bytes)
+        )
+    return replace(first, stages=tuple(rows), edges=tuple(edges[key] for key in sorted(edges)))
+
+
+def _known(net: Net, carries: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+    """What queues of the net carry; one that only other sizes need carries nothing."""
+    return {q.name: carries[q.name] for q in net.queues if q.name in carries}
 
 
 def layout_of(made: Stages) -> tuple[Layout, dict[str, tuple[str, ...]]]:

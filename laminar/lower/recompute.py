@@ -19,9 +19,10 @@ again, and the smallest cut is the cheapest choice of all.
               all of it at the moment backward starts. So a value may be made again only from values
               that lie at most `REACH` heavy ops before it.
 
-Products, attention, convolutions, reductions and collectives are never run again; nor is any op not
-named here. Results are those of the program without this pass, to the last bit: the same ops run on the
-same values, some of them twice.
+What a plan makes again (`lower/again.py`) is backward here: it reads what its blocks keep, and stays as it is, since
+only lines of forward are chosen from. Products, attention, convolutions, reductions and collectives are never run
+again; nor is any op not named here. Results are those of the program without this pass, to the last bit: the same
+ops run on the same values, some of them twice.
 """
 
 from __future__ import annotations
@@ -36,7 +37,11 @@ from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 from laminar.cost.work import FREE
 from laminar.ir.codec import Ref
 from laminar.ir.graph import Node, map_refs, refs_in
-from laminar.ir.program import Instr, Placed, Program, placed
+from laminar.ir.program import Instr, Program, placed
+from laminar.lower.again import boundary as boundary
+from laminar.lower.again import boundary_bytes as boundary_bytes
+from laminar.lower.again import early as early
+from laminar.lower.again import run_again
 from laminar.lower.order import drop_unused
 from laminar.rules.expand import Sheet, expand
 from laminar.rules.notation import call_of
@@ -140,35 +145,6 @@ def _sink_side(nodes: int, edges: list[tuple[int, int, float]], source: int, sin
 # --- programs --------------------------------------------------------------------------------
 
 
-def early(program: Program) -> set[str]:
-    """Instructions that belong to forward: those marked so that need nothing from backward."""
-    late: set[str] = set()
-    for instr in program.instrs:
-        if instr.phase != "forward" or any(r.name in late for r in instr.refs):
-            late.add(instr.name)
-    return {i.name for i in program.instrs} - late
-
-
-def boundary(program: Program) -> dict[Ref, Placed]:
-    """Forward values that later instructions read: what has to lie in memory between the two, views as themselves."""
-    first = early(program)
-    makers = {i.name: i for i in program.instrs}
-    crossing = {r for i in program.instrs if i.name not in first for r in i.refs if r.name in first}
-    return {r: p for r in sorted(crossing, key=str) if (p := makers[r.name].outs[r.index]) is not None}
-
-
-def boundary_bytes(program: Program) -> int:
-    """Bytes of a rank that live on from forward into backward; a view counts as the tensor behind it, once."""
-    makers = {i.name: i for i in program.instrs}
-    held: set[Ref] = set()
-    for ref in boundary(program):
-        while ref.name in makers and makers[ref.name].op in FREE:
-            ref = makers[ref.name].refs[0]
-        held.add(ref)
-    lying = [p for r in held if r.name in makers and (p := makers[r.name].outs[r.index]) is not None]
-    return sum(p.local(program.mesh).nbytes for p in lying)
-
-
 def recompute(program: Program, *, traffic: float = TRAFFIC, reach: int = REACH) -> Program:
     """The same program, with what is cheap made again in backward instead of kept."""
     first = early(program)
@@ -195,7 +171,7 @@ def recompute(program: Program, *, traffic: float = TRAFFIC, reach: int = REACH)
     moved, wanted = _readers(program, first, makers, size)
     rewrite = {number[r]: traffic * nbytes for r, nbytes in moved.items()}
     _, again = choose(ops, keep, rewrite, {number[r] for r in wanted})
-    return drop_unused(_written(program, first, {forward[i].name for i in again}))
+    return drop_unused(run_again(program, {forward[i].name for i in again}, ".again"))
 
 
 def _far(forward: Sequence[Instr], reach: int) -> set[str]:
@@ -254,42 +230,6 @@ def _readers(
         sources = {behind(r) for r in makers[ref.name].refs} & size.keys()
         moved[ref] = size[ref] + sum(size[s] for s in sources - shared if SMALL_SHARE * size[s] > size[ref])
     return moved, wanted
-
-
-def _written(program: Program, first: set[str], again: set[str]) -> Program:
-    """Copies of the chosen ops, each right before the first instruction of backward that needs it."""
-    makers = {i.name: i for i in program.instrs}
-    out: list[Instr] = []
-    done: set[str] = set()
-
-    def now(ref: Ref) -> Ref:
-        return Ref(f"{ref.name}.again", ref.index) if ref.name in again else ref
-
-    def copied(instr: Instr, phase: str) -> Instr:
-        return replace(instr, args=map_refs(instr.args, now), refs=tuple(map(now, instr.refs)), phase=phase)
-
-    def put(name: str) -> None:
-        todo = [name]
-        while todo:
-            here = todo[-1]
-            missing = [r.name for r in makers[here].refs if r.name in again and r.name not in done]
-            if missing:
-                todo += missing
-                continue
-            todo.pop()
-            if here not in done:
-                done.add(here)
-                out.append(replace(copied(makers[here], "recompute"), name=f"{here}.again"))
-
-    for instr in program.instrs:
-        if instr.name in first:
-            out.append(instr)
-            continue
-        for ref in instr.refs:
-            if ref.name in again and ref.name not in done:
-                put(ref.name)
-        out.append(copied(instr, instr.phase))
-    return replace(program, instrs=tuple(out))
 
 
 # --- norms written out -----------------------------------------------------------------------

@@ -10,6 +10,7 @@ activation travels for the sake of backward alone unless there is no other way.
     batch    Leaves of the batch are inputs of whichever stage reads them: labels go to the last one by themselves.
     tied     A weight that several stages read is an input of each, and its gradient is taken apart: each stage gives
              the sum of its own terms, once per step the stages add theirs up.
+    again    Ops of regions that the user checkpoints run again where they ran first, from what that stage was given.
 
 Stages form a DAG. A cut in which two stages wait for each other is refused by the names of the ops.
 """
@@ -176,10 +177,27 @@ class _Cutter:
 
     def _backward(self, homes: Mapping[str, set[int]]) -> None:
         """A stage for every other op; `homes` says where ops that end in a gradient may be."""
+        twins = repeated(self.graph)
         for node in self.graph.nodes:
             if node.phase != "forward" and node.name not in self.light:
-                self.of[node.name] = self._stage(node, homes.get(node.name))
+                there = self.of.get(twins.get(node.name, ""))
+                self.of[node.name] = self._stage(node, homes.get(node.name)) if there is None else there
         self._share_views("backward")
+        self._begin_regions(twins)
+
+    def _begin_regions(self, twins: Mapping[str, str]) -> None:
+        """What a stage makes again starts from what it was given in forward, not from what another makes again."""
+
+        def now(node: Node) -> Node:
+            def twin(ref: Ref) -> Ref:
+                apart = ref.name in twins and self.of.get(ref.name, here) != here
+                return Ref(twins[ref.name], ref.index) if apart else ref
+
+            here = self.of.get(node.name)
+            return node if here is None or node.phase == "forward" else replace(node, args=map_refs(node.args, twin))
+
+        if twins:
+            self.graph = replace(self.graph, nodes=tuple(map(now, self.graph.nodes)))
 
     def _stage(self, node: Node, home: set[int] | None) -> int:
         every = set(range(self.stages))
@@ -360,6 +378,22 @@ class _Cutter:
             batch_tree=graph.batch_tree,
             probed=tuple((name, found) for name, found in graph.probed if name in names),
         )
+
+
+def repeated(graph: Graph) -> dict[str, str]:
+    """For ops that run again, as the user's checkpoints ask for, the forward op that did the same before."""
+    same: dict[str, str] = {}
+    """The forward op that makes what an op makes."""
+    seen: dict[object, str] = {}
+    for node in graph.nodes:
+        if node.phase != "backward":
+            args = map_refs(node.args, lambda r: Ref(same.get(r.name, r.name), r.index))
+            key = (node.op, repr(args))
+            if node.phase == "forward":
+                seen.setdefault(key, node.name)
+            elif key in seen:
+                same[node.name] = seen[key]
+    return same
 
 
 def light_ops(graph: Graph) -> set[str]:

@@ -3,8 +3,9 @@
 Each stage's own graph is lowered like any other, on its place's mesh, and the lines are then dealt out to parts that
 run at different times: forward; backward; or, where they are apart, the gradients of what the stage was given
 (which earlier stages wait for) and those of its weights (which nobody waits for before the step ends). What a later
-part reads of an earlier one is *kept*: one such set of tensors per micro-batch under way is the stage's stash. Parts
-are merged and ordered one by one, since their collectives can't travel together.
+part reads of an earlier one is *kept*: one such set of tensors per micro-batch under way is the stage's stash. What a
+plan makes again is made in backward, and with the gradients of inputs where these are apart. Parts are merged and
+ordered one by one, since their collectives can't travel together.
 
 Sums over micro-batches stay unfinished inside of a step: gradients leave backward as each rank's terms where the plan
 would keep them whole, and are reduced once at the end.
@@ -78,16 +79,29 @@ class Stages:
         """Parts by name."""
         return {p.name: p for stage in self.parts for p in stage}
 
+    @cached_property
+    def terms(self) -> tuple[dict[str, NdSbp], ...]:
+        """By stage, how what is summed over micro-batches leaves a part, by `kind:name`."""
+        return tuple(
+            {f"{o.kind}:{o.name}": o.placed.nd for part in parts for o in part.program.outputs
+             if o.kind in ("grad", "loss", "metric")}
+            for parts in self.parts
+        )  # fmt: skip
 
-def stages(graph: Graph, staged: Staged) -> Stages:
-    """Lower a staged plan."""
+
+def stages(graph: Graph, staged: Staged, like: Stages | None = None) -> Stages:
+    """Lower a staged plan; sums over micro-batches lie as they do in `like`, where these have another size."""
     staged.fits(graph)
     cut = split(graph, staged.of, len(staged.stages))
     parts, made = [], []
     for s, (own, stage) in enumerate(zip(cut.graphs, staged.stages, strict=True)):
         if stage.plan.graph_hash != own.hash:
             raise PlanError(f"the plan of stage {s} is for another graph", next="make the staged plan again")
-        plan = replace(stage.plan, outputs={**stage.plan.outputs, **unfinished(own, stage.plan)})
+        terms = unfinished(own, stage.plan) if like is None else like.terms[s]
+        if other := terms.keys() ^ unfinished(own, stage.plan).keys():
+            raise PlanError(f"with micro-batches of another size stage {s} gives, or does not give, {sorted(other)[0]}",
+                            next="cut the model at modules (stages=[...]), or use one size")  # fmt: skip
+        plan = replace(stage.plan, outputs={**stage.plan.outputs, **terms})
         program = written(own, plan)
         made.append(program)
         parts.append(tuple(_parts(program, s, staged.apart)))
@@ -125,14 +139,12 @@ def _parts(program: Program, stage: int, apart: bool) -> list[Part]:
     rest = [i for i in program.instrs if i.name not in forward]
     groups: list[tuple[str, set[str]]] = [("forward", forward)]
     if apart:
-        sent = {o.ref.name for o in program.outputs if o.kind != "grad"}
-        early: set[str] = set()
-        for instr in reversed(rest):
-            if instr.name in sent or instr.name in early:
-                early.add(instr.name)
-                early |= {r.name for r in instr.refs if r.name not in forward}
         names = {i.name for i in rest}
-        groups += [("input", early & names), ("weight", names - early)]
+        sent = {o.ref.name for o in program.outputs if o.kind != "grad"}
+        early = _leading_to(rest, sent) & names
+        if early:  # what is made again is made there: gradients of weights then read no more than without recompute
+            early = _leading_to(rest, sent | {i.name for i in rest if i.phase == "recompute"}) & names
+        groups += [("input", early), ("weight", names - early)]
     else:
         groups.append(("backward", {i.name for i in rest}))
     where = {name: kind for kind, names in groups for name in names}
@@ -150,6 +162,15 @@ def _parts(program: Program, stage: int, apart: bool) -> list[Part]:
             continue
         later = [r for k in order[at + 1 :] for r in last[k]]
         out.append(Part(stage, kind, _part(program, lines, ends, where, kind, later, specs)))
+    return out
+
+
+def _leading_to(lines: list[Instr], ends: set[str]) -> set[str]:
+    """Names of the lines given, and of all that they read."""
+    out: set[str] = set()
+    for instr in reversed(lines):
+        if instr.name in ends or instr.name in out:
+            out |= {instr.name, *(r.name for r in instr.refs)}
     return out
 
 

@@ -47,7 +47,7 @@ def whole(value: Value, src: int, dst: int) -> Sequence[Tensor]:
     return value.tensors
 
 
-def only(parts: dict[int, list[Tensor]], dst: int) -> list[Tensor]:
+def only(parts: dict[int, list[Tensor]], dst: int, index: int) -> list[Tensor]:
     """Take what the only sender gave."""
     (tensors,) = parts.values()
     return tensors
@@ -63,8 +63,8 @@ class Edge:
     """Of the largest message of any pair, with every tensor rounded up to 64 bytes."""
     pack: Callable[[Value, int, int], Sequence[Tensor]] = whole
     """What one rank gives to another, in tensors that stay as they are until the register is free."""
-    unpack: Callable[[dict[int, list[Tensor]], int], list[Tensor]] = only
-    """What a rank makes of all it was given, by giver."""
+    unpack: Callable[[dict[int, list[Tensor]], int, int], list[Tensor]] = only
+    """What a rank makes of all it was given, by giver, of which micro-batch."""
 
 
 def straight(net: Net, queue: Queue, place: int, max_bytes: int = 0) -> Edge:

@@ -109,21 +109,21 @@ def _loaded(shape: Sequence[int], key: Tensor) -> list[Tensor]:
 
 
 def uniform(
-    shape: Sequence[int], key: Tensor, site: int, dtype: torch.dtype,
+    shape: Sequence[int], key: Tensor, site: int, dtype: torch.dtype, part: Sequence[int] | None = None,
     index: Sequence[Tensor] | None = None, full: Sequence[int] | None = None,
 ) -> Tensor:  # fmt: skip
     """The keyed draw of `kernels.uniform`, to the last bit."""
     index = _loaded(shape, key) if index is None else index
-    return kernels.uniform(shape, key, site, dtype, index, full or shape)
+    return kernels.uniform(shape, key, site, dtype, part, index, full or shape)
 
 
 def normal(
-    shape: Sequence[int], key: Tensor, site: int, dtype: torch.dtype,
+    shape: Sequence[int], key: Tensor, site: int, dtype: torch.dtype, part: Sequence[int] | None = None,
     index: Sequence[Tensor] | None = None, full: Sequence[int] | None = None,
 ) -> Tensor:  # fmt: skip
     """The keyed draw of `kernels.normal`."""
     index = _loaded(shape, key) if index is None else index
-    return kernels.normal(shape, key, site, dtype, index, full or shape)
+    return kernels.normal(shape, key, site, dtype, part, index, full or shape)
 
 
 FORMS: dict[str, Callable[..., Any]] = {

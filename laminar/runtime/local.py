@@ -86,7 +86,8 @@ def prepare(
             assert placed is not None
             if any(isinstance(p, Split) for p in placed.nd):
                 index = local_indices(placed.spec.shape, placed.nd, mesh.sizes, mesh.coords(rank))
-                args = (*args, [torch.from_numpy(i).to(device) for i in index], placed.spec.shape)
+                part = args[4] if len(args) > 4 else None
+                args = (*args[:4], part, [torch.from_numpy(i).to(device) for i in index], placed.spec.shape)
         return getattr(kernels, instr.op[8:]), unplain_keep(args), {}
     some, kwargs = spread(instr.op, args)
     op = find_op(instr.op)

@@ -44,9 +44,15 @@ INTO: dict[str, Callable[..., Any]] = {
 
 
 class Adding:
-    """Whether products that make gradients add to what their buffers hold, or begin anew."""
+    """Whether products that make gradients add to what their buffers hold, or begin anew.
 
-    first = True
+    Programs that make terms of the same sums (for micro-batches of different sizes) share the buffers, by the name of
+    the gradient.
+    """
+
+    def __init__(self) -> None:
+        self.first = True
+        self.buckets: dict[str, Bucket] = {}
 
 
 def _mm_adding(adding: Adding, out: Tensor, a: Tensor, b: Tensor) -> Tensor:
@@ -152,10 +158,11 @@ class _Build:
             if out.kind == "grad" and maker is not None and maker.op in INTO and self.uses[out.ref] == 1:
                 shape = out.placed.local(self.mesh, self.rank).shape
                 bucket = Bucket([shape], DTYPES[out.placed.spec.dtype], self.device)
-                self.into.setdefault(out.ref.name, (bucket, 0))
                 wide = out.placed.spec.dtype in ("f32", "f64")
                 if self.adding is not None and maker.op == "aten.mm" and wide and out.ref.name not in self._bucketed:
                     self.adds.add(out.ref.name)
+                    bucket = self.adding.buckets.setdefault(out.name, bucket)
+                self.into.setdefault(out.ref.name, (bucket, 0))
 
     @property
     def _bucketed(self) -> set[str]:

@@ -5,11 +5,15 @@ part's program, adds gradients and values to the sums of the step in the order o
 on what other parts need. Values of a queue are in the order in which `lower/pipes.py` names them.
 
 Between places values go through the crossings of `rules/crossing.py`: each rank packs what every other lacks.
+
+Micro-batches of different sizes pass through the same queues. Each size (`Size`) has code and crossings of its own; a
+step says which size each of its micro-batches has, and a message which micro-batch it belongs to. Sums are shared.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,52 +23,95 @@ from laminar.cost.work import FREE
 from laminar.ir.mesh import Place
 from laminar.ir.program import Program
 from laminar.ir.tensor import ITEM_BYTES
-from laminar.lower.pipes import Piped
-from laminar.lower.stages import KEPT, Part
+from laminar.lower.pipes import Piped, joining
+from laminar.lower.stages import KEPT, Part, Stages
 from laminar.rules.crossing import Crossing, crossing
 from laminar.runtime.crossings import Window, identity
 from laminar.runtime.direct import MAY_ALIAS
 from laminar.runtime.edges import ALIGN, Edge, Value
-from laminar.runtime.module import Step
+from laminar.runtime.module import Adding, Step
 
 Feed = Callable[[int, int], Mapping[str, Tensor]]
 """A stage and a micro-batch, to this rank's share of what comes from outside: batch, key, scale."""
 
 
-class Parts:
-    """The parts that one rank runs. `feed` and `weights` are set for every step, `sums` are read behind it."""
+Key = tuple[str, int]
+"""A queue and the place that reads it."""
 
-    def __init__(self, piped: Piped, rank: int, held: Mapping[str, Tensor], build: Callable[[Program], Step]) -> None:
-        """`held`: this rank's parameters and buffers by name; `build` makes code of a program."""
-        self.piped, self.rank, self.held = piped, rank, held
-        staged = piped.made.staged
+
+@dataclass
+class Size:
+    """What micro-batches of one size need: programs as code, and how their values travel."""
+
+    piped: Piped
+    code: dict[str, Step]
+    borrowed: dict[str, set[int]]
+    freight: dict[Key, Freight]
+
+
+class Parts:
+    """The parts that one rank runs. `sizes`, `feed` and `weights` are set for every step, `sums` are read behind it."""
+
+    def __init__(
+        self, pipes: Sequence[Piped], rank: int, held: Mapping[str, Tensor], build: Callable[[Program, Adding], Step]
+    ) -> None:
+        """`pipes`: one for each size of micro-batch to begin with, in one net; `held`: this rank's parameters and
+        buffers by name; `build` makes code of a program."""
+        self.piped, self.rank, self.held, self._build = pipes[0], rank, held, build
+        staged = self.piped.made.staged
         here = enumerate(staged.stages)
         self.stages = [s for s, stage in here if rank in staged.places[stage.place].ranks]
-        mine = [p for s in self.stages for p in piped.made.parts[s]]
-        self._code = {p.name: build(p.program) for p in mine}
-        self._borrowed = {p.name: borrowed(p.program) for p in mine}
+        self._adding: dict[str, Adding] = {}
         self.feed: Feed = lambda stage, micro: {}
         self.weights: Sequence[float] = ()
         """What each micro-batch counts in losses and metrics."""
         self.sums: dict[tuple[int, str], Tensor] = {}
         """Gradients, losses and metrics of a step, by stage and `kind:name`, as terms."""
+        self.first = [self._size(piped) for piped in pipes]
+        """The sizes that were there from the beginning."""
+        self.sizes: Sequence[Size] = [self.first[0]] * staged.micro_batches
+        """That of each micro-batch of the step."""
+        self._edges = {key: self._edge(key) for key in self.first[0].freight}
+
+    def _size(self, piped: Piped) -> Size:
+        """Make code for micro-batches of one size."""
+        mine = [p for s in self.stages for p in piped.made.parts[s]]
+        code = {p.name: self._build(p.program, self._adding.setdefault(p.name, Adding())) for p in mine}
+        for p in mine:
+            for at in code[p.name].sums:  # products of this size add here; other ways to make it must do so too
+                o = p.program.outputs[at]
+                self.sums[p.stage, f"{o.kind}:{o.name}"] = self._adding[p.name].buckets[o.name].views[0]
+        return Size(piped, code, {p.name: borrowed(p.program) for p in mine}, freight_of(piped))
+
+    def joining(self, made: Stages) -> Size | None:
+        """Code for micro-batches of another size, or None if they need larger registers or other ways."""
+        piped = joining(made, self.piped)
+        if piped is None:
+            return None
+        for key, freight in freight_of(piped).items():
+            edge = self._edges[key]
+            pairs = freight.pairs(*_ends(piped, key))
+            if not pairs <= {*edge.pairs} or freight.largest(pairs) > edge.max_bytes:
+                return None
+        return self._size(piped)
 
     def fire(self, name: str, k: int, step: int, inputs: dict[str, list[Value]]) -> dict[str, list[Value]]:
         """One firing: what actors call."""
-        net, carries = self.piped.net, self.piped.carries
+        size = self.sizes[k]
+        net, carries = size.piped.net, size.piped.carries
         have: dict[str, Tensor] = {}
         for source, values in inputs.items():
             if source in carries:
                 have.update(zip(carries[source], values[0].tensors, strict=True))
-        part = self.piped.made.by_name.get(name)
-        made = self._run(part, k, have) if part is not None else {}
+        part = size.piped.made.by_name.get(name)
+        made = self._run(size, part, k, have) if part is not None else {}
         out: dict[str, list[Value]] = {}
         for queue in net.fills[name]:
             tensors = [made[n] if n in made else have[n] for n in carries.get(queue.name, ())]
             out[queue.name] = [Value(tensors, k)] * queue.gives
         return out
 
-    def _run(self, part: Part, k: int, have: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _run(self, size: Size, part: Part, k: int, have: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Run a part; what it leaves for others, by name."""
         fed = self.feed(part.stage, k)
         args = []
@@ -73,14 +120,14 @@ class Parts:
                 args.append(have[item.name])
             else:
                 args.append(self.held[item.name] if item.name in self.held else fed[item.name])
-        code = self._code[part.name]
+        code = size.code[part.name]
         if code.adding is not None:
             code.adding.first = k == 0
         outs = code(*args)
         left: dict[str, Tensor] = {}
         for at, (o, x) in enumerate(zip(part.program.outputs, outs, strict=True)):
             if o.kind in ("sent", KEPT):
-                left[o.name] = x.clone() if at in self._borrowed[part.name] else x
+                left[o.name] = x.clone() if at in size.borrowed[part.name] else x
             elif o.kind == "buffer":
                 self.held[o.name].copy_(x)
             elif at in code.sums:
@@ -105,37 +152,64 @@ class Parts:
         else:
             total.add_(x)
 
-    def edges(self) -> dict[tuple[str, int], Edge]:
+    def edges(self) -> dict[Key, Edge]:
         """How values of every queue between places travel; the same on every rank."""
-        out: dict[tuple[str, int], Edge] = {}
-        for queue in self.piped.net.queues:
-            src, dst = self.piped.ends(queue)
-            if src != dst:
-                wires = self.piped.wires.get(queue.name, ())
-                ways = [crossing(w.src.spec, src, w.src.nd, dst, w.dst.nd) for w in wires]
-                out[queue.name, self.piped.net.by_name[queue.consumers[0]].place] = edge_of(ways, src, dst)
-        return out
+        return dict(self._edges)
+
+    def _edge(self, key: Key) -> Edge:
+        """An edge wide enough for all sizes there are at the beginning."""
+        src, dst = _ends(self.piped, key)
+        pairs = frozenset[tuple[int, int]]().union(*(size.freight[key].pairs(src, dst) for size in self.first))
+        largest = max(size.freight[key].largest(pairs) for size in self.first)
+
+        def pack(value: Value, a: int, b: int) -> list[Tensor]:
+            return self.sizes[value.index].freight[key].pack(value, a, b)
+
+        def unpack(parts: dict[int, list[Tensor]], b: int, index: int) -> list[Tensor]:
+            return self.sizes[index].freight[key].unpack(parts, b)
+
+        return Edge(tuple(sorted(pairs)), largest, pack, unpack)
 
 
-def edge_of(ways: Sequence[Crossing], src: Place, dst: Place) -> Edge:
-    """An edge that carries several tensors at once, each by its crossing."""
-    pairs = {(t.src, t.dst) for way in ways for t in (*way.transfers, *way.kept)}
-    reached = {b for _, b in pairs}
-    pairs |= {(src.ranks[i % len(src.ranks)], r) for i, r in enumerate(dst.ranks) if r not in reached}
-    largest = ALIGN
-    for pair in pairs:
-        moved = [t.size * ITEM_BYTES[w.spec.dtype] for w in ways for t in w.transfers if (t.src, t.dst) == pair]
-        largest = max(largest, sum(-(-n // ALIGN) * ALIGN for n in moved))
-    freight = Freight(ways)
-    return Edge(tuple(sorted(pairs)), largest, freight.pack, freight.unpack)
+def _ends(piped: Piped, key: Key) -> tuple[Place, Place]:
+    return piped.ends(next(q for q in piped.net.queues if q.name == key[0]))
+
+
+def freight_of(piped: Piped) -> dict[Key, Freight]:
+    """What goes over each queue between places, by queue and the place that reads it."""
+    out: dict[Key, Freight] = {}
+    for queue in piped.net.queues:
+        src, dst = piped.ends(queue)
+        if src != dst:
+            wires = piped.wires.get(queue.name, ())
+            ways = [crossing(w.src.spec, src, w.src.nd, dst, w.dst.nd) for w in wires]
+            out[queue.name, piped.net.by_name[queue.consumers[0]].place] = Freight(ways)
+    return out
 
 
 class Freight:
-    """The tensors of one queue on their way: who gives whom which pieces of each."""
+    """The tensors of one queue on their way, each by its crossing: who gives whom which pieces of each."""
 
     def __init__(self, ways: Sequence[Crossing]) -> None:
         self.ways = ways
         self._known: dict[tuple[int, int], list[tuple[int, Window, Window]]] = {}
+
+    def pairs(self, src: Place, dst: Place) -> frozenset[tuple[int, int]]:
+        """Who gives to whom; nobody is left without a giver."""
+        pairs = {(t.src, t.dst) for way in self.ways for t in (*way.transfers, *way.kept)}
+        reached = {b for _, b in pairs}
+        pairs |= {(src.ranks[i % len(src.ranks)], r) for i, r in enumerate(dst.ranks) if r not in reached}
+        return frozenset(pairs)
+
+    def largest(self, pairs: frozenset[tuple[int, int]]) -> int:
+        """Bytes of the largest message."""
+        largest = ALIGN
+        for pair in pairs:
+            moved = [
+                t.size * ITEM_BYTES[w.spec.dtype] for w in self.ways for t in w.transfers if (t.src, t.dst) == pair
+            ]
+            largest = max(largest, sum(-(-n // ALIGN) * ALIGN for n in moved))
+        return largest
 
     def _pieces(self, src: int, dst: int) -> list[tuple[int, Window, Window]]:
         """Which tensor, and where a piece of it lies on both sides."""

@@ -24,21 +24,25 @@ Locals = list[Tensor]
 
 
 def run(
-    made: Stages,
+    made: Stages | Sequence[Stages],
     batches: Sequence[Mapping[str, Tensor]],
     weights: Sequence[float] | None = None,
-    constants: Mapping[str, Tensor] | None = None,
+    constants: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]] | None = None,
     watch: Callable[[Part], None] = lambda part: None,
 ) -> dict[str, Tensor]:
     """Whole outputs by `kind:name`, summed over micro-batches (a buffer is the last one's), from whole inputs.
 
     `batches` are the inputs of each micro-batch by name, parameters included; `weights` what each counts in the sums;
-    `watch` sees every part before it runs.
+    `watch` sees every part before it runs. Where micro-batches differ in size, `made` has the stages of each and
+    `constants` its constants; sums of all lie as those of the first.
     """
     sums: dict[tuple[int, str], Locals] = {}
-    for number, inputs in enumerate(batches):
+    each = [made] * len(batches) if isinstance(made, Stages) else made
+    for number, (inputs, one) in enumerate(zip(batches, each, strict=True)):
         weight = 1.0 if weights is None else weights[number]
-        _micro_batch(made, inputs, constants, watch, sums, weight)
+        known = constants[number] if isinstance(constants, Sequence) else constants
+        _micro_batch(one, inputs, known, watch, sums, weight)
+    made = each[0]
     out: dict[str, Tensor] = {}
     for s, parts in enumerate(made.parts):
         mesh = made.staged.places[made.staged.stages[s].place].mesh

@@ -42,7 +42,7 @@ class PipeTape(Tape):
         first = inside[0].start if inside else pipe.end
         host = replace(MARKS["host"], rank=self.rank, start=pipe.start, end=first, source="measured")
         begins = [host] if first > pipe.start else []
-        out = Told([*told.spans[:at], *begins, *inside, *told.spans[at + 1 :]], dict(told.posts))
+        out = Told([*told.spans[:at], *begins, *inside, *told.spans[at + 1 :]], dict(told.posts), beside=told.beside)
         shift = len(begins) + len(inside) - 1
         out.flights.update({i + shift if i > at else i: key for i, key in told.flights.items()})
         self._links(out, at + len(begins), inside, net)

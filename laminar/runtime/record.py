@@ -14,7 +14,9 @@ follows from the others' clocks (`timelines.py`).
 
 Around the program, a job marks what it has just done: `batch`, `norm`, `gradients`, `optimizer`, `host`.
 
-Not covered: threads other than the one that runs the step, memory over time, and GPUs, whose kernels are recorded
+A loader's thread tells when it loaded (`loading.py`): that stands beside the step, on the lane `host`.
+
+Not covered: other threads than these two, memory over time, and GPUs, whose kernels are recorded
 by `kernel_record.py`.
 """
 
@@ -43,6 +45,7 @@ Key = tuple[Hashable, ...]
 
 MARKS = {
     "batch": Span("batch", "compute", 0, 0, 0, "host", phase="batch"),
+    "loading": Span("load/wait", "compute", 0, 0, 0, "wait", phase="load", cause="the next batch was not loaded"),
     "host": Span("host", "compute", 0, 0, 0, "host", phase="host"),
     "late": Span("late", "compute", 0, 0, 0, "host", phase="host", cause="this rank began the step after another"),
     "forward": Span("forward", "compute", 0, 0, 0, "compute", family="model", phase="forward"),
@@ -140,6 +143,8 @@ class Told:
     """Finishing spans that were blocked until the others had announced this, or by the transfer itself."""
     begun: dict[Key, int] = field(default_factory=dict)
     """When it began to announce what takes a while to announce; by the time it is done, the others may have it."""
+    beside: list[Span] = field(default_factory=list)
+    """What another thread of the rank did meanwhile."""
 
     @property
     def start(self) -> int:
@@ -161,6 +166,7 @@ class _Taken:
     """A mark and when; or a program, its number within the recording, and its stamps."""
     waits: list[tuple[int, int, Key]] = field(default_factory=list)
     posts: list[tuple[int, Key]] = field(default_factory=list)
+    beside: list[Span] = field(default_factory=list)
 
 
 class Tape:
@@ -189,6 +195,21 @@ class Tape:
         """A step begins."""
         if self.limit is None or len(self._steps) < self.limit:
             self._taken = _Taken(now())
+
+    def waited(self, since: int) -> None:
+        """A step that has just begun had waited for its batch since then; waiting is a part of it."""
+        taken = self._taken
+        if taken is not None and taken.begun - since >= LEAST_NS:
+            taken.marks.append(("loading", taken.begun))
+            taken.begun = since
+
+    def loaded(self, name: str, loads: Callable[[int, int], list[tuple[int, int]]]) -> None:
+        """What a loader did beside the step so far; `loads` gives it between two moments."""
+        if self._taken is not None:
+            self._taken.beside = [
+                Span(name, "host", self.rank, a, b, "host", "load", family="load", phase="load", source="measured")
+                for a, b in loads(self._taken.begun, now())
+            ]
 
     def end(self) -> None:
         """It has ended."""
@@ -247,7 +268,7 @@ def _listening(yard: Yard, key: Key, taken: _Taken) -> Iterator[None]:
 
 def _told(taken: _Taken, rank: int, everyone: tuple[int, ...]) -> Told:
     """Spans of a step from its stamps."""
-    out = Told([], posts={key: at for at, key in taken.posts})
+    out = Told([], posts={key: at for at, key in taken.posts}, beside=taken.beside)
     cuts, at = _Cuts(taken), taken.begun
     seen: dict[tuple[int, str], int] = {}
 

@@ -75,7 +75,7 @@ class Inlet:
         index = parts[min(parts)][0]
         for source, (_, what) in sorted(parts.items()):
             arrived[source] = self.receivers[source].get(n, what) if isinstance(what, Layout) else what
-        value = self.full[n] = Value(self.wire.edge.unpack(arrived, self.rank), index)
+        value = self.full[n] = Value(self.wire.edge.unpack(arrived, self.rank, index), index)
         return value
 
     def finish(self, consumer: str) -> bool:

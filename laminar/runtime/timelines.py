@@ -152,6 +152,7 @@ def joined(told: Sequence[Told], known: Sequence[Clock], meta: dict[str, Any]) -
                 if when > each[k - 1][0].start:  # else it had been announced before anyone looked
                     because = offsets[who] + max(bisect_left(starts[who], when) - 1, 0)
             spans.append(replace(span, because=because))
+    spans += [span for each in moved for span in each.beside]
     ranks = len(told)
     return Timeline(
         kind="measured", ranks=ranks, spans=tuple(spans), stands_for={r: (r,) for r in range(ranks)},
@@ -172,6 +173,7 @@ def _moved(told: Told, by: int) -> Told:
         {i + shift: k for i, k in told.awaited.items()},
         {i + shift: k for i, k in told.flights.items()},
         {k: at - by for k, at in told.begun.items()},
+        [replace(s, start=s.start - by, end=s.end - by) for s in told.beside],
     )
 
 

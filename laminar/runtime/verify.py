@@ -22,7 +22,7 @@ from laminar.ir.program import Instr, Program
 from laminar.ir.sbp import show
 from laminar.ir.staged import Staged
 from laminar.lower.lower import lower
-from laminar.lower.stages import in_other_precision, stages
+from laminar.lower.stages import Stages, in_other_precision, stages
 from laminar.runtime import lockstep, pipe
 from laminar.runtime.processes import run_processes
 from laminar.runtime.reference import constants_of, run_graph
@@ -127,8 +127,8 @@ def verify_program(
 
 def verify_stages(
     whole: Graph,
-    part: Graph,
-    staged: Staged,
+    parts: Sequence[tuple[Graph, Staged]],
+    samples: Sequence[int],
     batches: Sequence[Mapping[str, Tensor]],
     micro: Sequence[Sequence[Mapping[str, Tensor]]],
     dtype: str = "f64",
@@ -136,22 +136,34 @@ def verify_stages(
 ) -> Report:
     """Compare a plan with stages, all places in this process, with one device.
 
-    `whole` is the graph of a batch and `part` that of a micro-batch, `batches` and `micro` their inputs. Where ops may
-    see one micro-batch at a time, one device runs the same micro-batches.
+    `whole` is the graph of a batch, `parts` are graph and plan of each of its micro-batches and `samples` their sizes,
+    `batches` and `micro` their inputs. Where ops may see one micro-batch at a time, one device runs the same
+    micro-batches.
     """
     wide, tol = dtype == "f64", TOLERANCE[dtype] if tolerance is None else tolerance
-    staged.fits(part)
-    subject, one = (widen(part), widen(whole)) if wide else (part, whole)
-    made = stages(subject, in_other_precision(subject, staged) if wide else staged)
+    one, staged = widen(whole) if wide else whole, parts[0][1]
+    made: dict[str, tuple[Graph, Stages]] = {}
+    for graph, plan in parts:
+        if graph.hash not in made:
+            plan.fits(graph)
+            subject = widen(graph) if wide else graph
+            like = next((found for _, found in made.values()), None)
+            made[graph.hash] = subject, stages(subject, in_other_precision(subject, plan) if wide else plan, like)
+    each = [made[graph.hash] for graph, _ in parts]
     report = Report(True, 0.0, tol, "", ranks=staged.ranks, batches=len(batches))
-    for batch, parts in zip(batches, micro, strict=True):
-        fed = [widened(m) if wide else {k: v.detach() for k, v in m.items()} for m in parts]
-        weights = [1.0 / len(fed)] * len(fed)
-        got = pipe.run(made, fed, weights, constants_of(subject, wide))
+    for batch, given in zip(batches, micro, strict=True):
+        fed = [widened(m) if wide else {k: v.detach() for k, v in m.items()} for m in given]
+        alone = [
+            run_graph(subject, m, constants_of(subject, wide)) if staged.coupled or weighted(subject) else {}
+            for (subject, _), m in zip(each, fed, strict=True)
+        ]
+        counts = [float(r.get("metric:loss_weight", n)) for r, n in zip(alone, samples, strict=True)]
+        weights = [c / sum(counts) for c in counts]
+        constants = [constants_of(subject, wide) for subject, _ in each]
+        got = pipe.run([found for _, found in each], fed, weights, constants)
         if staged.coupled:
-            runs = [run_graph(subject, m, constants_of(subject, wide)) for m in fed]
-            want = {k: torch.stack([r[k] for r in runs]).sum(0) / len(runs) for k in runs[0]}
-            want |= {k: v for k, v in runs[-1].items() if k.startswith("buffer:")}
+            want = {k: torch.stack([r[k] * w for r, w in zip(alone, weights, strict=True)]).sum(0) for k in alone[0]}
+            want |= {k: v for k, v in alone[-1].items() if k.startswith("buffer:")}
         else:
             want = run_graph(one, widened(batch) if wide else batch, constants_of(one, wide))
         grads = [float(v.abs().max()) for k, v in want.items() if k.startswith("grad:") and v.numel()]
@@ -166,6 +178,11 @@ def verify_stages(
     report.worst, report.max_rel_error = max(report.errors.items(), key=lambda e: e[1], default=("nothing", 0.0))
     report.ok = report.max_rel_error <= tol
     return report
+
+
+def weighted(graph: Graph) -> bool:
+    """Whether the loss is a total over a weight."""
+    return any(o.kind == "metric" and o.name == "loss_weight" for o in graph.outputs)
 
 
 def first_difference(

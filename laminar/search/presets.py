@@ -9,6 +9,7 @@ wherever that keeps it so, which leaves two all-reduces per block each way.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
 from laminar.cost.work import FREE
@@ -16,6 +17,7 @@ from laminar.errors import MeshError, PlanError
 from laminar.ir.codec import Ref
 from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh
+from laminar.ir.patterns import as_patterns, known, pick
 from laminar.ir.plan import Plan
 from laminar.ir.sbp import B, NdSbp, Partial, Sbp, Split, no_rank_empty
 from laminar.rules.signing import follow
@@ -24,15 +26,25 @@ from laminar.search.complete import Pins, Seeds, completed, match, storable
 PRODUCTS = {"aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten.convolution", "aten.convolution_backward",
             "laminar.attention", "laminar.attention_backward"}  # fmt: skip
 """The ops whose work tensor parallelism divides."""
+Patterns = str | Sequence[str]
+"""What to make again in backward, such as "blocks.*"; see `ir/patterns.py`."""
 DATA_AXES = ("dp", "data", "batch", "fsdp", "zero")
 
 
-def data_parallel(graph: Graph, mesh: Mesh) -> Plan:
+def data_parallel(graph: Graph, mesh: Mesh, recompute: Patterns = ()) -> Plan:
     """The batch split over every axis, parameters whole, gradients summed."""
-    return completed(graph, mesh, [_data_pins(graph, mesh, a) for a in range(len(mesh.sizes))], "data_parallel")
+    pins = [_data_pins(graph, mesh, a) for a in range(len(mesh.sizes))]
+    return again(graph, completed(graph, mesh, pins, "data_parallel"), recompute)
 
 
-def zero(graph: Graph, mesh: Mesh, stage: int = 3) -> Plan:
+def again(graph: Graph, plan: Plan, recompute: Patterns) -> Plan:
+    """The plan with these modules and values made again in backward; a pattern that names nothing is refused."""
+    patterns = as_patterns(recompute)
+    pick(graph, patterns)
+    return replace(plan, recompute=patterns)
+
+
+def zero(graph: Graph, mesh: Mesh, stage: int = 3, recompute: Patterns = ()) -> Plan:
     """Data parallel with optimizer state (1), gradients (2) and parameters (3) in pieces."""
     if stage not in (1, 2, 3):
         raise PlanError(f"zero has no stage {stage!r}", allowed="1  2  3")
@@ -49,7 +61,7 @@ def zero(graph: Graph, mesh: Mesh, stage: int = 3) -> Plan:
             if stage >= 3:
                 pins[axis].inputs[name] = placement
     plan = completed(graph, mesh, pins, f"zero({stage})")
-    return replace(plan, state=pieces)
+    return again(graph, replace(plan, state=pieces), recompute)
 
 
 def _pieces(spec, mesh: Mesh) -> NdSbp:  # type: ignore[no-untyped-def]
@@ -67,7 +79,7 @@ def _pieces(spec, mesh: Mesh) -> NdSbp:  # type: ignore[no-untyped-def]
     return tuple(out)
 
 
-def tensor_parallel(graph: Graph, mesh: Mesh, axis: str | None = None) -> Plan:
+def tensor_parallel(graph: Graph, mesh: Mesh, axis: str | None = None, recompute: Patterns = ()) -> Plan:
     """Weights split over one axis (`tp` unless named), the residual stream whole; other axes data parallel."""
     if axis is None:
         others = [n for n in mesh.names if n not in DATA_AXES]
@@ -78,10 +90,10 @@ def tensor_parallel(graph: Graph, mesh: Mesh, axis: str | None = None) -> Plan:
         axis = "tp" if "tp" in mesh.names else others[0]
     at = mesh.axis(axis)
     pins = [_tensor_pins(graph) if a == at else _data_pins(graph, mesh, a) for a in range(len(mesh.sizes))]
-    return completed(graph, mesh, pins, "tensor_parallel")
+    return again(graph, completed(graph, mesh, pins, "tensor_parallel"), recompute)
 
 
-def seeded(graph: Graph, mesh: Mesh, seeds: Seeds) -> Plan:
+def seeded(graph: Graph, mesh: Mesh, seeds: Seeds, recompute: Patterns = ()) -> Plan:
     """A few tensors placed by name pattern, the rest completed at least cost.
 
     A split that is asked for is used: ops it reaches by itself are not computed whole on every rank,
@@ -96,14 +108,14 @@ def seeded(graph: Graph, mesh: Mesh, seeds: Seeds) -> Plan:
         if not any(here.inputs.get(name) == Split(0) for name in batch):
             here.split = _weights(graph, {n for n, p in here.inputs.items() if isinstance(p, Split)} - batch)
             here.spread |= {n.name for n in graph.nodes if n.op in PRODUCTS and any(r in here.split for r in n.ins)}
-    return completed(graph, mesh, pins, "seeded")
+    return again(graph, completed(graph, mesh, pins, "seeded"), recompute)
 
 
 def like(graph: Graph, plan: Plan) -> Plan:
     """A plan's decisions about parameters, gradients and state, for another graph of the same model.
 
     Another batch size, micro-batches, evaluation: the tensors that live from step to step must lie
-    as they do; everything else is completed anew, in the pattern of the plan.
+    as they do, and what backward makes again stays; everything else is completed anew, in the pattern of the plan.
     """
     mesh = plan.mesh
     batch = [nd for n, nd in plan.inputs.items() if n.split(".")[0] == "batch"]
@@ -122,7 +134,8 @@ def like(graph: Graph, plan: Plan) -> Plan:
                 if made is not None:
                     here.grads[item.name] = made[axis]
         pins.append(here)
-    return replace(completed(graph, mesh, pins, plan.name), state=plan.state)
+    recompute = known(graph, plan.recompute)
+    return replace(completed(graph, mesh, pins, plan.name), state=plan.state, recompute=recompute)
 
 
 def _data_pins(graph: Graph, mesh: Mesh, axis: int) -> Pins:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +60,7 @@ def chosen(plan: Any, graph: Graph, mesh: Mesh, device: torch.device) -> Plan:
         plan = "zero3" if mesh.ranks > 1 and _state_bytes(graph) > FULL * _room_bytes(device) else "data"
     if plan.startswith("zero"):
         return presets.zero(graph, mesh, int(plan[4:]))
-    preset: Callable[[Graph, Mesh], Plan] = {"data": presets.data_parallel, "tensor": presets.tensor_parallel}[plan]
-    return preset(graph, mesh)
+    return presets.tensor_parallel(graph, mesh) if plan == "tensor" else presets.data_parallel(graph, mesh)
 
 
 def _state_bytes(graph: Graph) -> int:

@@ -29,7 +29,7 @@ from laminar.train import optimizer as optim
 from laminar.train import storage
 from laminar.train.engine import Leaves
 from laminar.train.gradients import Norm, scale_and_clip
-from laminar.train.job import Local, Result, clock_of
+from laminar.train.job import Result, clock_of
 from laminar.train.precision import Precision, Scaler
 from laminar.train.recording import Recorded
 from laminar.train.world import World
@@ -88,8 +88,10 @@ class DdpJob(Recorded, storage.Stored):
 
     def _share(self, batch: Any) -> Leaves:
         """This rank's part of a batch."""
-        leaves = Leaves.of(batch.share if isinstance(batch, Local) else batch, isinstance(batch, Local))
+        leaves = Leaves.of(batch)
         tensors, n = leaves.tensors, leaves.samples
+        if leaves.sizes:
+            raise BatchError('plan="ddp" has no say in the sizes of micro-batches', next="give the batch as it is")
         if not leaves.local:
             if n < self.world:
                 raise BatchError(f"{n} samples for {self.world} ranks", next="use larger batches, or fewer ranks")

@@ -6,14 +6,15 @@ captured when first met and keep the plan's decisions about everything that live
 Where several micro-batches make one step, gradients that the plan keeps whole are not reduced after
 each of them: they leave the program as this rank's terms of the sum, are added up here, and travel
 once at the end. Gradients that the plan keeps in pieces are reduced at once, which is what bounds
-their memory.
+their memory. Draws of a micro-batch are those of its samples in the whole batch (`rules/samples.py`).
 """
 
 from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -29,10 +30,11 @@ from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh
 from laminar.ir.plan import Plan
 from laminar.ir.program import Program
-from laminar.ir.sbp import B, NdSbp, Partial, local_shape
+from laminar.ir.sbp import B, NdSbp, Partial, Split, local_shape
 from laminar.lower.lower import lower
 from laminar.lower.moves import Move, moves
 from laminar.lower.step import owners
+from laminar.rules.samples import draws_of, in_parts, places_of
 from laminar.runtime.module import Step
 from laminar.runtime.probe import probe
 from laminar.runtime.shards import shard
@@ -46,23 +48,48 @@ SOME = 1 << 16
 
 
 @dataclass(frozen=True)
+class Local:
+    """This rank's own share of a batch, instead of the global batch."""
+
+    share: Any
+
+
+@dataclass(frozen=True)
+class Sized:
+    """A batch, or a rank's share of it, with the number of samples in each of its micro-batches."""
+
+    batch: Any
+    sizes: Sequence[int]
+
+
+@dataclass(frozen=True)
 class Leaves:
     """A batch taken apart: tensors by name, its structure, and whether they are this rank's share only."""
 
     tensors: dict[str, Tensor]
     tree: str
     local: bool
+    sizes: tuple[int, ...] = ()
+    """Samples in each micro-batch, where that is given."""
 
     @staticmethod
-    def of(batch: Any, local: bool) -> Leaves:
-        """Take a batch apart."""
-        tensors, tree = flatten(batch)
-        return Leaves(tensors, json.dumps(tree), local)
+    def of(batch: Any) -> Leaves:
+        """Take a batch apart: the tensors, or these in `Local`, in `Sized`, or in both."""
+        sizes = tuple(batch.sizes) if isinstance(batch, Sized) else ()
+        batch = batch.batch if isinstance(batch, Sized) else batch
+        local = isinstance(batch, Local)
+        tensors, tree = flatten(batch.share if isinstance(batch, Local) else batch)
+        return Leaves(tensors, json.dumps(tree), local, sizes)
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> Leaves:
+        """The same batch with every tensor changed."""
+        return replace(self, tensors={n: change(t) for n, t in self.tensors.items()})
 
     @cached_property
     def key(self) -> tuple[str, ...]:
         """Structure and shapes."""
-        return (self.tree, *(f"{n}{spec_of(t)}" for n, t in self.tensors.items()))
+        cut = (f"micro-batches of {', '.join(map(str, self.sizes))}",) if self.sizes else ()
+        return (self.tree, *(f"{n}{spec_of(t)}" for n, t in self.tensors.items()), *cut)
 
     def fingerprint(self) -> str:
         """A few digits of the values: equal batches have equal ones, others hardly ever do."""
@@ -76,16 +103,31 @@ class Leaves:
     def samples(self) -> int:
         """How many samples: the length that most leaves have."""
         lengths = [t.shape[0] for t in self.tensors.values() if t.dim()]
-        return max(set(lengths), key=lengths.count) if lengths else 1
+        return Counter(lengths).most_common(1)[0][0] if lengths else 1
+
+    def like(self, samples: int) -> Leaves:
+        """Stand-ins for such a batch with another number of samples."""
+        n, out = self.samples, {}
+        for name, t in self.tensors.items():
+            shape = (samples, *t.shape[1:]) if t.dim() and t.shape[0] == n else t.shape
+            out[name] = torch.empty(shape, dtype=t.dtype, device="meta")
+        return Leaves(out, self.tree, False)
 
     def split(self, parts: int) -> list[Leaves]:
-        """Micro-batches: consecutive samples, as equal in number as they can be."""
+        """Micro-batches: consecutive samples, of the sizes given, or as equal in number as they can be."""
         n = self.samples
+        cuts = list(self.sizes) or [n // parts + (i < n % parts) for i in range(parts)]
+        if len(cuts) != parts:
+            raise BatchError(f"{len(cuts)} sizes for {parts} micro-batches", next="give one for each")
+        if self.sizes and (sum(cuts) != n or min(cuts) < 1):
+            raise BatchError(f"micro-batches of {', '.join(map(str, cuts))} samples, of a batch of {n}",
+                             allowed="at least one in each, and all of them together")  # fmt: skip
+        if n < parts and parts > 1:
+            raise BatchError(
+                f"{n} samples can't make {parts} micro-batches", next="use a larger batch, or fewer micro-batches"
+            )
         if parts == 1:
-            return [self]
-        if n < parts:
-            raise BatchError(f"{n} samples can't make {parts} micro-batches", next="lower micro_batches")
-        cuts = [n // parts + (i < n % parts) for i in range(parts)]
+            return [replace(self, sizes=())]
         pieces = {k: t.split(cuts) if t.dim() and t.shape[0] == n else (t,) * parts for k, t in self.tensors.items()}
         return [Leaves({k: p[i] for k, p in pieces.items()}, self.tree, self.local) for i in range(parts)]
 
@@ -159,6 +201,7 @@ class Engine:
         """What this rank holds of parameters and buffers, by name."""
         self._modules, self._parameters = list(model.modules()), list(model.parameters())
         self._captured: dict[Any, Graph] = {}
+        self._places: dict[Any, dict[int, Split | None]] = {}
         self._ready: dict[Any, Ready] = {}
         self._terms: dict[str, NdSbp] = {}
         """How loss and gradients of micro-batches lie until they are summed up."""
@@ -168,11 +211,28 @@ class Engine:
 
     def capture(self, leaves: Leaves, backward: bool = True) -> Graph:
         """The graph of a (micro-)batch at its global shape."""
+        graph = self._traced(leaves, backward)
+        if self.micro_batches == 1 or not graph.of_kind("rng"):
+            return graph
+        return in_parts(graph, self._sampled(graph, leaves, backward))
+
+    def _traced(self, leaves: Leaves, backward: bool) -> Graph:
         emit("phase", name="capturing")
         batch = unflatten(json.loads(leaves.tree), leaves.tensors)
         graph = capture(self.model, self.loss, batch, whole=self.whole, scaled=self.scaled and backward,
                         backward=backward, wide=True)  # fmt: skip
         return probe(graph)
+
+    def _sampled(self, graph: Graph, leaves: Leaves, backward: bool) -> dict[int, Split | None]:
+        """Where draws have the samples of a batch: the same at any size, so found once."""
+        known = self._places.setdefault(self._key(leaves, backward)[1:], {})
+        if any(d.args[2] not in known for d in draws_of(graph)):
+
+            def traced(samples: int) -> Graph:
+                return graph if samples == leaves.samples else self._traced(leaves.like(samples), backward)
+
+            known.update(places_of(traced, leaves.samples))
+        return known
 
     def together(self, leaves: Leaves) -> Leaves:
         """The batch that ranks hold together, from this rank's share: stand-ins, of which split ones are longer."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,6 +37,7 @@ from laminar.train import choose, storage
 from laminar.train import optimizer as optim
 from laminar.train.anomaly import Watched
 from laminar.train.engine import Engine, Leaves, Ready
+from laminar.train.engine import Local as Local
 from laminar.train.gradients import Norm, scale_and_clip
 from laminar.train.optimizer import Kept
 from laminar.train.precision import Precision, Scaler, rounded_update
@@ -46,13 +46,6 @@ from laminar.train.world import World
 
 CHECKS = 2
 """How many of the first batches are compared between ranks by value, not only by shape."""
-
-
-@dataclass(frozen=True)
-class Local:
-    """This rank's own share of a batch, instead of the global batch."""
-
-    share: Any
 
 
 class Result:
@@ -206,11 +199,8 @@ class Job(Recorded, storage.Stored):
     # --- a step ---------------------------------------------------------------------------------
 
     def _leaves(self, batch: Any) -> Leaves:
-        local = isinstance(batch, Local)
-        leaves = Leaves.of(batch.share if isinstance(batch, Local) else batch, local)
-        if self.precision.weights is None:
-            return leaves
-        return Leaves({n: self.precision.leaf(t) for n, t in leaves.tensors.items()}, leaves.tree, local)
+        leaves = Leaves.of(batch)
+        return leaves if self.precision.weights is None else leaves.mapped(self.precision.leaf)
 
     def _agreed(self, batch: Any) -> Leaves:
         """The leaves of a batch, which must be alike on all ranks."""
@@ -226,21 +216,21 @@ class Job(Recorded, storage.Stored):
         return leaves
 
     def step(self, batch: Any) -> Result:
-        """Train on one batch: the global one, or `Local(share)`."""
+        """Train on one batch: the global one, or `Local(share)`; `Sized` says how it is cut into micro-batches."""
         return self._recorded_step(batch)  # type: ignore[no-any-return]
 
     def _step(self, batch: Any) -> Result:
         clock = clock_of(self.device)
         leaves = self._agreed(batch)
         micros = leaves.split(self._engine.micro_batches)
-        samples = [m.samples for m in micros]
+        samples = [self._engine.together(m).samples for m in micros]
         scale = self._scaler.scale if self._scaler else 1.0
         ready = None
         grads: list[Tensor] = []
         values: list[Tensor] = []
         for i, micro in enumerate(micros):
             ready = self._engine.ready(micro)
-            key = self._key(ready, self.steps * len(micros) + i)
+            key = self._key(ready, self.steps, sum(samples[:i]), sum(samples))
             weight = 1.0 if ("metric:loss_weight" in ready.outputs) else samples[i] / sum(samples)
             self._mark("host")
             share = self._engine.share(ready, micro, self.device)
@@ -260,13 +250,24 @@ class Job(Recorded, storage.Stored):
             self._watched.report(self._world, self.steps + 1, not finite)
         return self._update(ready, loss, weight_sum, grads, scale, clock)
 
-    def _key(self, ready: Ready, number: int) -> Tensor | None:
-        """What random draws of one run of a program hang on, if it makes any."""
-        return torch.tensor([self.seed, number], device=self.device) if "rng" in ready.filled else None
+    def _key(self, ready: Ready, number: int, first: int, samples: int) -> Tensor | None:
+        """What random draws of one run of a program hang on, if it makes any.
+
+        A program for micro-batches is told where in its batch it begins, and how many samples that has.
+        """
+        if "rng" not in ready.filled:
+            return None
+        told = ready.graph.input("rng").spec.numel
+        return torch.tensor([self.seed, number, first, samples][:told], device=self.device)
 
     def _put_buffers(self, ready: Ready, out: list[Tensor]) -> None:
-        if ready.buffers:
-            foreach_copy([self._engine.held[n] for n, _ in ready.buffers], [out[i] for _, i in ready.buffers])
+        alike: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+        for name, i in ready.buffers:  # counters and statistics in one call would be copied one by one
+            held, fresh = alike.setdefault(out[i].dtype, ([], []))
+            held.append(self._engine.held[name])
+            fresh.append(out[i])
+        for held, fresh in alike.values():
+            foreach_copy(held, fresh)
 
     def _add(
         self, ready: Ready, out: list[Tensor], grads: list[Tensor], values: list[Tensor], weight: float, i: int
@@ -368,16 +369,18 @@ class Job(Recorded, storage.Stored):
         try:
             for i, batch in enumerate(batches):
                 leaves = self._agreed(batch)
-                for micro in leaves.split(min(self._engine.micro_batches, leaves.samples)):
+                micros = leaves.split(min(self._engine.micro_batches, leaves.samples))
+                samples = [self._engine.together(m).samples for m in micros]
+                for at, micro in enumerate(micros):
                     ready = self._engine.ready(micro, backward=False)
-                    key = self._key(ready, -1 - i)
+                    key = self._key(ready, -1 - i, sum(samples[:at]), sum(samples))
                     out = ready(self._engine.share(ready, micro, self.device), key, None)
                     values = self._whole_values(ready, out)
                     if "metric:loss_weight" in values:
                         total = total + values["metric:loss_total"].double()
                         weight = weight + values["metric:loss_weight"].double()
                     else:
-                        n = self._engine.together(micro).samples
+                        n = samples[at]
                         total, weight = total + values["loss:loss"].double() * n, weight + n
         finally:
             for module, mode in training:

@@ -8,6 +8,10 @@ waits for everything queued before it. So results are kept, and read in groups o
 newest `LAG` left alone: every loss is still looked at and every step has its event, in order, with
 its own number. A loss that is not finite ends the run with an error that names the first such step.
 
+Batches are loaded beside the steps where `prefetch` says so (`train/loading.py`), in the same order and with the same
+results. Before anything is evaluated the loader comes to rest: data that draws from torch's global generator, and an
+evaluation that does too, then take turns at the same place in every run.
+
 Data that runs out begins anew, as a next epoch. Throughput counts tokens where the first integer leaf
 of a batch has two dims (batch x tokens), else samples: the length of the first leaf. The first step is
 left out of it, because it holds what happens once: capture of kernels, buffers, caches.
@@ -25,6 +29,8 @@ from typing import Any, Protocol
 
 from laminar.errors import NonFiniteError, RecipeError
 from laminar.events import emit
+from laminar.runtime.loading import EPOCH, Loader
+from laminar.train.saving import Saver
 
 LAG = 2
 """Steps queued on a GPU beyond the newest one whose loss is read; none on a CPU, where nothing is queued."""
@@ -32,6 +38,10 @@ GROUP = 10
 """Losses read together on a GPU, unless told otherwise: one wait for ten steps."""
 WARM_UP = 3
 """Steps before a timeline is recorded, where the run is long enough: the first ones make buffers and fill caches."""
+LEAVE_S = 1.0
+"""How long the end of a run waits for data that is being read and that nobody will need."""
+WRITE_S = 10.0
+"""How long a run that fails waits for a checkpoint that is being written."""
 MOST_SKIPPED = 50
 """Skipped steps in a row after which the loss scale can't be the reason: 2^50 is more than any scale."""
 
@@ -66,6 +76,9 @@ class Trains(Protocol):
     def timeline(self, steps: int | None = None) -> Any:
         """A recording of the steps made inside a `with` block."""
 
+    def prefetch(self, data: Iterable[Any], depth: int = 2) -> Loader:
+        """Batches loaded beside the steps; only called if that is asked for."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
@@ -97,8 +110,10 @@ def leaves(batch: Any) -> Iterator[Any]:
             yield from leaves(value)
     elif hasattr(batch, "shape"):
         yield batch
-    elif hasattr(batch, "share"):  # laminar.Local
-        yield from leaves(batch.share)
+    elif hasattr(batch, "share") or hasattr(batch, "batch"):  # laminar.Local, laminar.Sized
+        yield from leaves(getattr(batch, "share", getattr(batch, "batch", None)))
+    elif hasattr(batch, "sizes"):  # laminar.Sized
+        yield from leaves(batch.batch)
 
 
 def count(batch: Any) -> tuple[int, str]:
@@ -112,8 +127,11 @@ def count(batch: Any) -> tuple[int, str]:
     return next((int(leaf.shape[0]) for leaf in found if len(leaf.shape)), 1), "samples"
 
 
-def epochs(data: Callable[[], Iterable[Any]], skip: int = 0) -> Iterator[Any]:
-    """Batches without end, begun anew when they run out; the first `skip` are drawn and thrown away."""
+def epochs(data: Callable[[], Iterable[Any]], skip: int = 0, marked: bool = False) -> Iterator[Any]:
+    """Batches without end, begun anew when they run out; the first `skip` are drawn and thrown away.
+
+    `marked`: where they begin anew there is an `EPOCH`, which loaders of several ranks agree on.
+    """
     seen = 0
     while True:
         before = seen
@@ -126,6 +144,17 @@ def epochs(data: Callable[[], Iterable[Any]], skip: int = 0) -> Iterator[Any]:
             raise RecipeError(
                 f"data() {what}", next="data() must make a new iterable of batches each time it is called"
             )
+        if marked:
+            yield EPOCH
+
+
+def first(batches: Iterator[Any], number: int) -> Iterator[Any]:
+    """So many batches, and what stands between them."""
+    while number:
+        batch = next(batches)
+        number -= batch is not EPOCH
+        yield batch
+        del batch
 
 
 def scheduler(job: Trains, schedule: Callable[[Any], Any] | None, resume: Path | str | None) -> Any:
@@ -275,14 +304,18 @@ def loop(
     evaluate: Callable[[], Iterable[Any]] | None = None,
     evaluate_every: int = 0,
     checkpoint: Path | str | None = None,
+    checkpoint_every: int = 0,
     resume: Path | str | None = None,
     timeline: Path | str | None = None,
     timeline_steps: int = 3,
+    prefetch: int = 0,
 ) -> Outcome:
     """Train until `steps` steps are made in all; those before a resumption count.
 
-    `evaluate` makes the batches to evaluate on, at the end and every `evaluate_every` steps. `timeline` is
-    where to save what all ranks did in the median of `timeline_steps` steps, taken once the run is warm.
+    The job is saved as `checkpoint` at the end, and every `checkpoint_every` steps, which is written beside the steps
+    that follow. `prefetch` is how many batches may be loaded ahead; 0: each is loaded when it is needed. `evaluate`
+    makes the batches to evaluate on, at the end and every `evaluate_every` steps. `timeline` is where to save what all
+    ranks did in the median of `timeline_steps` steps, taken once the run is warm.
     """
     made = scheduler(job, schedule, resume)
     emit("start", steps=steps, done=job.steps, device=str(job.device), memory=job.memory())
@@ -299,16 +332,32 @@ def loop(
 
     def evaluated() -> float:
         emit("phase", name="evaluating")
-        value = float(job.evaluate(evaluate()))  # type: ignore[misc]
+        assert evaluate is not None
+        if loader is not None:
+            loader.settle()
+            with job.prefetch(evaluate(), prefetch) as ahead:
+                value = float(job.evaluate(ahead))
+        else:
+            value = float(job.evaluate(evaluate()))
         emit("eval", step=step, loss=value)
         return value
 
+    def saved() -> None:
+        emit("phase", name="saving")
+        assert saver is not None and checkpoint is not None
+        saver.save(checkpoint)
+
+    saver = Saver(job) if checkpoint is not None and checkpoint_every else None
     reader = Reader(job, log_every)
     emit("phase", name="first step")
-    batches = epochs(data, skip=step)
+    batches, loader = epochs(data, skip=step, marked=prefetch > 0), None
+    if prefetch and step < steps:
+        batches = loader = job.prefetch(first(batches, steps - step), prefetch)
     recorder = Recorder(job, timeline, timeline_steps, max(steps - step, 0))
+    batch: Any = None
     try:
         while step < steps:
+            batch = None  # let go of it before the next one comes
             batch = next(batches)
             units, unit = count(batch)
             if recorder.begins:
@@ -318,16 +367,26 @@ def loop(
             if made is not None:
                 advance(made)
             reader.add(step, units, unit, result)
+            if saver is not None:
+                saver.check()
             if recorder.ends:
                 aside(recorder.end)
             if evaluate is not None and evaluate_every and step % evaluate_every == 0 and step < steps:
                 evaluation = aside(evaluated)
+            if saver is not None and step % checkpoint_every == 0 and step < steps:
+                aside(saved)
+        del batch
+        reader.pause()
+        if evaluate is not None:
+            evaluation = evaluated()
     except BaseException as error:
         recorder.abandon(error)
+        if saver is not None:
+            saver.leave(WRITE_S)
         raise
-    reader.pause()
-    if evaluate is not None:
-        evaluation = evaluated()
+    finally:
+        if loader is not None:
+            loader.close(LEAVE_S)
     outcome = Outcome(
         steps=step, loss=reader.loss, evaluation=evaluation, unit=unit, skipped=reader.skipped,
         seconds=time.perf_counter() - begun, timeline=recorder.saved,
@@ -335,6 +394,10 @@ def loop(
     )  # fmt: skip
     if checkpoint is not None:
         emit("phase", name="saving")
-        job.save(checkpoint)
+        if saver is not None:
+            saver.save(checkpoint)
+            saver.finish()
+        else:
+            job.save(checkpoint)
     emit("end", ok=True, **asdict(outcome))
     return outcome

@@ -175,7 +175,8 @@ def at_random(
     bfloat16 is the upper half of a float32: a random number below 2^16 is added to the bits, then the
     lower half is cut off. What overflows carries into the next larger magnitude.
     """
-    noise = kernels.uniform(tuple(wide.shape), key, site, torch.float32, index, full).mul_(65536.0).to(torch.int32)
+    noise = kernels.uniform(tuple(wide.shape), key, site, torch.float32, index=index, full=full)
+    noise = noise.mul_(65536.0).to(torch.int32)
     bits = wide.contiguous().view(torch.int32)
     rounded = bits.add(noise).bitwise_and_(-65536)
     return torch.where(wide.isfinite(), rounded.view(torch.float32), wide).to(torch.bfloat16)

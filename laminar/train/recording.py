@@ -24,7 +24,7 @@ from laminar.ir.timeline import Timeline
 from laminar.runtime.kernel_record import KernelTape
 from laminar.runtime.record import Tape
 from laminar.runtime.timelines import together
-from laminar.train.world import World
+from laminar.train.loading import Loads
 
 
 class Recording:
@@ -73,13 +73,11 @@ class Recording:
         return self._timeline
 
 
-class Recorded:
+class Recorded(Loads):
     """What a job is, as far as recording goes. A job writes `_step` and says there what it has just done."""
 
-    rank: int
-    world: int
-    device: torch.device
-    _world: World
+    _at: int = 0
+    """At which place of its plan this rank is."""
     _tape: Tape | KernelTape | None = None
 
     def timeline(self, steps: int | None = None) -> Recording:
@@ -96,12 +94,17 @@ class Recorded:
         tape = self._tape
         if tape is None:
             return self._step(batch)
+        loader = self._loader()
         tape.begin()
+        if isinstance(tape, Tape) and loader is not None and (waited := loader.wait()) is not None:
+            tape.waited(waited[0])
         try:
             result = self._step(batch)
         except BaseException:
             tape.drop()
             raise
+        if isinstance(tape, Tape) and loader is not None:
+            tape.loaded(f"load{self._at}.0", loader.loads)
         tape.end()
         return result
 

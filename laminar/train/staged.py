@@ -7,17 +7,18 @@ the decision to skip an fp16 step are one for all, and every rank updates what i
 
 Ranks outside of a weight's places do not hold it. Whole weights are assembled where they are held, and sent to all.
 
-Each shape of micro-batch, and evaluation, has a pipe of its own: stages, code and actors, made when first met.
+Micro-batches of one step may have different sizes, and those of later steps others: all go through one pipe, whose
+registers are large enough for the largest. Each size is captured, lowered and turned into code when first met; one that
+does not fit opens a larger pipe in place of the old one. Evaluation has a pipe of its own.
 
-Not covered: micro-batches of different sizes in one step, moving averages, `bf16` without master weights, GPUs; these
-are refused by name.
+Not covered: moving averages, `bf16` without master weights, GPUs; these are refused by name.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
@@ -26,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from laminar.capture.torch_ops import DTYPES, constant_tensor, spec_of
-from laminar.errors import BatchError, CaptureError, LaminarError, MeshError
+from laminar.errors import BatchError, CaptureError, LaminarError, MeshError, PlanError
 from laminar.events import emit
 from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh
@@ -35,7 +36,7 @@ from laminar.ir.program import Program, ProgramOutput
 from laminar.ir.sbp import B, NdSbp, Split
 from laminar.ir.staged import Staged
 from laminar.lower.moves import Move, moves
-from laminar.lower.pipes import piped
+from laminar.lower.pipes import together
 from laminar.lower.stages import Stages, stages
 from laminar.rules.crossing import crossing
 from laminar.runtime.actors import Actors
@@ -43,7 +44,7 @@ from laminar.runtime.crossings import exchange
 from laminar.runtime.edges import Value
 from laminar.runtime.joined import join
 from laminar.runtime.module import Adding, Step
-from laminar.runtime.parts import Parts
+from laminar.runtime.parts import Parts, Size
 from laminar.runtime.pipe_record import PipeTape
 from laminar.runtime.record import Tape
 from laminar.runtime.shards import shard
@@ -53,22 +54,30 @@ from laminar.train import optimizer as optim
 from laminar.train import storage
 from laminar.train.engine import Engine, Leaves
 from laminar.train.gradients import scale_and_clip
-from laminar.train.job import Local, Result, clock_of
+from laminar.train.job import Result, clock_of
 from laminar.train.optimizer import Kept
 from laminar.train.precision import Precision, Scaler
 from laminar.train.recording import Recorded
 from laminar.train.staged_state import StagedState
 from laminar.train.world import World
 
+SIZES = 8
+"""Sizes of micro-batches that one step may have."""
+MOST = 16
+"""Sizes that are kept compiled: each has code of its own, and buffers for what its collectives bring."""
+
 
 @dataclass
 class Pipe:
-    """Stages of one graph, ready to run on this rank."""
+    """Stages ready to run on this rank, for micro-batches up to a size."""
 
     graph: Graph
+    """Of the largest micro-batch, as `made`."""
     made: Stages
     parts: Parts
     actors: Actors
+    sizes: dict[Any, Size] = field(default_factory=dict)
+    """What is compiled, by the shapes of a micro-batch; that used longest ago comes first."""
 
     @property
     def net(self) -> Net:
@@ -130,7 +139,7 @@ class StagedJob(Recorded, StagedState):
         self.optimizer = optim.made(optimizer, model.parameters())
         optim.refuse_unknown(self.optimizer, {id(s.tensor): s.name for s in self._slots})
         optim.faster(self.optimizer, self.device)
-        first = self._split(self._leaves(batch), plan.micro_batches)[0]
+        first = self._leaves(batch).split(plan.micro_batches)[0]
         self.graph: Graph = self._engine.begin(first)
         emit("phase", name="planning")
         self.plan = again(self.graph, plan)
@@ -146,34 +155,82 @@ class StagedJob(Recorded, StagedState):
         self._moves: dict[Any, Step] = {}
         self._micros: list[Leaves] = []
         self._draws = 0
-        self._pipes: dict[Any, Pipe] = {}
+        """What the draws of this step hang on: its number, or that of a batch of an evaluation."""
         self._noted: tuple[str, ...] = ()
-        self._pipe = self._pipes[first.key, True] = self._opened(self.graph, made)
+        self._graphs: dict[Any, Graph] = {(first.key, True): self.graph}
+        self._pipe = self._opened({first.key: made}, self.graph)
+        self._pipes: dict[bool, Pipe] = {True: self._pipe}
 
-    def _opened(self, graph: Graph, made: Stages) -> Pipe:
-        """Stages ready to run: code for this rank's parts, and actors that meet those of the other ranks."""
+    def _opened(self, made: Mapping[Any, Stages], graph: Graph) -> Pipe:
+        """A pipe for some sizes of micro-batches: code for this rank's parts, and actors that meet those of others."""
         emit("phase", name="compiling")
-        pipe = piped(made)
-        parts = Parts(pipe, self.rank, self._held, self._build)
-        tokens = {q.name: [Value([])] * q.filled for q in pipe.net.queues if q.filled}
-        actors = join(pipe.net, parts.fire, edges=parts.edges(), initial=tokens, device=self.device,
+        pipes = together(list(made.values()))
+        parts = Parts(pipes, self.rank, self._held, self._build)
+        net = pipes[0].net
+        tokens = {q.name: [Value([])] * q.filled for q in net.queues if q.filled}
+        actors = join(net, parts.fire, edges=parts.edges(), initial=tokens, device=self.device,
                       timeout_s=self.timeout_s)  # fmt: skip
         assert actors is not None  # every rank is at a place
-        out = Pipe(graph, made, parts, actors)
+        out = Pipe(graph, next(iter(made.values())), parts, actors, dict(zip(made, parts.first, strict=True)))
         parts.feed = partial(self._feed, out)
         return out
 
-    def _pipe_for(self, leaves: Leaves, backward: bool) -> Pipe:
-        """The pipe for such micro-batches, made on first use; all ranks call this alike."""
-        key = (leaves.key, backward)
-        if key not in self._pipes:
-            graph = self._engine.capture(leaves, backward)
-            self._pipes[key] = self._opened(graph, stages(graph, again(graph, self.plan)))
-        return self._pipes[key]
+    def _pipe_for(self, micros: Sequence[Leaves], backward: bool) -> Pipe:
+        """The pipe for such micro-batches, made on first use or made larger; all ranks call this alike."""
+        kinds = {m.key: m for m in micros}
+        if len(kinds) > SIZES:
+            raise BatchError(f"micro-batches of {len(kinds)} different sizes in one step", allowed=f"{SIZES} at most",
+                             next="make more of them equal: each size is a program of its own")  # fmt: skip
+        pipe = self._pipes.get(backward)
+        for key in kinds:
+            if pipe is not None and key not in pipe.sizes:
+                size = pipe.parts.joining(self._lowered(kinds[key], backward, pipe.made))
+                if size is None:
+                    pipe = None
+                else:
+                    pipe.sizes[key] = size
+        if pipe is None:
+            pipe = self._larger(kinds, backward)
+        for key in kinds:
+            pipe.sizes[key] = pipe.sizes.pop(key)
+        for key in list(pipe.sizes)[: max(len(pipe.sizes) - MOST, 0)]:
+            del pipe.sizes[key]
+        pipe.parts.sizes = [pipe.sizes[m.key] for m in micros]
+        return pipe
 
-    def _build(self, program: Program) -> Step:
+    def _larger(self, kinds: Mapping[Any, Leaves], backward: bool) -> Pipe:
+        """A pipe for these micro-batches in place of the one there is, if any; the largest decides how sums lie."""
+        if backward in self._pipes:
+            self._pipes.pop(backward).actors.close()
+        made: dict[Any, Stages] = {}
+        for key in sorted(kinds, key=lambda key: -sum(t.numel() for t in kinds[key].tensors.values())):
+            made[key] = self._lowered(kinds[key], backward, next(iter(made.values()), None))
+        pipe = self._pipes[backward] = self._opened(made, self._graphs[next(iter(made)), backward])
+        return pipe
+
+    def _lowered(self, leaves: Leaves, backward: bool, like: Stages | None) -> Stages:
+        """Micro-batches of one size captured and lowered, their sums as those of another."""
+        key = leaves.key, backward
+        if key not in self._graphs:
+            while len(self._graphs) >= MOST:
+                del self._graphs[next(iter(self._graphs))]
+            self._graphs[key] = self._engine.capture(leaves, backward)
+        graph = self._graphs[key]
+        made = stages(graph, again(graph, self.plan), like)
+        for s, own in enumerate(made.cut.graphs):
+            place = made.staged.stages[s].place
+            for item in own.inputs:
+                if item.kind in ("param", "buffer") and (item.name, place) not in self._lies:
+                    raise PlanError(
+                        f"with micro-batches of {leaves.samples} samples stage {s} reads {item.name}, "
+                        f"which is not held at its place {place}",
+                        next="cut the model at modules (stages=[...]), or use micro-batches of one size",
+                    )
+        return made
+
+    def _build(self, program: Program, adding: Adding) -> Step:
         constants = {c.name: constant_tensor(c) for c in program.constants}
-        return Step(program, self._transport, constants, adding=Adding())
+        return Step(program, self._transport, constants, adding=adding)
 
     # --- who holds what
 
@@ -234,37 +291,29 @@ class StagedJob(Recorded, StagedState):
     # --- a step
 
     def _leaves(self, batch: Any) -> Leaves:
-        if isinstance(batch, Local):
+        leaves = Leaves.of(batch)
+        if leaves.local:
             raise BatchError("a plan with stages takes the global batch", next="hand every rank all of it")
-        leaves = Leaves.of(batch, False)
-        if self.precision.weights is None:
-            return leaves
-        return Leaves({n: self.precision.leaf(t) for n, t in leaves.tensors.items()}, leaves.tree, False)
-
-    @staticmethod
-    def _split(leaves: Leaves, parts: int) -> list[Leaves]:
-        if leaves.samples % parts:
-            raise BatchError(f"{leaves.samples} samples can't be cut into {parts} equal micro-batches",
-                             next="use a batch that divides, or another number of micro-batches")  # fmt: skip
-        return leaves.split(parts)
+        return leaves if self.precision.weights is None else leaves.mapped(self.precision.leaf)
 
     def _agreed(self, batch: Any) -> list[Leaves]:
         """The micro-batches of a batch, which must be alike on all ranks."""
         leaves = self._leaves(batch)
         self._world.agree(" ".join(leaves.key[1:]), leaves.key != self._noted)
         self._noted = leaves.key
-        return self._split(leaves, self.plan.micro_batches)
+        return leaves.split(self.plan.micro_batches)
 
     def step(self, batch: Any) -> Result:
-        """Train on one global batch."""
+        """Train on one global batch, or `Sized(batch, sizes)`: with micro-batches of so many samples."""
         return self._recorded_step(batch)  # type: ignore[no-any-return]
 
     def _step(self, batch: Any) -> Result:
         clock = clock_of(self.device)
         self._micros = self._agreed(batch)
-        self._draws = self.steps * len(self._micros)
-        pipe = self._pipe = self._pipe_for(self._micros[0], True)
-        pipe.parts.weights = [1.0 if pipe.weighted else 1.0 / len(self._micros)] * len(self._micros)
+        self._draws = self.steps
+        pipe = self._pipe = self._pipe_for(self._micros, True)
+        samples = [m.samples for m in self._micros]
+        pipe.parts.weights = [1.0 if pipe.weighted else n / sum(samples) for n in samples]
         self._scale = self._scaler.scale if self._scaler else 1.0
         tape = self._tape if isinstance(self._tape, PipeTape) and self._tape.active else None
         self._mark("batch")
@@ -286,14 +335,14 @@ class StagedJob(Recorded, StagedState):
         try:
             for i, batch in enumerate(batches):
                 self._micros = self._agreed(batch)
-                self._draws = -(1 + i) * len(self._micros)
-                pipe = self._pipe_for(self._micros[0], False)
-                pipe.parts.weights = [1.0] * len(self._micros)
+                self._draws = -1 - i
+                pipe = self._pipe_for(self._micros, False)
+                samples = [m.samples for m in self._micros]
+                pipe.parts.weights = [1.0 if pipe.weighted else n for n in samples]
                 pipe.actors.run(1)
                 _, loss, count = self._met(pipe, {})
-                samples = self._micros[0].samples
-                total += float(loss) * (1.0 if pipe.weighted else samples)
-                weight += float(count) if pipe.weighted else samples * len(self._micros)
+                total += float(loss)
+                weight += float(count) if pipe.weighted else sum(samples)
         finally:
             for module, mode in training:
                 module.training = mode
@@ -302,12 +351,15 @@ class StagedJob(Recorded, StagedState):
     def _feed(self, pipe: Pipe, stage: int, k: int) -> dict[str, Tensor]:
         """This rank's share of what a stage reads from outside, of one micro-batch."""
         out: dict[str, Tensor] = {}
-        plan = pipe.made.staged.stages[stage].plan
-        for item in pipe.made.cut.graphs[stage].inputs:
+        made = pipe.parts.sizes[k].piped.made
+        plan = made.staged.stages[stage].plan
+        for item in made.cut.graphs[stage].inputs:
             if item.kind == "batch":
                 out[item.name] = self._cut(self._micros[k].tensors[item.name], plan.inputs[item.name])
             elif item.kind == "rng":
-                out[item.name] = self._cut(torch.tensor([self.seed, self._draws + k]), plan.inputs[item.name])
+                samples = [m.samples for m in self._micros]
+                key = torch.tensor([self.seed, self._draws, sum(samples[:k]), sum(samples)][: item.spec.numel])
+                out[item.name] = self._cut(key, plan.inputs[item.name])
             elif item.kind == "scale":
                 scale = torch.tensor(self._scale * pipe.parts.weights[k], dtype=DTYPES[item.spec.dtype])
                 out[item.name] = self._cut(scale, plan.inputs[item.name])

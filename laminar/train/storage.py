@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -183,25 +184,51 @@ def _digest(x: Tensor) -> str:
     return hashlib.sha256(head + x.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
-def save(job: Job | DdpJob, directory: str | Path) -> None:
-    """See `Job.save`: `model.safetensors`, `optimizer.safetensors` and `job.json`."""
-    from safetensors.torch import save_file
+@dataclass(frozen=True)
+class Snapshot:
+    """A job as it was, ready to be written: tensors by file and name, and the rest."""
 
+    tensors: dict[str, dict[str, Tensor]]
+    about: dict[str, Any]
+
+    def write(self, directory: str | Path) -> None:
+        """`model.safetensors`, `optimizer.safetensors` and `job.json`.
+
+        All are written under other names first. Whoever stops this in the middle finds what was there before or, in
+        the moment between renames, no `job.json`: never files of two different steps.
+        """
+        from safetensors.torch import save_file
+
+        path = Path(directory)
+        path.mkdir(parents=True, exist_ok=True)
+        for name, tensors in self.tensors.items():
+            save_file(tensors, path / f"{name}.safetensors.part")
+        (path / "job.json.part").write_text(json.dumps(self.about, indent=1) + "\n")
+        (path / "job.json").unlink(missing_ok=True)
+        for file in (*(f"{name}.safetensors" for name in self.tensors), "job.json"):
+            (path / f"{file}.part").replace(path / file)
+
+
+def snapshot(job: Job | DdpJob, apart: bool) -> Snapshot | None:
+    """The job as it is now, on rank 0; every rank must call this. `apart`: it does not change when the job goes on."""
     weights = {n: t for n, t in job.state_dict().items() if isinstance(t, Tensor)}
     average = job.state_dict(ema=True) if job._ema else {}
     optimizer = job.optimizer_state_dict()
-    if job.rank == 0:
-        path = Path(directory)
-        path.mkdir(parents=True, exist_ok=True)
-        tensors, plain = _taken_apart(optimizer)
-        _write(path / "model.safetensors", lambda p: save_file(_own(weights), p))
-        _write(path / "optimizer.safetensors", lambda p: save_file(_own(tensors), p))
-        if average:
-            _write(path / "ema.safetensors", lambda p: save_file(_own(average), p))
-        scaler = None if job._scaler is None else vars(job._scaler)
-        about = {"laminar_job": VERSION, "steps": job.steps, "seed": job.seed, "optimizer": plain, "scaler": scaler,
-                 "plan": job.plan.hash if job.plan else None}  # fmt: skip
-        _write(path / "job.json", lambda p: p.write_text(json.dumps(about, indent=1) + "\n"))
+    if job.rank != 0:
+        return None
+    tensors, plain = _taken_apart(optimizer)
+    files = {"model": weights, "optimizer": tensors, **({"ema": average} if average else {})}
+    scaler = None if job._scaler is None else dict(vars(job._scaler))
+    about = {"laminar_job": VERSION, "steps": job.steps, "seed": job.seed, "optimizer": plain, "scaler": scaler,
+             "plan": job.plan.hash if job.plan else None}  # fmt: skip
+    return Snapshot({name: _own(each, apart) for name, each in files.items()}, about)
+
+
+def save(job: Job | DdpJob, directory: str | Path) -> None:
+    """See `Job.save`."""
+    taken = snapshot(job, apart=False)
+    if taken is not None:
+        taken.write(directory)
     job._world.gather_objects(None)  # nobody goes on before the files are there
 
 
@@ -226,20 +253,14 @@ def resume(job: Job | DdpJob, directory: str | Path) -> None:
         job.load_average(load_file(path / "ema.safetensors"))
 
 
-def _write(path: Path, write: Any) -> None:
-    """A file that is there whole or not at all."""
-    part = path.with_name(path.name + ".part")
-    write(part)
-    part.replace(path)
-
-
-def _own(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors that share no memory, as the format wants: of tied ones the first name stays."""
+def _own(tensors: Mapping[str, Tensor], apart: bool) -> dict[str, Tensor]:
+    """Tensors that share no memory, as the format wants: of tied ones the first name stays; `apart`: nor the job's."""
     out, seen = {}, set()
     for name, t in tensors.items():
         if not t.numel() or t.data_ptr() not in seen:
             seen.add(t.data_ptr())
-            out[name] = t.detach().cpu().contiguous()
+            there = t.detach().cpu().contiguous()
+            out[name] = there.clone() if apart and there.data_ptr() == t.data_ptr() else there
     return out
 
 

@@ -13,6 +13,7 @@ import contextlib
 import itertools
 import os
 import time
+import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -47,8 +48,12 @@ class World:
         if self.device.type == "cpu":
             keep_freed_memory()
         self.store = default_store() if self.size > 1 else None
-        self._notes = 0
-        self._place = f"laminar/{next(_MADE)}/note"
+        self.timeout_s = timeout_s
+        self.open: weakref.WeakSet[Any] = weakref.WeakSet()
+        """What is to be closed before the process group is left."""
+        self._notes = self._meetings = 0
+        self._home = f"laminar/{next(_MADE)}"
+        self._place = f"{self._home}/note"
 
     def _join(self, device: torch.device | str | None, timeout_s: float) -> None:
         missing = [k for k in ("RANK", "MASTER_ADDR", "MASTER_PORT") if k not in os.environ]
@@ -106,6 +111,11 @@ class World:
                         next="hand the same global batch to every rank, or equal shares as laminar.Local(share)",
                     )
 
+    def meeting(self, what: str) -> str:
+        """A place in the store for something that all ranks begin now, the same on each."""
+        self._meetings += 1
+        return f"{self._home}/{what}/{self._meetings}"
+
     def _slot(self, rank: int) -> str:
         """Where a rank's note about this step lies: a ring, for others may be some steps ahead or behind."""
         return f"{self._place}/{rank}/{self._notes % RING}"
@@ -126,6 +136,8 @@ class World:
 
     def close(self) -> None:
         """Leave the process group, if this made it."""
+        for each in list(self.open):
+            each.close()
         if self.joined and dist.is_initialized():
             with contextlib.suppress(Exception):
                 dist.destroy_process_group()

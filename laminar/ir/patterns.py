@@ -1,0 +1,142 @@
+"""Parts of a model named by pattern: what a plan says about activations, it says about modules or single values.
+
+    blocks.*               each module one level below `blocks`: `*` stands for one part of a path, or a piece of one
+    r"blocks\\.(0|2)"       anything else that means something in a regular expression makes the pattern one; of modules
+                           inside each other that match, the outermost counts
+    %gelu_3  %gelu.*       values, by the names that programs print; always a regular expression
+    blocks.*+collectives   what ranks exchange inside is included
+
+Each module that matches is one block: all that runs inside it. Patterns match whole names.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from laminar.errors import PlanError
+from laminar.ir.graph import Graph
+
+COLLECTIVES = "+collectives"
+SHOWN = 12
+"""Names that an error lists."""
+
+
+@dataclass(frozen=True)
+class Picked:
+    """What patterns name."""
+
+    blocks: frozenset[str] = frozenset()
+    """Paths of modules, none inside another."""
+    values: frozenset[str] = frozenset()
+    """Ops, by name."""
+    exchanging: frozenset[str] = frozenset()
+    """Those blocks and values whose collectives are included."""
+
+    def block_of(self, module: str) -> str | None:
+        """The block that a module is, or is in."""
+        while module:
+            if module in self.blocks:
+                return module
+            module = module.rpartition(".")[0]
+        return None
+
+    def value_of(self, line: str) -> str | None:
+        """The value that a line makes, or helps to make: an op that is written out has lines `name.0`, `name.1`."""
+        name = line if line in self.values else line.partition(".")[0]
+        return name if name in self.values else None
+
+
+def pick(graph: Graph, patterns: Sequence[str]) -> Picked:
+    """What patterns name in a graph; one that names nothing is refused with what there is."""
+    names = _Names(graph)
+    blocks: set[str] = set()
+    values: set[str] = set()
+    exchanging: set[str] = set()
+    for pattern in patterns:
+        found = names.matching(pattern)
+        single = pattern.startswith("%")
+        if not found:
+            raise PlanError(
+                f"{pattern!r} names no {'value' if single else 'module'} of the model",
+                allowed=_some([f"%{n}" for n in names.ops] if single else _families(names.paths)),
+                next="`*` stands for one part of a path; patterns match whole names",
+            )
+        (values if single else blocks).update(found)
+        if pattern.endswith(COLLECTIVES):
+            exchanging.update(found)
+    outer = {b for b in blocks if not any(b.startswith(f"{other}.") for other in blocks)}
+    return Picked(frozenset(outer), frozenset(values), frozenset(exchanging))
+
+
+def known(graph: Graph, patterns: Sequence[str]) -> tuple[str, ...]:
+    """Those patterns that name something in a graph: a stage has only some of the blocks."""
+    names = _Names(graph) if patterns else None
+    return tuple(p for p in patterns if names is not None and names.matching(p))
+
+
+class _Names:
+    """What can be named in a graph."""
+
+    def __init__(self, graph: Graph) -> None:
+        forward = [n for n in graph.nodes if n.phase == "forward"]
+        self.ops = [n.name for n in forward]
+        self.paths = _paths(dict.fromkeys(n.module for n in forward))
+
+    def matching(self, pattern: str) -> list[str]:
+        """Ops for a pattern of values, else modules."""
+        text = pattern.removesuffix(COLLECTIVES)
+        regex = _regex(text)
+        if text.startswith("%"):
+            return [n for n in self.ops if regex.fullmatch(f"%{n}")]
+        return _outermost(regex, self.paths)
+
+
+def as_patterns(given: str | Iterable[str] | None) -> tuple[str, ...]:
+    """One pattern, several, or none, as a tuple; commas separate several in one text."""
+    if given is None:
+        return ()
+    texts: list[str] = []
+    for one in [given] if isinstance(given, str) else given:
+        texts += [t.strip() for t in one.split(",")] if isinstance(one, str) and _plain(one) else [one]
+    for text in texts:
+        if not isinstance(text, str) or not text.removesuffix(COLLECTIVES):
+            raise PlanError(f"{text!r} is not a pattern", next='write a path such as "blocks.*", or several in a list')
+    return tuple(dict.fromkeys(texts))
+
+
+def _plain(text: str) -> bool:
+    return re.fullmatch(r"[\w.*, %+]*", text) is not None
+
+
+def _regex(text: str) -> re.Pattern[str]:
+    try:
+        if re.fullmatch(r"[\w.*]+", text):
+            return re.compile(re.escape(text).replace(r"\*", "[^.]*"))
+        return re.compile(text)
+    except re.error as error:
+        raise PlanError(f"{text!r} is not a pattern: {error}") from error
+
+
+def _paths(modules: Iterable[str]) -> list[str]:
+    """All modules that run something, and those they are in."""
+    out: dict[str, None] = {}
+    for module in modules:
+        parts = module.split(".") if module else []
+        out |= dict.fromkeys(".".join(parts[: k + 1]) for k in range(len(parts)))
+    return list(out)
+
+
+def _outermost(regex: re.Pattern[str], paths: Sequence[str]) -> list[str]:
+    found = [p for p in paths if regex.fullmatch(p)]
+    return [p for p in found if not any(p.startswith(f"{other}.") for other in found)]
+
+
+def _families(paths: Sequence[str]) -> list[str]:
+    """Paths with their numbers as `*`, once each."""
+    return list(dict.fromkeys(re.sub(r"(^|(?<=\.))\d+(?=\.|$)", "*", p) for p in paths))
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")
