@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from laminar.errors import LaminarError, RecipeError
-from laminar.ir.graph import Graph
+from laminar.ir.graph import RNG, Graph
 from laminar.ir.mesh import Mesh
 from laminar.ir.patterns import pick
 from laminar.ir.plan import Plan
@@ -174,7 +174,7 @@ def inputs_of(
     from laminar.capture.capture import check_batch, state_of
 
     key = torch.tensor([seed, step, first, samples])
-    given = {**state_of(model), **check_batch(graph, batch), "rng": key}
+    given = {**state_of(model), **check_batch(graph, batch), RNG: key}
     return {i.name: given[i.name][: i.spec.numel] if i.kind == "rng" else given[i.name] for i in graph.inputs}
 
 
@@ -299,8 +299,8 @@ def parallelize(
 
     plan = choose.loaded(plan)
     if isinstance(plan, Staged):
-        return _staged(model, loss, optimizer, batch, plan, device, precision, clip_norm, clip_value, seed, timeout_s,
-                       mesh=mesh, micro_batches=micro_batches, ema=ema, compile=compile,
+        return _staged(model, loss, optimizer, batch, plan, device, precision, clip_norm, clip_value, ema, seed,
+                       timeout_s, mesh=mesh, micro_batches=micro_batches, compile=compile,
                        detect_anomaly=detect_anomaly)  # fmt: skip
     from laminar.train.job import Job
 
@@ -310,12 +310,12 @@ def parallelize(
     )  # fmt: skip
 
 
-def _staged(*args: Any, mesh: Any, micro_batches: int, ema: Any, compile: Any, detect_anomaly: bool) -> Any:
+def _staged(*args: Any, mesh: Any, micro_batches: int, compile: Any, detect_anomaly: bool) -> Any:
     """A job whose plan has stages; what such a job has no say in is refused by name."""
     from laminar.train.staged import StagedJob
 
-    asked = {"mesh": mesh is not None, "micro_batches": micro_batches != 1, "ema": ema is not None,
-             "compile": bool(compile), "detect_anomaly": detect_anomaly}  # fmt: skip
+    asked = {"mesh": mesh is not None, "micro_batches": micro_batches != 1, "compile": bool(compile),
+             "detect_anomaly": detect_anomaly}  # fmt: skip
     for name, given in asked.items():
         if given:
             raise LaminarError(f"{name} does not go with a plan that has stages", next="leave it out")

@@ -32,7 +32,7 @@ from laminar.capture.canonical import Canonical
 from laminar.capture.capture import capture, check_batch, state_of
 from laminar.capture.slots import slots_of
 from laminar.errors import BatchError
-from laminar.ir.graph import Graph
+from laminar.ir.graph import RNG, Graph
 from laminar.runtime.reference import run_graph
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -76,7 +76,7 @@ def eager(make: Make, loss: Step, batch: Any, key: tuple[int, int] | None) -> di
 
 
 def graph_outputs(graph: Graph, model: nn.Module, batch: Any, key: tuple[int, int] = KEY) -> dict[str, Tensor]:
-    given = {**state_of(model), **check_batch(graph, batch), "rng": torch.tensor(key)}
+    given = {**state_of(model), **check_batch(graph, batch), RNG: torch.tensor(key)}
     return run_graph(graph, {i.name: given[i.name].detach().clone() for i in graph.inputs})
 
 
@@ -1432,7 +1432,7 @@ def test_draws_do_not_depend_on_the_layout(seed: int) -> None:
     batch = draw(6, 4)
     graph = capture(model, square, batch)
     plan = random_plan(graph, laminar.Mesh({"a": 2, "b": 2}), seed)
-    given = {**state_of(model), **check_batch(graph, batch), "rng": torch.tensor(KEY)}
+    given = {**state_of(model), **check_batch(graph, batch), RNG: torch.tensor(KEY)}
     report = verify_program(graph, plan, [{i.name: given[i.name] for i in graph.inputs}])
     assert report.ok, report
 

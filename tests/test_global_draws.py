@@ -18,6 +18,7 @@ from laminar import Mesh, Sized
 from laminar.capture import kernels
 from laminar.capture.canonical import Canonical
 from laminar.errors import PlanError
+from laminar.ir.graph import RNG
 from laminar.ir.sbp import Split
 from laminar.rules.samples import compared, doubtful, draws_of, in_parts, places
 from laminar.runtime import fusable
@@ -320,5 +321,5 @@ def test_a_graph_without_draws_is_left_alone() -> None:
     graph = laminar.capture(plain_net, lambda m, x: m(x).square().mean(), torch.randn(4, 4))
     assert places(graph) == {} and in_parts(graph, {}) is graph
     job = laminar.parallelize(model(), mean, make, batch=batch_of(4))
-    assert job.graph.input("rng").spec.shape == (2,) and all(len(d.args) == 4 for d in draws_of(job.graph))
+    assert job.graph.input(RNG).spec.shape == (2,) and all(len(d.args) == 4 for d in draws_of(job.graph))
     job.close()

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 import laminar
 from laminar import Mesh
 from laminar.errors import MeshError, NonFiniteError, OptimizerError, PlanError, StateError
+from laminar.ir.graph import RNG, SCALE
 from tests.ranks import Ranks
 
 PLANS = ("data", "zero1", "zero2", "zero3", "tensor")
@@ -400,6 +401,28 @@ def test_zero_holds_the_bytes_of_the_formula(two: Ranks, plan: str, parts: tuple
     for found, whole in two.run(_bytes, plan, 2):
         want = {"parameters": whole // parts[0], "gradients": whole // parts[1], "state": 2 * whole // parts[2]}
         assert found == want
+
+
+class Named(torch.nn.Module):
+    """A model whose parameters have the names of what a step brings itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.rng = (torch.nn.Parameter(torch.full((3,), x, dtype=torch.float64)) for x in (0.5, 2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.dropout(x * self.scale, 0.5) + self.rng
+
+
+def test_a_model_may_have_a_parameter_called_scale() -> None:
+    """Or one called rng: both are inputs of the step, beside its own."""
+    x = torch.ones(4, 3, dtype=torch.float64)
+    model = Named()
+    options: dict[str, Any] = {"batch": x, "precision": "fp16", "device": "cpu"}
+    job = laminar.parallelize(model, lambda m, x: m(x).square().mean(), adamw(model), **options)
+    assert {"scale", "rng", RNG, SCALE} <= {i.name for i in job.graph.inputs}
+    job.step(x)
+    assert set(job.state_dict()) == {"scale", "rng"}
 
 
 def _average(plan: str) -> float:
@@ -913,7 +936,7 @@ def _drawing(split: bool) -> list[float]:
 
     def made(graph: laminar.Graph, mesh: Mesh) -> laminar.Plan:
         plan = laminar.plans.data_parallel(graph, mesh)
-        return replace(plan, inputs={**plan.inputs, "rng": (laminar.S(0),)}) if split else plan
+        return replace(plan, inputs={**plan.inputs, RNG: (laminar.S(0),)}) if split else plan
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 1))

@@ -141,6 +141,65 @@ def test_stages_compose_with_plans_inside(four: Ranks, options: dict[str, Any]) 
     same(four, True, options)
 
 
+def _averaged(folder: str) -> tuple[float, float]:
+    """How far the moving average is from that of plain PyTorch, and after it was saved and taken up again."""
+    made, other = model(True), model(True)
+    options = {"batch": _batches(1)[0], "plan": planned(made, stages=2), "ema": 0.9}
+    job = laminar.parallelize(made, _loss, make, **options)
+    optimizer = make(other.parameters())
+    average = {k: v.detach().clone().float() for k, v in other.named_parameters()}
+    for batch in _batches(STEPS):
+        job.step(batch)
+        optimizer.zero_grad()
+        _loss(other, batch).backward()
+        optimizer.step()
+        for k, v in other.named_parameters():
+            average[k].lerp_(v.detach().float(), 0.1)
+    found = job.state_dict(ema=True)
+    job.save(folder)
+    again = laminar.parallelize(model(True), _loss, make, **options)
+    again.resume(folder)
+    taken = again.state_dict(ema=True)
+    off = [max(float((there[k] - average[k]).abs().max()) for k in average) for there in (found, taken)]
+    job.close()
+    again.close()
+    return off[0], off[1]
+
+
+def test_moving_averages_are_those_of_one_device(two: Ranks, tmp_path: Path) -> None:
+    """Each place averages what it owns; weights tied across places are averaged at both."""
+    for here, resumed in two.run(_averaged, str(tmp_path / "job")):
+        assert here < 1e-6 and resumed < 1e-6
+
+
+def _half(precision: str, stages: int) -> dict[str, Tensor]:
+    made = model(True).float()
+    options: dict[str, Any] = {"plan": planned(made, stages=stages)} if stages else {"micro_batches": MICRO}
+    job = laminar.parallelize(made, _loss, make, batch=_batches(1)[0], precision=precision, device="cpu", **options)
+    for batch in _batches(STEPS):
+        job.step(batch)
+    weights = job.state_dict()
+    tied = made.embed.weight.detach().clone()  # empty where it is not held
+    job.close()
+    return {**weights, "tied": tied}
+
+
+@pytest.mark.parametrize("precision", ["bf16-kahan", "bf16-stochastic"])
+def test_weights_in_bfloat16_are_rounded_as_without_stages(two: Ranks, precision: str) -> None:
+    """Draws hang on an element's place in the model, so copies of a tied weight stay the same at both places."""
+    ranks = two.run(_half, precision, 2)
+    alone = _half(precision, 0)
+    assert all(t["tied"].dtype == torch.bfloat16 for t in ranks)
+    assert ranks[0]["tied"].numel() and torch.equal(ranks[0]["tied"], ranks[1]["tied"])
+    moved = model(True).float().state_dict()
+    for name, want in alone.items():
+        # The gradient of a key's bias is nothing but rounding, which Adam makes steps of.
+        if name != "tied" and not name.endswith("k.bias"):
+            got = ranks[0][name].float()
+            far = (want.float() - moved[name].to(torch.bfloat16).float()).norm()
+            assert (got - want.float()).norm() < 0.1 * far, name
+
+
 def _wrong(which: str) -> str:
     made = model(False)
     batch = _batches(1)[0]

@@ -16,7 +16,7 @@ from laminar.capture.slots import slots_of
 from laminar.capture.torch_ops import spec_of
 from laminar.capture.trace import trace
 from laminar.errors import BatchError, CaptureError
-from laminar.ir.graph import Graph
+from laminar.ir.graph import SCALE, Graph
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def capture(
         if stand_in is not None:
             slot.tensor = stand_in.requires_grad_(slot.tensor.requires_grad)
     if scaled:
-        leaves = {**leaves, "scale": torch.ones((), dtype=torch.float64)}
+        leaves = {**leaves, SCALE: torch.ones((), dtype=torch.float64)}
 
     def set_leaves(fakes: list[Tensor]) -> None:
         given.update(zip(leaves, fakes, strict=True))
@@ -122,7 +122,7 @@ def capture(
             value, metrics = total / weight, {"loss_total": total, "loss_weight": weight}
         if not scaled or not isinstance(total, Tensor):
             return value, value, metrics
-        return value, total * given["scale"].to(total.dtype), metrics
+        return value, total * given[SCALE].to(total.dtype), metrics
 
     traced = trace(model, step, slots, leaves, set_leaves, backward, wide)
     return simplify(convert(traced, leaves, json.dumps(tree)))

@@ -20,7 +20,7 @@ from laminar.capture.torch_ops import DTYPES, find_op, op_name, plain, positiona
 from laminar.capture.trace import Traced
 from laminar.errors import CaptureError
 from laminar.ir.codec import Dtype, Ref
-from laminar.ir.graph import Constant, Graph, Input, Node, Output
+from laminar.ir.graph import RNG, SCALE, Constant, Graph, Input, Node, Output
 from laminar.ir.tensor import TensorSpec
 
 
@@ -177,12 +177,12 @@ def convert(traced: Traced, leaves: dict[str, torch.Tensor], batch_tree: str) ->
         env[node] = c.fresh(Ref(slot.name), spec)
         env[node].base.param = slot.name if slot.kind == "param" else ""
     for node, (name, leaf) in zip(holders[len(traced.slots) : -1], leaves.items(), strict=True):
-        inputs.append(Input(name, "scale" if name == "scale" else "batch", spec_of(leaf)))
+        inputs.append(Input(name, "scale" if name == SCALE else "batch", spec_of(leaf)))
         env[node] = c.fresh(Ref(name), spec_of(leaf))
     key = TensorSpec((2,), "i64")
-    env[holders[-1]] = c.fresh(Ref("rng"), key)
+    env[holders[-1]] = c.fresh(Ref(RNG), key)
     if traced.draws:
-        inputs.append(Input("rng", "rng", key))
+        inputs.append(Input(RNG, "rng", key))
     outputs: list[Output] = []
     slots, together = {slot.name: slot for slot in traced.slots}, sharing(traced.slots)
     for node in traced.graph.graph.nodes:

@@ -149,7 +149,9 @@ def trace(
             outputs.extend(("metric", k) for k in metrics)
             for slot, grad in zip(trained, grads, strict=True):
                 if grad is not None:
+                    recorder.fixed = Origin(module=slot.name.rpartition(".")[0], phase="backward")
                     results.append(grad.float() if wide and grad.dtype in NARROW else grad)
+                    recorder.fixed = None
                     outputs.append(("grad", slot.name))
             for slot in slots:
                 if slot.kind == "buffer" and isinstance(slot.now, Tensor):

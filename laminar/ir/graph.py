@@ -19,6 +19,8 @@ from laminar.ir.codec import Dtype, Ref, content_hash, decode, encode
 from laminar.ir.tensor import TensorSpec
 
 INPUT_KINDS = ("param", "buffer", "batch", "rng", "scale", "given")
+RNG, SCALE = "laminar.rng", "laminar.scale"
+"""Names of the inputs that the step itself brings; a model may well have a parameter called scale."""
 """`given`: made by another stage."""
 OUTPUT_KINDS = ("loss", "metric", "grad", "buffer", "sent")
 """`sent`: read by another stage."""

@@ -26,7 +26,7 @@ from laminar.capture.capture import capture, flatten, unflatten
 from laminar.capture.torch_ops import constant_tensor, spec_of
 from laminar.errors import BatchError
 from laminar.events import emit
-from laminar.ir.graph import Graph
+from laminar.ir.graph import RNG, SCALE, Graph
 from laminar.ir.mesh import Mesh
 from laminar.ir.plan import Plan
 from laminar.ir.program import Program
@@ -152,7 +152,7 @@ class Ready:
         """Run one (micro-)batch of local leaves; local outputs in order."""
         args = list(self.fixed)
         for name, at in self.filled.items():
-            args[at] = key if name == "rng" else scale if name == "scale" else leaves[name]
+            args[at] = key if name == RNG else scale if name == SCALE else leaves[name]
         for at, cut in self.cuts.items():
             args[at] = cut(args[at])
         return self.step(*args)

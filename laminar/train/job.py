@@ -23,7 +23,7 @@ from laminar.capture.private import foreach_add, foreach_copy, foreach_lerp
 from laminar.capture.torch_ops import spec_of
 from laminar.errors import CaptureError, LaminarError
 from laminar.events import emit
-from laminar.ir.graph import Graph
+from laminar.ir.graph import RNG, Graph
 from laminar.ir.mesh import Mesh
 from laminar.ir.plan import Plan
 from laminar.ir.program import Program
@@ -255,9 +255,9 @@ class Job(Recorded, storage.Stored):
 
         A program for micro-batches is told where in its batch it begins, and how many samples that has.
         """
-        if "rng" not in ready.filled:
+        if RNG not in ready.filled:
             return None
-        told = ready.graph.input("rng").spec.numel
+        told = ready.graph.input(RNG).spec.numel
         return torch.tensor([self.seed, number, first, samples][:told], device=self.device)
 
     def _put_buffers(self, ready: Ready, out: list[Tensor]) -> None:
@@ -337,7 +337,8 @@ class Job(Recorded, storage.Stored):
         updates = [(self._by_name[n], g) for n, g in zip(names, grads, strict=True)]
         if self.precision.rounding != "nearest":
             key = torch.tensor([self.seed, number], device=self.device)
-            rounded_update(self.optimizer, updates, self.precision.rounding, key, self.mesh, self.rank)
+            rounding, numbers = self.precision.rounding, {s.name: i for i, s in enumerate(self._slots)}
+            rounded_update(self.optimizer, updates, rounding, key, self.mesh, self.rank, numbers)
         else:
             for k, g in updates:
                 k.owned.grad = g if g.dtype == k.owned.dtype else g.to(k.owned.dtype)

@@ -13,7 +13,7 @@ on every rank, because the decision hangs on the norm of the whole gradient, whi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,15 +106,16 @@ def rounded_update(
     key: Tensor,
     mesh: Mesh,
     rank: int,
+    numbers: Mapping[str, int],
 ) -> None:
     """One update of half-precision weights from float32 gradients, computed in float32 and rounded as told.
 
     The optimizer sees float32 weights, a chunk at a time, so its state is float32 as well. `key` is
-    (seed, step); with it and its place in the whole tensor each element is rounded the same way on any layout.
+    (seed, step); with it, the number of its tensor in the model and its place in the whole tensor each element is
+    rounded the same way on any layout.
     """
     groups = [list(g["params"]) for g in optimizer.param_groups]
     known = type(optimizer).__module__.startswith("torch.optim")  # another may count its calls
-    site = {k.name: SITES + i for i, (k, _) in enumerate(updates)}
     for chunk in _chunks(updates, CHUNK_BYTES if known else None):
         narrow = [k.owned.data for k, _ in chunk]
         for k, grad in chunk:
@@ -133,7 +134,8 @@ def rounded_update(
             k.owned.grad = None
             k.owned.data = data
             if how == "stochastic":
-                data.copy_(at_random(wide, key, site[k.name], _index(k, mesh, rank, data.device), k.spec.shape))
+                index = _index(k, mesh, rank, data.device)
+                data.copy_(at_random(wide, key, SITES + numbers[k.name], index, k.spec.shape))
             else:
                 data.copy_(wide)
                 optimizer.state[k.owned]["compensation"] = (wide - data).to(data.dtype)

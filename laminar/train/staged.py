@@ -7,44 +7,32 @@ the decision to skip an fp16 step are one for all, and every rank updates what i
 
 Ranks outside of a weight's places do not hold it. Whole weights are assembled where they are held, and sent to all.
 
-Micro-batches of one step may have different sizes, and those of later steps others: all go through one pipe, whose
-registers are large enough for the largest. Each size is captured, lowered and turned into code when first met; one that
-does not fit opens a larger pipe in place of the old one. Evaluation has a pipe of its own.
-
-Not covered: moving averages, `bf16` without master weights, GPUs; these are refused by name.
+Not covered: GPUs; these are refused by name.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property, partial
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from laminar.capture.torch_ops import DTYPES, constant_tensor, spec_of
-from laminar.errors import BatchError, CaptureError, LaminarError, MeshError, PlanError
+from laminar.capture.private import foreach_lerp
+from laminar.capture.torch_ops import spec_of
+from laminar.errors import BatchError, CaptureError, LaminarError, MeshError
 from laminar.events import emit
 from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh
-from laminar.ir.net import Net
-from laminar.ir.program import Program, ProgramOutput
 from laminar.ir.sbp import B, NdSbp, Split
 from laminar.ir.staged import Staged
 from laminar.lower.moves import Move, moves
-from laminar.lower.pipes import together
 from laminar.lower.stages import Stages, stages
 from laminar.rules.crossing import crossing
-from laminar.runtime.actors import Actors
 from laminar.runtime.crossings import exchange
-from laminar.runtime.edges import Value
-from laminar.runtime.joined import join
-from laminar.runtime.module import Adding, Step
-from laminar.runtime.parts import Parts, Size
+from laminar.runtime.module import Step
 from laminar.runtime.pipe_record import PipeTape
 from laminar.runtime.record import Tape
 from laminar.runtime.shards import shard
@@ -56,46 +44,14 @@ from laminar.train.engine import Engine, Leaves
 from laminar.train.gradients import scale_and_clip
 from laminar.train.job import Result, clock_of
 from laminar.train.optimizer import Kept
-from laminar.train.precision import Precision, Scaler
+from laminar.train.precision import Precision, Scaler, rounded_update
 from laminar.train.recording import Recorded
+from laminar.train.staged_pipes import Pipe, StagedPipes
 from laminar.train.staged_state import StagedState
 from laminar.train.world import World
 
-SIZES = 8
-"""Sizes of micro-batches that one step may have."""
-MOST = 16
-"""Sizes that are kept compiled: each has code of its own, and buffers for what its collectives bring."""
 
-
-@dataclass
-class Pipe:
-    """Stages ready to run on this rank, for micro-batches up to a size."""
-
-    graph: Graph
-    """Of the largest micro-batch, as `made`."""
-    made: Stages
-    parts: Parts
-    actors: Actors
-    sizes: dict[Any, Size] = field(default_factory=dict)
-    """What is compiled, by the shapes of a micro-batch; that used longest ago comes first."""
-
-    @property
-    def net(self) -> Net:
-        """Its actors and queues."""
-        return self.actors.net
-
-    @cached_property
-    def weighted(self) -> bool:
-        """Whether the loss is a total over a weight."""
-        return any(o.kind == "metric" and o.name == "loss_weight" for o in self.graph.outputs)
-
-    def outputs(self, *kinds: str) -> list[tuple[int, ProgramOutput]]:
-        """What the stages of this rank give, with their stages."""
-        mine = ((s, part) for s in self.parts.stages for part in self.made.parts[s])
-        return [(s, o) for s, part in mine for o in part.program.outputs if o.kind in kinds]
-
-
-class StagedJob(Recorded, StagedState):
+class StagedJob(Recorded, StagedPipes, StagedState):
     """See `laminar.parallelize`; the methods of `Job`, for a plan with stages."""
 
     def __init__(
@@ -109,6 +65,7 @@ class StagedJob(Recorded, StagedState):
         precision: str | Precision = "f32",
         clip_norm: float | None = None,
         clip_value: float | None = None,
+        ema: float | None = None,
         seed: int = 0,
         timeout_s: float = 600.0,
     ) -> None:
@@ -123,11 +80,8 @@ class StagedJob(Recorded, StagedState):
             raise MeshError(f"the plan has {plan.ranks} ranks, the world has {self.world}",
                             next=f"start {plan.ranks} processes")  # fmt: skip
         self.precision = Precision.of(precision)
-        if self.precision.rounding != "nearest":
-            raise LaminarError(f"plans with stages have no precision {self.precision.name}", allowed="f32  bf16  fp16")
         self.clip_norm, self.clip_value, self.seed, self.steps = clip_norm, clip_value, seed, 0
         self._scaler = Scaler() if self.precision.scaled else None
-        self._ema: dict[str, Tensor] = {}
         self._scale = 1.0
         self._model = model
         self._engine = Engine(
@@ -152,85 +106,15 @@ class StagedJob(Recorded, StagedState):
             else Null(self.mesh, 0, self.device)
         )
         self._keep(made)
+        self._ema_decay = ema
+        self._ema = {k.name: k.owned.detach().float().clone() for k in self._kept} if ema is not None else {}
         self._moves: dict[Any, Step] = {}
         self._micros: list[Leaves] = []
         self._draws = 0
-        """What the draws of this step hang on: its number, or that of a batch of an evaluation."""
         self._noted: tuple[str, ...] = ()
         self._graphs: dict[Any, Graph] = {(first.key, True): self.graph}
         self._pipe = self._opened({first.key: made}, self.graph)
         self._pipes: dict[bool, Pipe] = {True: self._pipe}
-
-    def _opened(self, made: Mapping[Any, Stages], graph: Graph) -> Pipe:
-        """A pipe for some sizes of micro-batches: code for this rank's parts, and actors that meet those of others."""
-        emit("phase", name="compiling")
-        pipes = together(list(made.values()))
-        parts = Parts(pipes, self.rank, self._held, self._build)
-        net = pipes[0].net
-        tokens = {q.name: [Value([])] * q.filled for q in net.queues if q.filled}
-        actors = join(net, parts.fire, edges=parts.edges(), initial=tokens, device=self.device,
-                      timeout_s=self.timeout_s)  # fmt: skip
-        assert actors is not None  # every rank is at a place
-        out = Pipe(graph, next(iter(made.values())), parts, actors, dict(zip(made, parts.first, strict=True)))
-        parts.feed = partial(self._feed, out)
-        return out
-
-    def _pipe_for(self, micros: Sequence[Leaves], backward: bool) -> Pipe:
-        """The pipe for such micro-batches, made on first use or made larger; all ranks call this alike."""
-        kinds = {m.key: m for m in micros}
-        if len(kinds) > SIZES:
-            raise BatchError(f"micro-batches of {len(kinds)} different sizes in one step", allowed=f"{SIZES} at most",
-                             next="make more of them equal: each size is a program of its own")  # fmt: skip
-        pipe = self._pipes.get(backward)
-        for key in kinds:
-            if pipe is not None and key not in pipe.sizes:
-                size = pipe.parts.joining(self._lowered(kinds[key], backward, pipe.made))
-                if size is None:
-                    pipe = None
-                else:
-                    pipe.sizes[key] = size
-        if pipe is None:
-            pipe = self._larger(kinds, backward)
-        for key in kinds:
-            pipe.sizes[key] = pipe.sizes.pop(key)
-        for key in list(pipe.sizes)[: max(len(pipe.sizes) - MOST, 0)]:
-            del pipe.sizes[key]
-        pipe.parts.sizes = [pipe.sizes[m.key] for m in micros]
-        return pipe
-
-    def _larger(self, kinds: Mapping[Any, Leaves], backward: bool) -> Pipe:
-        """A pipe for these micro-batches in place of the one there is, if any; the largest decides how sums lie."""
-        if backward in self._pipes:
-            self._pipes.pop(backward).actors.close()
-        made: dict[Any, Stages] = {}
-        for key in sorted(kinds, key=lambda key: -sum(t.numel() for t in kinds[key].tensors.values())):
-            made[key] = self._lowered(kinds[key], backward, next(iter(made.values()), None))
-        pipe = self._pipes[backward] = self._opened(made, self._graphs[next(iter(made)), backward])
-        return pipe
-
-    def _lowered(self, leaves: Leaves, backward: bool, like: Stages | None) -> Stages:
-        """Micro-batches of one size captured and lowered, their sums as those of another."""
-        key = leaves.key, backward
-        if key not in self._graphs:
-            while len(self._graphs) >= MOST:
-                del self._graphs[next(iter(self._graphs))]
-            self._graphs[key] = self._engine.capture(leaves, backward)
-        graph = self._graphs[key]
-        made = stages(graph, again(graph, self.plan), like)
-        for s, own in enumerate(made.cut.graphs):
-            place = made.staged.stages[s].place
-            for item in own.inputs:
-                if item.kind in ("param", "buffer") and (item.name, place) not in self._lies:
-                    raise PlanError(
-                        f"with micro-batches of {leaves.samples} samples stage {s} reads {item.name}, "
-                        f"which is not held at its place {place}",
-                        next="cut the model at modules (stages=[...]), or use micro-batches of one size",
-                    )
-        return made
-
-    def _build(self, program: Program, adding: Adding) -> Step:
-        constants = {c.name: constant_tensor(c) for c in program.constants}
-        return Step(program, self._transport, constants, adding=adding)
 
     # --- who holds what
 
@@ -251,6 +135,7 @@ class StagedJob(Recorded, StagedState):
             if o.kind == "grad"
         }  # fmt: skip
         """Parameters and the places at which a part of their gradient is made."""
+        self._grad_specs = {o.name: g.specs[o.ref] for g in made.cut.graphs for o in g.outputs if o.kind == "grad"}
         me = staged.places.index(self._place)
         self._at = me
         self._specs = {s.name: spec_of(s.tensor) for s in self._slots}
@@ -348,23 +233,6 @@ class StagedJob(Recorded, StagedState):
                 module.training = mode
         return total / weight if weight else math.nan
 
-    def _feed(self, pipe: Pipe, stage: int, k: int) -> dict[str, Tensor]:
-        """This rank's share of what a stage reads from outside, of one micro-batch."""
-        out: dict[str, Tensor] = {}
-        made = pipe.parts.sizes[k].piped.made
-        plan = made.staged.stages[stage].plan
-        for item in made.cut.graphs[stage].inputs:
-            if item.kind == "batch":
-                out[item.name] = self._cut(self._micros[k].tensors[item.name], plan.inputs[item.name])
-            elif item.kind == "rng":
-                samples = [m.samples for m in self._micros]
-                key = torch.tensor([self.seed, self._draws, sum(samples[:k]), sum(samples)][: item.spec.numel])
-                out[item.name] = self._cut(key, plan.inputs[item.name])
-            elif item.kind == "scale":
-                scale = torch.tensor(self._scale * pipe.parts.weights[k], dtype=DTYPES[item.spec.dtype])
-                out[item.name] = self._cut(scale, plan.inputs[item.name])
-        return out
-
     def _move(self, items: list[Move], why: str, tensors: list[Tensor]) -> list[Tensor]:
         """From one placement to another, inside of this place."""
         if all(a == b for _, _, a, b in items):
@@ -411,7 +279,7 @@ class StagedJob(Recorded, StagedState):
         if self._at not in (src, dst):
             return None
         a, b = self.plan.places[src], self.plan.places[dst]
-        way = crossing(self._specs[name], a, self._owned_nd[name, src], b, self._owned_nd[name, dst])
+        way = crossing(self._grad_specs[name], a, self._owned_nd[name, src], b, self._owned_nd[name, dst])
         return exchange(way, x if self._at == src else None)
 
     def _met(self, pipe: Pipe, grads: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -456,12 +324,17 @@ class StagedJob(Recorded, StagedState):
         names = [n for n in self._by_name if n in grads]
         pieces = [grads[n] for n in names]
         norm = scale_and_clip(pieces, raw, inverse, self.clip_norm, self.clip_value)
-        for n, g in zip(names, pieces, strict=True):
-            owned = self._by_name[n].owned
-            owned.grad = g if g.dtype == owned.dtype else g.to(owned.dtype)
-        self.optimizer.step()
-        for n in names:
-            self._by_name[n].owned.grad = None
+        updates = [(self._by_name[n], g) for n, g in zip(names, pieces, strict=True)]
+        if self.precision.rounding != "nearest":
+            key, numbers = torch.tensor([self.seed, number]), {s.name: i for i, s in enumerate(self._slots)}
+            here = self._place.ranks.index(self.rank)
+            rounded_update(self.optimizer, updates, self.precision.rounding, key, self.mesh, here, numbers)
+        else:
+            for kept, g in updates:
+                kept.owned.grad = g if g.dtype == kept.owned.dtype else g.to(kept.owned.dtype)
+            self.optimizer.step()
+            for kept, _ in updates:
+                kept.owned.grad = None
         self._mark("optimizer")
         split = [k for k in self._kept if k.gathered]
         if split:
@@ -469,6 +342,8 @@ class StagedJob(Recorded, StagedState):
             moved = self._move(items, "updated parameters", [k.owned.detach() for k in split])
             for k, x in zip(split, moved, strict=True):
                 k.param.detach().copy_(x)
+        if self._ema_decay is not None:
+            foreach_lerp(list(self._ema.values()), [k.owned.detach().float() for k in self._kept], 1 - self._ema_decay)
         return Result(number, loss, norm, lr, clock(), False)
 
     def _new_tape(self, steps: int | None) -> Tape:

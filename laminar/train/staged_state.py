@@ -52,6 +52,9 @@ class StagedState(storage.Stored):
     _by_name: dict[str, Kept]
     _listed: list[list[str]]
     """The optimizer's parameters as the user gave them, by group."""
+    _ema: dict[str, Tensor]
+    """What this rank owns of the weights' moving average."""
+    _ema_decay: float | None
     _copy: nn.Module | None = None
 
     def _move(self, items: list[Move], why: str, tensors: list[Tensor]) -> list[Tensor]:
@@ -61,13 +64,26 @@ class StagedState(storage.Stored):
         raise NotImplementedError
 
     def state_dict(self, sharded: bool = False, ema: bool = False) -> dict[str, Any]:
-        """Whole weights and buffers under the model's own names, on every rank."""
-        if sharded or ema:
-            raise LaminarError("a job with stages gives whole weights only", next="state_dict() without arguments")
+        """Whole weights and buffers under the model's own names, on every rank.
+
+        `ema=True` gives the moving average of the weights instead.
+        """
+        if sharded:
+            raise LaminarError("a job with stages gives whole weights only", next="state_dict() without sharded=True")
+        if ema and self._ema_decay is None:
+            raise StateError("this job keeps no moving average", next="parallelize(..., ema=0.999)")
         of = {name: s.name for s in self._slots for name in (s.name, *s.aliases)}
         names = list(self._model.state_dict())
-        found = {name: self._whole(name, self._held.get(name), self._lies) for name in dict.fromkeys(of.values())}
+        found = {name: self._given(name, ema) for name in dict.fromkeys(of.values())}
         return {n: found[of[n]] if n in of else self._model.state_dict()[n] for n in names}
+
+    def _given(self, name: str, ema: bool) -> Tensor:
+        """A weight or buffer as a state dict has it; every parameter has an average."""
+        if not ema or not any(s.name == name and isinstance(s.tensor, nn.Parameter) for s in self._slots):
+            return self._whole(name, self._held.get(name), self._lies)
+        average = self._ema.get(name)
+        piece = None if average is None else average.to(DTYPES[self._specs[name].dtype])
+        return self._whole(name, piece, self._owned_nd)
 
     def _whole(
         self, name: str, piece: Tensor | None, lies: Mapping[tuple[str, int], NdSbp], dtype: torch.dtype | None = None
@@ -110,6 +126,13 @@ class StagedState(storage.Stored):
                 )
                 if slot.name in kept and kept[slot.name].gathered:
                     kept[slot.name].owned.copy_(self._cut(value.detach(), kept[slot.name].state_nd))
+                if slot.name in self._ema:
+                    self._ema[slot.name].copy_(kept[slot.name].owned.detach())
+
+    def load_average(self, given: Mapping[str, Tensor]) -> None:
+        """Take the moving average of the weights from whole tensors."""
+        for k in self._kept:
+            self._ema[k.name].copy_(self._cut(given[k.name], k.state_nd))
 
     def optimizer_state_dict(self) -> dict[str, Any]:
         """What `optimizer.state_dict()` would be on one device, on every rank."""
