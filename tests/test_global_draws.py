@@ -202,6 +202,7 @@ class Small(nn.Module):
         return F.dropout(F.dropout(self.a(x), 0.4).transpose(0, 1) * 2, 0.4)
 
 
+@pytest.mark.slow
 def test_a_compiled_job_draws_the_same() -> None:
     """Through Inductor too, which is the way of GPUs: one program, whichever part of the batch it is given."""
 

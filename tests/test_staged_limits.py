@@ -245,6 +245,7 @@ def _flooded(micro: int, steps: int) -> tuple[dict[str, int], list[int], dict[st
     return sizes, resident[2:], peaks
 
 
+@pytest.mark.slow
 def test_memory_of_a_stage_stays_flat_over_ten_thousand_micro_batches(two: Ranks) -> None:
     """A fast first stage before a slow one: all it makes would be 2.6 GB. Within 4 MB of itself after two steps."""
     (sizes, resident, peaks), _ = two.run(_flooded, 500, 20)

@@ -80,15 +80,21 @@ class Actors:
         self._fills = {a.name: [self.outlets[q.name] for q in net.fills[a.name]] for a in mine}
         self.steps = 0
         self._phase, self._target = "", 0
+        self._last: Callable[[], Sequence[float]] | None = None
         self.closed = False
         self._tape: list[tuple[str, int, int, int, int, int, str]] | None = None
         self._idle: tuple[int, str] | None = None
 
     # -- steps
 
-    def run(self, steps: int) -> int:
-        """Run steps together with all ranks; how many were run: the fewest that any of them asked for."""
+    def run(self, steps: int, last: Callable[[], Sequence[float]] | None = None) -> int:
+        """Run steps together with all ranks; how many were run: the fewest that any of them asked for.
+
+        `last` is called when this rank's own firings are done, while others may still be at theirs; what it returns is
+        added up over all ranks, in `sums`.
+        """
         self.begin(steps)
+        self._last = last
         self.station.live()
         heard_ns = 0
         try:
@@ -127,7 +133,7 @@ class Actors:
                     return True
             if all(a.step == self._target for a in self.agendas):
                 self._phase = "end"
-                self.station.ask(END, 0)
+                self.station.ask(END, 0, self._ended())
                 return True
         elif self._phase == "begin" and BEGIN in self.station.answers:
             self.steps = self.station.answers.pop(BEGIN)
@@ -140,6 +146,26 @@ class Actors:
             self.station.watch.doing = "between runs"
             return True
         return False
+
+    def _ended(self) -> Sequence[float]:
+        """What this rank has to say when all its firings are done."""
+        last, self._last = self._last, None
+        if last is None:
+            return ()
+        step = self._target - 1
+        try:
+            self.station.enter("the end", step)
+            said = last()
+            self.station.leave()
+        except BaseException as error:
+            self.station.failed(error, f"the end of step {step}")
+            raise
+        return said
+
+    @property
+    def sums(self) -> tuple[float, ...]:
+        """What `last` gave on all ranks of the last run, added up; the same bits on all of them."""
+        return self.station.sums
 
     def _by_urgency(self) -> list[Agenda]:
         """Places that are behind come first."""
@@ -166,7 +192,7 @@ class Actors:
         try:
             inputs = {i.queue.name: i.take(name) for i in inlets}
             start = now()
-            self.station.enter(name, k, step)
+            self.station.enter(f"{name}.{k}", step)
             made = self._run(name, k, step, inputs)
             self.station.leave()
             self._give(name, outlets, firsts, made, inlets)

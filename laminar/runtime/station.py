@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -45,8 +46,10 @@ class Station:
         """Why nothing goes on."""
         self.answers: dict[int, int] = {}
         """What all have agreed on, by kind of question."""
+        self.sums: tuple[float, ...] = ()
+        """Numbers that were told with the last question, added up over all ranks in their order."""
         self._handle = handle
-        self._asked: dict[int, dict[int, int]] = {BEGIN: {}, END: {}}
+        self._asked: dict[int, dict[int, tuple[int, tuple[float, ...]]]] = {BEGIN: {}, END: {}}
         self._byes = dict.fromkeys(lines.peers, 0)
         self._inside: tuple[str, float] | None = None
         self._ear, self._inbox = threading.Lock(), list[Message]()
@@ -84,9 +87,9 @@ class Station:
         self.watch.heard(m.source)
         if m.kind in (BEGIN, END):
             if self.rank == self.hub:
-                self._asked_by(m.source, m.kind, m.b)
+                self._asked_by(m.source, m.kind, m.b, _numbers(m.tail))
             else:
-                self.answers[m.kind] = m.b
+                self.answers[m.kind], self.sums = m.b, _numbers(m.tail)
         elif m.kind == PULSE:
             self.watch.told(m.tail)
         elif m.kind == BYE:
@@ -119,23 +122,24 @@ class Station:
 
     # -- what is told
 
-    def ask(self, kind: int, number: int) -> None:
-        """Tell the hub a number; the least of all ranks' will be in `answers`."""
+    def ask(self, kind: int, number: int, terms: Sequence[float] = ()) -> None:
+        """Tell the hub a number; the least of all ranks' will be in `answers`, the sums of their terms in `sums`."""
         if self.rank == self.hub:
-            self._asked_by(self.rank, kind, number)
+            self._asked_by(self.rank, kind, number, tuple(terms))
         else:
-            self.lines.post(self.hub, kind, b=number)
+            self.lines.post(self.hub, kind, b=number, tail=_tail(terms))
             self.lines.flush()
 
-    def _asked_by(self, rank: int, kind: int, number: int) -> None:
+    def _asked_by(self, rank: int, kind: int, number: int, terms: tuple[float, ...]) -> None:
         asked = self._asked[kind]
-        asked[rank] = number
+        asked[rank] = number, terms
         if len(asked) == len(self.ranks):
-            self.answers[kind] = least = min(asked.values())
+            self.answers[kind] = least = min(number for number, _ in asked.values())
+            self.sums = tuple(map(sum, zip(*(asked[r][1] for r in self.ranks), strict=True)))
             asked.clear()
             for other in self.ranks:
                 if other != self.rank:
-                    self.lines.post(other, kind, b=least)
+                    self.lines.post(other, kind, b=least, tail=_tail(self.sums))
             self.lines.flush()
 
     def tell(self, cause: Cause) -> None:
@@ -146,9 +150,9 @@ class Station:
                 self.lines.post(peer, FAIL, tail=cause.tail())
             self.lines.flush()
 
-    def enter(self, name: str, k: int, step: int) -> None:
-        """A firing begins."""
-        self.watch.doing = where = f"in {name}.{k} of step {step}"
+    def enter(self, what: str, step: int) -> None:
+        """A firing begins, or what ends a step."""
+        self.watch.doing = where = f"in {what} of step {step}"
         self._inside = where, time.monotonic()
 
     def leave(self) -> None:
@@ -209,6 +213,14 @@ class Station:
         """End the lines."""
         self._pulse.stop()
         self.lines.close()
+
+
+def _tail(terms: Sequence[float]) -> bytes:
+    return struct.pack(f"<{len(terms)}d", *terms)
+
+
+def _numbers(tail: bytes) -> tuple[float, ...]:
+    return struct.unpack(f"<{len(tail) // 8}d", tail)
 
 
 def _first_line(error: BaseException) -> str:

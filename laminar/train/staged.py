@@ -1,9 +1,11 @@
 """A job whose plan has stages: different ranks hold different parts of the model, and micro-batches pass between them.
 
 A step: every micro-batch goes through all stages and back, driven by actors (`runtime/actors.py`) in the order of the
-plan's schedule, or as far from it as its window allows. Then all ranks meet: each place reduces its sums, stages that
-share a weight add up their gradients, the norm of the whole gradient is taken over all places, so that clipping and
-the decision to skip an fp16 step are one for all, and every rank updates what it owns.
+plan's schedule, or as far from it as its window allows. A place whose firings are done reduces its sums, and stages
+that share a weight add up their gradients. Then all ranks meet once: the norm of the whole gradient, the loss and its
+weight are added up over all places. Where gradients are clipped by norm, the loss is weighted or an fp16 step may be
+skipped, which is one decision for all, every rank updates what it owns behind that meeting; otherwise before it, while
+others are still at work.
 
 Ranks outside of a weight's places do not hold it. Whole weights are assembled where they are held, and sent to all.
 
@@ -14,10 +16,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from laminar.capture.private import foreach_lerp
@@ -203,14 +205,37 @@ class StagedJob(Recorded, StagedPipes, StagedState):
         tape = self._tape if isinstance(self._tape, PipeTape) and self._tape.active else None
         self._mark("batch")
         pipe.actors.record(tape is not None)
-        pipe.actors.run(1)
-        if tape is not None:
-            tape.fired(pipe.actors.spans(), pipe.net)
-        grads = self._reduced(pipe)
-        self._mark("gradients")
-        norm, loss, weight = self._met(pipe, grads)
+        lr = float(self.optimizer.param_groups[0].get("lr", math.nan))
+        number, self.steps = self.steps, self.steps + 1
+        grads: dict[str, Tensor] = {}
+        alone = self.clip_norm is None and self._scaler is None and not pipe.weighted
+
+        def last() -> list[float]:
+            if tape is not None:
+                tape.fired(pipe.actors.spans(), pipe.net)
+            grads.update(self._reduced(pipe))
+            self._mark("gradients")
+            said = self._said(pipe, grads)
+            if alone:  # nothing to learn from the others: updated while they may still be at work
+                self._update(grads, number, torch.zeros(()), 1.0)
+            return said
+
+        pipe.actors.run(1, last)
+        raw, loss, weight = (torch.tensor(x, dtype=torch.float64) for x in pipe.actors.sums)
         self._mark("norm")
-        return self._update(pipe, grads, norm, loss, weight, clock)
+        raw = raw.sqrt()
+        if alone:
+            return Result(number, loss, raw, lr, clock(), False)
+        inverse: Any = 1.0 / self._scale
+        if pipe.weighted:
+            loss, inverse = loss / weight, inverse / weight
+        if self._scaler is not None:
+            finite = math.isfinite(float(raw))
+            self._scaler.update(finite)
+            if not finite:
+                return Result(number, loss, raw * inverse, lr, clock(), True)
+        norm = self._update(grads, number, raw, inverse)
+        return Result(number, loss, norm, lr, clock(), False)
 
     def evaluate(self, batches: Iterable[Any]) -> float:
         """The loss over batches with the model in evaluation mode, through the stages."""
@@ -224,10 +249,10 @@ class StagedJob(Recorded, StagedPipes, StagedState):
                 pipe = self._pipe_for(self._micros, False)
                 samples = [m.samples for m in self._micros]
                 pipe.parts.weights = [1.0 if pipe.weighted else n for n in samples]
-                pipe.actors.run(1)
-                _, loss, count = self._met(pipe, {})
-                total += float(loss)
-                weight += float(count) if pipe.weighted else sum(samples)
+                pipe.actors.run(1, partial(self._said, pipe, {}))
+                _, loss, count = pipe.actors.sums
+                total += loss
+                weight += count if pipe.weighted else sum(samples)
         finally:
             for module, mode in training:
                 module.training = mode
@@ -282,21 +307,19 @@ class StagedJob(Recorded, StagedPipes, StagedState):
         way = crossing(self._grad_specs[name], a, self._owned_nd[name, src], b, self._owned_nd[name, dst])
         return exchange(way, x if self._at == src else None)
 
-    def _met(self, pipe: Pipe, grads: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """The norm of the whole gradient, the loss and its weight, the same on every rank: one sum over all."""
-        found = torch.zeros(3, dtype=torch.float64)
+    def _said(self, pipe: Pipe, grads: Mapping[str, Tensor]) -> list[float]:
+        """This rank's share of the square of the gradient's norm, of the loss and of its weight."""
+        square = torch.zeros((), dtype=torch.float64)
         for name, g in grads.items():
             if self._homes[name][0] == self._at:
                 nd = self._owned_nd[name, self._at]
                 copies = math.prod(n for p, n in zip(nd, self.mesh.sizes, strict=True) if not isinstance(p, Split))
-                found[0] += g.double().square().sum() / copies
+                square += g.double().square().sum() / copies
         values = self._values(pipe)
-        if self._place.ranks[0] == self.rank:
-            found[1] = values.get("metric:loss_total", values.get("loss:loss", torch.zeros(()))).double()
-            found[2] = values.get("metric:loss_weight", torch.zeros(())).double()
-        if self.world > 1:
-            dist.all_reduce(found)
-        return found[0].sqrt(), found[1], found[2]
+        if self._place.ranks[0] != self.rank:
+            return [float(square), 0.0, 0.0]
+        loss = values.get("metric:loss_total", values.get("loss:loss", torch.zeros(())))
+        return [float(square), float(loss), float(values.get("metric:loss_weight", torch.zeros(())))]
 
     def _values(self, pipe: Pipe) -> dict[str, Tensor]:
         """Loss and metrics of the stages at this place, whole."""
@@ -307,20 +330,8 @@ class StagedJob(Recorded, StagedPipes, StagedState):
             terms.append(pipe.parts.sums[s, f"{o.kind}:{o.name}"])
         return dict(zip([n for n, *_ in items], self._move(items, "values summed", terms), strict=True))
 
-    def _update(
-        self, pipe: Pipe, grads: dict[str, Tensor], raw: Tensor, loss: Tensor, weight: Tensor, clock: Any
-    ) -> Result:
-        inverse: Any = 1.0 / self._scale
-        if pipe.weighted:
-            loss = loss / weight
-            inverse = inverse / weight
-        lr = float(self.optimizer.param_groups[0].get("lr", math.nan))
-        number, self.steps = self.steps, self.steps + 1
-        if self._scaler is not None:
-            finite = math.isfinite(float(raw))
-            self._scaler.update(finite)
-            if not finite:
-                return Result(number, loss, raw * inverse, lr, clock(), True)
+    def _update(self, grads: Mapping[str, Tensor], number: int, raw: Tensor, inverse: Any) -> Tensor:
+        """Update what this rank owns; the norm of the gradient as it counts."""
         names = [n for n in self._by_name if n in grads]
         pieces = [grads[n] for n in names]
         norm = scale_and_clip(pieces, raw, inverse, self.clip_norm, self.clip_value)
@@ -344,7 +355,7 @@ class StagedJob(Recorded, StagedPipes, StagedState):
                 k.param.detach().copy_(x)
         if self._ema_decay is not None:
             foreach_lerp(list(self._ema.values()), [k.owned.detach().float() for k in self._kept], 1 - self._ema_decay)
-        return Result(number, loss, norm, lr, clock(), False)
+        return norm
 
     def _new_tape(self, steps: int | None) -> Tape:
         return PipeTape(self.rank, self.world, steps)
