@@ -111,7 +111,7 @@ def test_a_plan_without_a_recipe_asks_for_one(said: Any, tmp_path: Path) -> None
 def test_a_profile_is_a_cluster_that_later_runs_extend(said: Any, tmp_path: Path) -> None:
     """Measured here, for real, with little time: ops and exchanges of two ranks, then those of a recipe."""
     path = tmp_path / "here.json"
-    few = ("--ranks", "2", "--budget", "14", "--no-trials", "--json")
+    few = ("--ranks", "2", "--budget", "9", "--no-trials", "--json")
     if Cluster.detect().devices < 2:
         pytest.skip("needs two cores")
     code, out, err = said("profile", "-o", str(path), *few)

@@ -316,7 +316,7 @@ def test_ranks_with_different_batches_are_told_so(folder: Path) -> None:
 
 def test_a_run_that_stands_still_is_stopped(folder: Path) -> None:
     """Every rank's stack is in its log, so one sees where it hangs."""
-    code, _, err = Run(folder, "good", "--workers", "2", "--timeout", "20", fault="hang:1:3").end()
+    code, _, err = Run(folder, "good", "--workers", "2", "--timeout", "12", fault="hang:1:3").end()
     assert code == 1
     assert "RankError" in err and ("no rank has made progress" in err or "did not answer" in err)
     assert "rank 1" in err and "3 steps" in err
