@@ -8,7 +8,7 @@ import resource
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -36,22 +36,6 @@ def told(way: str, timeout_s: float = 60.0) -> dict[str, Any]:
 
 
 Firing = Callable[[str, int, int, dict[str, list[Value]]], dict[str, list[Value]]]
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    """Two ranks."""
-    ranks = Ranks(2)
-    yield ranks
-    ranks.stop()
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Ranks]:
-    """Four ranks."""
-    ranks = Ranks(4)
-    yield ranks
-    ranks.stop()
 
 
 def numbers(net: Net, steps: list[int], way: str, seed: int | None = None) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,14 +27,6 @@ from laminar.ir.graph import RNG, SCALE
 from tests.ranks import Ranks
 
 PLANS = ("data", "zero1", "zero2", "zero3", "tensor")
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    """Two ranks."""
-    ranks = Ranks(2)
-    yield ranks
-    ranks.stop()
 
 
 class Net(nn.Module):

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,22 +28,6 @@ from tests.zoo import EXAMPLES
 
 STEPS = 3
 MICRO = 4
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    """Two ranks."""
-    ranks = Ranks(2)
-    yield ranks
-    ranks.stop()
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Ranks]:
-    """Four ranks."""
-    ranks = Ranks(4)
-    yield ranks
-    ranks.stop()
 
 
 def model(tied: bool) -> nn.Module:
@@ -198,6 +181,32 @@ def test_weights_in_bfloat16_are_rounded_as_without_stages(two: Ranks, precision
             got = ranks[0][name].float()
             far = (want.float() - moved[name].to(torch.bfloat16).float()).norm()
             assert (got - want.float()).norm() < 0.1 * far, name
+
+
+def _ends_badly() -> str:
+    made = model(False)
+    job: Any = laminar.parallelize(made, _loss, make, batch=_batches(1)[0], plan=planned(made, stages=2), timeout_s=30)
+    if job.rank == 1:
+
+        def broken(pipe: Any) -> Any:
+            raise ValueError("no sum today")
+
+        job._reduced = broken
+    try:
+        job.step(_batches(1)[0])
+    except Exception as error:
+        return str(error)
+    return "nothing went wrong"
+
+
+def test_what_fails_behind_the_last_firing_is_named_on_every_rank() -> None:
+    """Sums and updates are made while others are still at work: they must not wait for one that has failed."""
+    ranks = Ranks(2)
+    try:
+        for said in ranks.run(_ends_badly):
+            assert "rank 1 failed in the end of step 0: ValueError: no sum today" in said
+    finally:
+        ranks.stop()
 
 
 def _wrong(which: str) -> str:

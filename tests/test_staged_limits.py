@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from bisect import bisect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,22 +36,6 @@ from tests.zoo import EXAMPLES
 
 MICRO = 8
 VOCAB = 32
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    """Two ranks."""
-    ranks = Ranks(2)
-    yield ranks
-    ranks.stop()
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Ranks]:
-    """Four ranks."""
-    ranks = Ranks(4)
-    yield ranks
-    ranks.stop()
 
 
 class Tower(nn.Module):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -124,22 +123,6 @@ def same(got: tuple[list[float], dict[str, Tensor]], want: tuple[list[float], di
     assert got[1].keys() == want[1].keys()
     for name, w in want[1].items():
         torch.testing.assert_close(got[1][name], w, rtol=1e-9, atol=1e-10)
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    """Two ranks."""
-    ranks = Ranks(2)
-    yield ranks
-    ranks.stop()
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Ranks]:
-    """Four ranks."""
-    ranks = Ranks(4)
-    yield ranks
-    ranks.stop()
 
 
 SIZES_OF: Given = [(10, ()), (9, (4, 1, 2, 2)), (4, ()), (10, (1, 4, 4, 1))]

@@ -118,15 +118,11 @@ def fold(graph: Graph) -> Graph:
     return replace(graph, nodes=tuple(made), constants=tuple(constants.values()), outputs=outputs)
 
 
-STRIDED = frozenset(
-    f"aten.{name}"
-    for name in "t transpose.int permute expand slice.Tensor select.int unfold diagonal split.Tensor as_strided".split()
-)
-"""Ops whose results may lie in memory in another order than they count."""
-
-
 def counted(graph: Graph) -> Graph:
-    """Indexing by counting, `x[arange(n)[:, None], arange(m)]`, is a view: no sample then reads another's row."""
+    """Indexing by counting, `x[arange(n)[:, None], arange(m)]`, is a view: no sample then reads another's row.
+
+    Such a view only adds dims of size 1, so it is one however its tensor lies in memory.
+    """
     constants = {c.name: c for c in graph.constants}
     zeros = {
         n.name for n in graph.nodes if n.op == "aten.full" and n.args[1] == 0 and n.outs[0] and n.outs[0].numel == 1
@@ -150,8 +146,7 @@ def counted(graph: Graph) -> Graph:
     nodes = []
     for node in graph.nodes:
         spec = node.outs[0] if node.outs else None
-        source = graph.by_name.get(node.args[0].name) if node.op == "aten.index.Tensor" else None
-        if node.op == "aten.index.Tensor" and spec is not None and (source is None or source.op not in STRIDED):
+        if node.op == "aten.index.Tensor" and spec is not None:
             shape, indices = graph.specs[node.args[0]].shape, node.args[1]
             found = [stretch(i, n) for i, n in zip(indices, shape, strict=False)]
             moving = [f for f in found if f]

@@ -40,7 +40,7 @@ from laminar.train.engine import Engine, Leaves, Ready
 from laminar.train.engine import Local as Local
 from laminar.train.gradients import Norm, scale_and_clip
 from laminar.train.optimizer import Kept
-from laminar.train.precision import Precision, Scaler, rounded_update
+from laminar.train.precision import Precision, Scaler, update
 from laminar.train.recording import Recorded
 from laminar.train.world import World
 
@@ -169,6 +169,7 @@ class Job(Recorded, storage.Stored):
     def _keep(self, slots: Sequence[Any]) -> None:
         """Leave this rank's parts in the model, and make the optimizer update what it owns."""
         self._slots = slots
+        self._numbers = {s.name: i for i, s in enumerate(self._slots)}
         self._kept: list[Kept] = []
         self._specs = {s.name: spec_of(s.tensor) for s in slots}
         for slot in slots:
@@ -335,16 +336,8 @@ class Job(Recorded, storage.Stored):
         norm = scale_and_clip(grads, raw, inverse, self.clip_norm, self.clip_value)
         self._mark("gradients")
         updates = [(self._by_name[n], g) for n, g in zip(names, grads, strict=True)]
-        if self.precision.rounding != "nearest":
-            key = torch.tensor([self.seed, number], device=self.device)
-            rounding, numbers = self.precision.rounding, {s.name: i for i, s in enumerate(self._slots)}
-            rounded_update(self.optimizer, updates, rounding, key, self.mesh, self.rank, numbers)
-        else:
-            for k, g in updates:
-                k.owned.grad = g if g.dtype == k.owned.dtype else g.to(k.owned.dtype)
-            self.optimizer.step()
-            for k, _ in updates:
-                k.owned.grad = None
+        key = torch.tensor([self.seed, number])
+        update(self.optimizer, updates, self.precision.rounding, key, self.mesh, self.rank, self._numbers)
         self._mark("optimizer")
         self._gather()
         if self._ema_decay is not None:

@@ -99,6 +99,26 @@ class Scaler:
             self.scale, self.good = min(self.scale * 2, 2.0**24), 0
 
 
+def update(
+    optimizer: torch.optim.Optimizer,
+    updates: Sequence[tuple[Kept, Tensor]],
+    how: str,
+    key: Tensor,
+    mesh: Mesh,
+    rank: int,
+    numbers: Mapping[str, int],
+) -> None:
+    """One update of what a rank owns by its gradients, weights rounded to `nearest` or as in `rounded_update`."""
+    if how != "nearest":
+        rounded_update(optimizer, updates, how, key, mesh, rank, numbers)
+        return
+    for k, grad in updates:
+        k.owned.grad = grad if grad.dtype == k.owned.dtype else grad.to(k.owned.dtype)
+    optimizer.step()
+    for k, _ in updates:
+        k.owned.grad = None
+
+
 def rounded_update(
     optimizer: torch.optim.Optimizer,
     updates: Sequence[tuple[Kept, Tensor]],
@@ -135,7 +155,7 @@ def rounded_update(
             k.owned.data = data
             if how == "stochastic":
                 index = _index(k, mesh, rank, data.device)
-                data.copy_(at_random(wide, key, SITES + numbers[k.name], index, k.spec.shape))
+                data.copy_(at_random(wide, key.to(data.device), SITES + numbers[k.name], index, k.spec.shape))
             else:
                 data.copy_(wide)
                 optimizer.state[k.owned]["compensation"] = (wide - data).to(data.dtype)

@@ -46,7 +46,7 @@ from laminar.train.engine import Engine, Leaves
 from laminar.train.gradients import scale_and_clip
 from laminar.train.job import Result, clock_of
 from laminar.train.optimizer import Kept
-from laminar.train.precision import Precision, Scaler, rounded_update
+from laminar.train.precision import Precision, Scaler, update
 from laminar.train.recording import Recorded
 from laminar.train.staged_pipes import Pipe, StagedPipes
 from laminar.train.staged_state import StagedState
@@ -91,6 +91,7 @@ class StagedJob(Recorded, StagedPipes, StagedState):
             plan.micro_batches, self.precision.scaled, _never,
         )  # fmt: skip
         self._slots = storage.moved(model, self.device, self.precision.weights)
+        self._numbers = {s.name: i for i, s in enumerate(self._slots)}
         self._world.broadcast([s.tensor.detach() for s in self._slots])
         self.optimizer = optim.made(optimizer, model.parameters())
         optim.refuse_unknown(self.optimizer, {id(s.tensor): s.name for s in self._slots})
@@ -336,16 +337,8 @@ class StagedJob(Recorded, StagedPipes, StagedState):
         pieces = [grads[n] for n in names]
         norm = scale_and_clip(pieces, raw, inverse, self.clip_norm, self.clip_value)
         updates = [(self._by_name[n], g) for n, g in zip(names, pieces, strict=True)]
-        if self.precision.rounding != "nearest":
-            key, numbers = torch.tensor([self.seed, number]), {s.name: i for i, s in enumerate(self._slots)}
-            here = self._place.ranks.index(self.rank)
-            rounded_update(self.optimizer, updates, self.precision.rounding, key, self.mesh, here, numbers)
-        else:
-            for kept, g in updates:
-                kept.owned.grad = g if g.dtype == kept.owned.dtype else g.to(kept.owned.dtype)
-            self.optimizer.step()
-            for kept, _ in updates:
-                kept.owned.grad = None
+        key, here = torch.tensor([self.seed, number]), self._place.ranks.index(self.rank)
+        update(self.optimizer, updates, self.precision.rounding, key, self.mesh, here, self._numbers)
         self._mark("optimizer")
         split = [k for k in self._kept if k.gathered]
         if split:
