@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from laminar.errors import LaminarError, RecipeError
+from laminar.ir.cluster import Cluster
 from laminar.ir.graph import RNG, Graph
 from laminar.ir.mesh import Mesh
 from laminar.ir.patterns import pick
@@ -22,6 +23,9 @@ from laminar.search import presets
 from laminar.search.presets import Patterns
 from laminar.staging import again as restaged
 from laminar.staging import pipeline
+
+LOOKED_AT = 40
+"""Plans of a search that its account lists."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +124,50 @@ def accounted(graph: Graph, plan: Plan) -> Plan:
     if plan.recompute:
         account["again"] = saved(lower(graph, replace(plan, recompute=())), program, pick(graph, plan.recompute))
     return replace(plan, account=account)
+
+
+def plan(
+    graph: Graph,
+    cluster: Cluster | str,
+    *,
+    memory_bytes: float | None = None,
+    budget_s: float = 10.0,
+    pin: Mapping[str, int] | None = None,
+    only: str | Sequence[str] | None = None,
+    optimizer: str = "adamw",
+    progress: Callable[[str], None] | None = None,
+) -> Plan | Staged:
+    """The fastest plan for a graph on a cluster that a search finds, and how far it can be from the best there is.
+
+    graph         of the *global* batch (`laminar.capture`)
+    cluster       what there is, or its name: needs none of the hardware
+    memory_bytes  what a rank may fill; unless given, the device's memory less 8 %
+    budget_s      processor seconds; the best found by then is returned, and the certificate says what was left
+    pin           numbers that are fixed: dp, tp, stages, microbatches, virtual, zero, recompute
+    only          dimensions that may be used: "data", "tensor", "pipeline", "zero", "recompute"
+    optimizer     whose update and state are priced
+    progress      told in words whenever a better plan is found
+
+    `plan.step_s` is simulated, `plan.bound_s` is below the simulated time of every plan in the space that was
+    searched, `plan.account["certificate"]` says the rest. A plan with stages is one of micro-batches.
+    """
+    from laminar.planner.find import described, find
+    from laminar.planner.request import Request, dimensions
+
+    machine = Cluster.preset(cluster) if isinstance(cluster, str) else cluster
+    request = Request(machine, memory_bytes, budget_s, optimizer, dict(pin or {}), dimensions(only))
+    found = find(graph, request, progress)
+    looked_at = [
+        {
+            "plan": described(s),
+            "step_s": s.seconds,
+            "peak_bytes": s.peak_bytes,
+            "fits": s.peak_bytes <= request.room_bytes,
+        }
+        for s in found.scores[:LOOKED_AT]
+    ]
+    best = replace(found.plan, account={**found.plan.account, "looked_at": looked_at})
+    return best if isinstance(best, Staged) else accounted(graph, best)
 
 
 class plans:

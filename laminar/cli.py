@@ -8,30 +8,23 @@ longer than two seconds, exits 0 only on success, and reports errors without a t
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
 import json
 import os
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
-from laminar import cli_cost
-from laminar.errors import LaminarError, MeshError, PlanError, RecipeError
-from laminar.ir.mesh import Mesh
-from laminar.ir.sbp import parse
-from laminar.ir.staged import SCHEDULES, Staged, load_plan
+from laminar import cli_cost, cli_plan
+from laminar.cli_plan import parse_mesh, working
+from laminar.errors import LaminarError, PlanError, RecipeError
+from laminar.ir.staged import Staged, load_plan
 
 EPILOG = """\
 examples
   laminar capture examples/gpt.py:tiny --report
+  laminar plan    examples/gpt.py:deep --cluster 8xh100 -o plan.json
   laminar plan    examples/gpt.py:tiny --mesh dp=2,tp=2 --preset tensor_parallel -o plan.json
-  laminar plan    examples/gpt.py:tiny --mesh tp=2 --seed 'blocks.*up.weight=tp:S(0)' -o plan.json
-  laminar plan    examples/gpt.py:tiny --stages 2 --microbatches 4 -o plan.json
   laminar explain plan.json
   laminar profile  -o here.json
   laminar simulate plan.json --cluster here.json --png step.png
@@ -42,62 +35,6 @@ A recipe is a Python function that returns laminar.Recipe(...), named path/to/fi
 """
 
 WHOLE = "computed whole on every rank"
-PRESETS = ["data_parallel", "zero1", "zero2", "zero3", "tensor_parallel"]
-
-
-@contextlib.contextmanager
-def working(what: str, quiet: bool) -> Iterator[None]:
-    """A spinner with seconds on stderr, from the third second on, where someone is watching."""
-    done = threading.Event()
-
-    def spin() -> None:
-        start = time.monotonic()
-        for mark in itertools.cycle("|/-\\"):
-            if done.wait(0.2):
-                return
-            passed = time.monotonic() - start
-            if passed > 2:
-                sys.stderr.write(f"\r{mark} {what} {passed:.0f} s")
-                sys.stderr.flush()
-
-    thread = threading.Thread(target=spin, daemon=True)
-    if not quiet and sys.stderr.isatty():
-        thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        if thread.is_alive():
-            thread.join()
-            sys.stderr.write("\r\033[K")
-
-
-def parse_mesh(text: str) -> Mesh:
-    """`dp=2,tp=4` as a mesh."""
-    axes: dict[str, int] = {}
-    for part in text.split(","):
-        name, equals, size = part.partition("=")
-        if not equals or not size.strip().isdigit():
-            raise MeshError(f"{text!r} is not a mesh", next="write axes as dp=2,tp=4")
-        if name.strip() in axes:
-            raise MeshError(f"{text!r} names axis {name.strip()} twice", next="write axes as dp=2,tp=4")
-        axes[name.strip()] = int(size)
-    return Mesh(axes)
-
-
-def parse_seeds(texts: list[str]) -> dict[str, dict[str, Any]]:
-    """`PATTERN=axis:S(0)` (several axes separated by `;`) as seeds."""
-    seeds: dict[str, dict[str, Any]] = {}
-    for text in texts:
-        pattern, equals, rest = text.partition("=")
-        if not equals:
-            raise PlanError(f"{text!r} is not a seed", next="write 'pattern=axis:S(0)', for example 'batch.*=dp:S(0)'")
-        for item in rest.split(";"):
-            axis, colon, placement = item.partition(":")
-            if not colon:
-                raise PlanError(f"{item!r} in seed {text!r} names no axis", next="write 'pattern=axis:S(0)'")
-            seeds.setdefault(pattern, {})[axis.strip()] = parse(placement.strip())
-    return seeds
 
 
 def _captured(args: argparse.Namespace) -> tuple[Any, Any, Any, Any]:
@@ -161,86 +98,6 @@ def do_capture(args: argparse.Namespace) -> int:
     return 0
 
 
-def do_plan(args: argparse.Namespace) -> int:
-    """Make a plan from a preset or seeds."""
-    from laminar.api import plans
-
-    cluster = cli_cost.cluster_of(args.cluster) if args.cluster else None
-    if args.mesh is None and cluster is None and not args.stages:
-        raise MeshError("neither a mesh nor a cluster", next="--mesh dp=2,tp=4, or --cluster 8xh100")
-    mesh = parse_mesh(args.mesh) if args.mesh else Mesh({"dp": cluster.devices if cluster else 1})
-    if cluster is not None and not args.stages:
-        cluster.fits(mesh)
-    if args.stages:
-        return _plan_stages(args, mesh if args.mesh else None)
-    _, _, _, graph = _captured(args)
-    with working("planning", args.json):
-        if args.seed:
-            plan = plans.seeded(graph, mesh, parse_seeds(args.seed), recompute=args.recompute)
-        elif args.preset.startswith("zero"):
-            plan = plans.zero(graph, mesh, int(args.preset[4:] or 3), recompute=args.recompute)
-        elif args.preset == "tensor_parallel":
-            plan = plans.tensor_parallel(graph, mesh, recompute=args.recompute)
-        else:
-            plan = plans.data_parallel(graph, mesh, recompute=args.recompute)
-        plan = replace(plan, account={**plan.account, "recipe": args.recipe})
-        if cluster is not None:
-            from laminar.forecast import accounted
-
-            plan = accounted(graph, plan, cluster)
-            if args.cluster.endswith(".json"):
-                plan = replace(plan, account={**plan.account, "cluster_file": args.cluster})
-    if args.output:
-        plan.save(args.output)
-    if args.program:
-        from laminar.lower.lower import lower
-
-        program = lower(graph, plan)
-        print(json.dumps({"plan": plan.hash, "program": program.to_json()}) if args.json else program)
-    elif args.json:
-        print(json.dumps({"plan": plan.hash, "graph": graph.hash, "mesh": mesh.to_json(), **plan.account}))
-    else:
-        print(plan.explain())
-        if args.output:
-            print(f"\nwritten to {args.output}")
-    return 0
-
-
-def _plan_stages(args: argparse.Namespace, mesh: Mesh | None) -> int:
-    """A plan with stages, each spread over a mesh of its own."""
-    from laminar.api import captured, plans
-
-    if args.seed or args.program:
-        raise PlanError("--seed and --program do not go with --stages", next="leave them out")
-    with working("capturing", args.json):
-        _, _, _, graph = captured(args.recipe, parts=args.microbatches)
-    inner: Any = mesh
-    if mesh is not None and args.preset.startswith("zero"):
-        inner = partial(plans.zero, mesh=mesh, stage=int(args.preset[4:] or 3))
-    stages = int(args.stages) if args.stages.isdigit() else args.stages.split(",")
-    window = None if args.window == "any" else int(args.window)
-    with working("planning", args.json):
-        plan = plans.pipeline(
-            graph, stages, args.microbatches, args.virtual, inner, schedule=args.schedule, window=window,
-            stash=args.stash, couple=args.couple, recompute=args.recompute,
-        )  # fmt: skip
-        account = {**plan.account, "recipe": args.recipe}
-        if args.cluster:
-            from laminar.forecast import predict_staged
-
-            cluster = cli_cost.cluster_of(args.cluster)
-            account |= predict_staged(graph, plan, cluster).account()
-            account |= {"cluster_file": args.cluster} if args.cluster.endswith(".json") else {}
-        plan = replace(plan, account=account)
-    if args.output:
-        plan.save(args.output)
-    print(json.dumps({"plan": plan.hash, "graph": graph.hash, "ranks": plan.ranks, **plan.account})
-          if args.json else plan.explain())  # fmt: skip
-    if args.output and not args.json:
-        print(f"\nwritten to {args.output}")
-    return 0
-
-
 def do_explain(args: argparse.Namespace) -> int:
     """What a saved plan does and why."""
     plan = load_plan(args.plan)
@@ -300,31 +157,7 @@ def parser() -> argparse.ArgumentParser:
         "--report", action="store_true", help="list names, and ops without a rule with their share of the work"
     )
     p.add_argument("-o", "--output", metavar="FILE", help="save the graph as JSON")
-    p = verb("plan", do_plan, "decide how every tensor lies on a mesh", True)
-    p.add_argument("--mesh", help="axes and sizes, such as dp=2,tp=4 (default: dp over the cluster)")
-    p.add_argument("--cluster", metavar="C", help="predict seconds and bytes on it: a file of `laminar profile`, or a "
-                   "name such as 8xh100")  # fmt: skip
-    p.add_argument("--preset", default="data_parallel", choices=PRESETS,
-                   help="a plan with a name (default: data_parallel)")  # fmt: skip
-    p.add_argument("--seed", action="append", default=[], metavar="PATTERN=AXIS:S(0)",
-                   help="place tensors by name pattern, complete the rest at least cost; may be repeated")  # fmt: skip
-    p.add_argument("--recompute", action="append", default=[], metavar="PATTERN",
-                   help="make again in backward what these modules (blocks.*) or values (%%gelu.*) hold; may be "
-                   "repeated")  # fmt: skip
-    p.add_argument("--program", action="store_true", help="print the program every rank runs")
-    p.add_argument("--stages", metavar="N", help="cut the model into N stages of equal work at ranks of their own, or "
-                   "where these modules begin (patterns, with commas); --mesh is then that of each stage")  # fmt: skip
-    p.add_argument("--microbatches", type=int, default=4, metavar="M", help="per step, with --stages (default: 4)")
-    p.add_argument(
-        "--virtual", type=int, default=1, metavar="V", help="stages that take turns at each place (default: 1)"
-    )
-    p.add_argument("--schedule", choices=SCHEDULES, help="order of micro-batches (default: 1f1b, or interleaved)")
-    p.add_argument("--window", default="0", metavar="W", help="how far a place may leave the order; any (default: 0)")
-    p.add_argument("--stash", type=float, default=1.0, metavar="X",
-                   help="how many times as many micro-batches as needed may be under way (default: 1)")  # fmt: skip
-    p.add_argument("--couple", choices=["microbatch"],
-                   help="let ops that couple samples see one micro-batch at a time")  # fmt: skip
-    p.add_argument("-o", "--output", metavar="FILE", help="save the plan")
+    cli_plan.options(verb("plan", cli_plan.do_plan, "find or make a plan: how every tensor lies on the machine", True))
     cli_cost.profile_options(verb("profile", cli_cost.do_profile, "measure this machine's ops and links", False))
     p = verb("explain", do_explain, "say what a saved plan does and why", False)
     p.add_argument("plan", help="a plan file")

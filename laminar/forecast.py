@@ -31,6 +31,7 @@ from laminar.ir.staged import Staged
 from laminar.ir.timeline import Span, Timeline
 from laminar.lower.fuse import kernels
 from laminar.lower.loads import with_loads
+from laminar.lower.moves import Move, moves
 from laminar.lower.pipes import Piped, piped
 from laminar.lower.recompute import recompute, written_out
 from laminar.lower.stages import stages
@@ -285,6 +286,10 @@ def predict_staged(
         behind = world.around(part.program, 0)[1]
         if behind:
             part_s[f"O{part.stage}"] = sum(price.seconds for _, price in behind)
+    for s in range(len(staged.stages)):
+        for name, program in _ends(pipe, s).items():
+            made = schedule(program, inside, cluster, None, None)
+            part_s[name] = part_s.get(name, 0.0) + simulate(made.load).step / 1e9
     work = {a.name: round(1e9 * (load_s if a.kind == "load" else part_s.get(a.name, 0.0))) for a in net.actors}
     transfers = _transfers(pipe, cluster)
     # Without loads every step is like the first.
@@ -293,6 +298,24 @@ def predict_staged(
     total = sum(seconds for seconds, _ in errors) or 1.0
     sigma = sum(seconds * error for seconds, error in errors) / total
     return StagedPrediction(staged, cluster, pipe, ran, part_s, _peaks(pipe, net, cluster, optimizer), sigma)
+
+
+def _ends(pipe: Piped, stage: int) -> dict[str, Program]:
+    """What a stage exchanges once a step: sums of micro-batches reduced to their owners, updated pieces gathered."""
+    plan = pipe.made.staged.stages[stage].plan
+    mesh = pipe.net.places[pipe.made.staged.stages[stage].place].mesh
+    grads: list[Move] = []
+    for part in pipe.made.parts[stage]:
+        for o in part.program.outputs:
+            if o.kind == "grad":
+                grads.append((o.name, o.placed.spec, o.placed.nd, plan.state.get(o.name, plan.inputs[o.name])))
+    pieces: list[Move] = [
+        (name, spec, plan.state[name], plan.inputs[name])
+        for name, spec, _, _ in grads
+        if plan.state.get(name, plan.inputs[name]) != plan.inputs[name]
+    ]
+    made = {f"R{stage}": moves(mesh, grads, "micro-batches summed"), f"O{stage}": moves(mesh, pieces, "updated")}
+    return {name: program for name, program in made.items() if program.instrs}
 
 
 def _transfers(pipe: Piped, cluster: Cluster) -> dict[str, int]:

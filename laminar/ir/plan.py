@@ -194,6 +194,7 @@ class Plan:
             lines.append(account["solver"])
         if "step_s" in account:
             lines += ["", self.forecast()]
+        lines += searched(account)
         if account.get("unsplit"):
             lines += ["", "computed whole on every rank, because nothing says how to split them"]
             for row in account["unsplit"]:
@@ -213,6 +214,25 @@ class Plan:
 
     def __str__(self) -> str:
         return f"Plan({self.hash[:12]}, {self.name}, {self.mesh}, {len(self.ops)} ops)"
+
+
+def searched(account: dict[str, Any]) -> list[str]:
+    """What a search has proved, and the plans that lost, if the plan comes from one."""
+    proof = account.get("certificate")
+    if not proof:
+        return []
+    cells, mine = proof["cells"], account["choice"]
+    lines = ["", f"searched: {mine['plan']}", f"  {proof['sentence']}"]
+    lines.append(
+        f"  {cells['all']} cells: {cells['looked_at']} looked at, {cells['pruned']} ruled out by their bounds, "
+        f"{cells['unfinished']} left; {account['search_s']:.1f} s"
+    )
+    lines += [f"  outside: {text}" for text in proof["outside"]]
+    for row in account["runners_up"]:
+        slower = 100 * (row["step_s"] / mine["step_s"] - 1)
+        why = f"{slower:.1f} % slower" if slower >= 0 else f"{-slower:.1f} % faster, but less simple"
+        lines.append(f"  instead of it: {row['plan']}: {row['step_s'] * 1e3:.3f} ms, {why}")
+    return lines
 
 
 def _again(account: dict[str, Any]) -> list[str]:

@@ -19,7 +19,7 @@ from laminar.errors import LaminarError, PlanError
 from laminar.ir.codec import content_hash
 from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh, Place
-from laminar.ir.plan import Plan
+from laminar.ir.plan import Plan, searched
 
 VERSION = 1
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zero-bubble-level", "backward-first")
@@ -168,7 +168,22 @@ class Staged:
                 lines.append(f"  sends {about['sends']:,} bytes per micro-batch")
         if "step_s" in self.account:
             lines += ["", self.forecast()]
-        return "\n".join(lines)
+        return "\n".join([*lines, *searched(self.account)])
+
+    @property
+    def step_s(self) -> float | None:
+        """Predicted seconds of a step, where known."""
+        return self.account.get("step_s")
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """Predicted bytes on the fullest rank, where known."""
+        return self.account.get("peak_bytes")
+
+    @property
+    def bound_s(self) -> float | None:
+        """No plan in the space searched is faster than this, where known."""
+        return self.account.get("bound_s")
 
     def forecast(self) -> str:
         """Seconds, bubbles and bytes of a step as predicted, with the 90 % interval."""

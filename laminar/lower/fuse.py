@@ -85,7 +85,8 @@ class _Fact(NamedTuple):
 def kernels(program: Program) -> list[tuple[int, ...]]:
     """The program's lines in groups, each the indices of what runs as one kernel.
 
-    Views stand with what they are views of; those of inputs and of what a collective made stand alone.
+    Views stand with what they are views of. Those of inputs stand first, and those of what a collective made before
+    the first kernel that reads them: looking at what is still under way would be waiting for it.
     """
     with uncollected():
         return _Grouping(program).groups()
@@ -105,7 +106,9 @@ class _Grouping:
 
     def groups(self) -> list[tuple[int, ...]]:
         facts, whole, maker, found = self.facts, self.whole, self.maker, self.found
-        views: dict[int, list[int]] = {}
+        first_views: list[tuple[int, ...]] = []
+        awaited: dict[int, int] = {}
+        """Views of what collectives made, each by the first value that it makes."""
         lines = zip(self.forms.of, self.forms.reads, self.forms.makes, self.parts, strict=True)
         for n, (form, reads, first, part) in enumerate(lines):
             fact = facts[form]
@@ -116,14 +119,30 @@ class _Grouping:
             at = maker[whole[first]]
             if at >= 0 and not found[at].moves:
                 found[at].lines.append(n)  # later lines of the same kernel may read it
+            elif at < 0:
+                first_views.append((n,))
             else:
-                views.setdefault(at, []).append(n)
-        out: list[tuple[int, ...]] = [(v,) for v in views.get(-1, [])]
+                made = self.forms.makes[n + 1] if n + 1 < len(self.forms.of) else self.forms.values
+                awaited.update(dict.fromkeys(range(first, made), n))
+        out = first_views
         for k in self._in_order():
+            if awaited:
+                out += [(n,) for n in self._looked_at(found[k].lines, awaited)]
             out.append(tuple(found[k].lines))
-            if k in views:
-                out += [(v,) for v in views[k]]
-        return out
+        return out + [(n,) for n in sorted(set(awaited.values()))]
+
+    def _looked_at(self, lines: list[int], awaited: dict[int, int]) -> list[int]:
+        """Views that have to be there for these lines, in their order; they are awaited no more."""
+        found: set[int] = set()
+        todo = list(lines)
+        while todo:
+            for v in self.forms.reads[todo.pop()]:
+                if v in awaited and awaited[v] not in found:
+                    found.add(awaited[v])
+                    todo.append(awaited[v])
+        for v in [v for v, n in awaited.items() if n in found]:
+            del awaited[v]
+        return sorted(found)
 
     def _add(self, n: int, fact: _Fact, ins: list[int], first: int, part: int) -> None:
         found, maker, readers = self.found, self.maker, self.readers

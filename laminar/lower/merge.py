@@ -3,7 +3,8 @@
 A step has as many gradient reductions as parameters, and each costs its latency. Reductions whose
 result only leaves the step are merged into buckets, in the order in which they become ready, up to a
 size; a bucket is issued as soon as its last member is ready, so that it overlaps with the rest of
-backward. Gathers of parameters that are needed close together are merged at the first of them. Small
+backward. Where gradients are reduced over two axes one after the other, both halves are merged.
+Gathers of parameters that are needed close together are merged at the first of them. Small
 all-reduces inside the step are merged where all their inputs are ready when the first is issued.
 """
 
@@ -18,6 +19,7 @@ from laminar.ir.program import Instr, Program
 
 BUCKET_BYTES = 10 << 20
 GATHER_BYTES = 8 << 20
+REDUCTIONS = ("all_reduce", "reduce_scatter")
 SMALL_BYTES = 1 << 18
 """Reductions below this size cost mostly their latency."""
 REACH = 64
@@ -38,18 +40,57 @@ def _buckets(program: Program, limit_bytes: int) -> Program:
     """Merge the reductions that only feed outputs; each bucket stands behind its last member's maker."""
     used = {ref for instr in program.instrs for ref in instr.refs}
     ready = {i.name: k for k, i in enumerate(program.instrs)}
+    halves = _halves(program)
 
     def when(instr: Instr) -> int:
-        return ready.get(instr.refs[0].name, -1)
+        name = instr.refs[0].name
+        return ready.get(halves[name].refs[0].name if name in halves else name, -1)
 
     groups: dict[tuple[object, ...], list[Instr]] = {}
     for instr in program.instrs:
-        if instr.kind in ("all_reduce", "reduce_scatter") and Ref(instr.name) not in used:
+        if instr.kind in REDUCTIONS and Ref(instr.name) not in used:
             groups.setdefault(_key(instr), []).append(instr)
     runs = [
         run for members in groups.values() for run in _cut(sorted(members, key=when), limit_bytes, lambda run, i: True)
     ]
-    return _replace(program, runs, "gradients in one bucket", lambda run: max(map(when, run)))
+    merged = _replace(program, runs, "gradients in one bucket", lambda run: max(map(when, run)))
+    return _first_halves(merged, set(halves))
+
+
+def _halves(program: Program) -> dict[str, Instr]:
+    """Reductions that one other reduction reads, over another axis, and that one only leaves the step."""
+    makers = {i.name: i for i in program.instrs}
+    readers: dict[str, list[Instr]] = {}
+    for instr in program.instrs:
+        for name in {r.name for r in instr.refs}:
+            readers.setdefault(name, []).append(instr)
+    leaving = {o.ref.name for o in program.outputs}
+    found = {}
+    for last in program.instrs:
+        if last.kind in REDUCTIONS and last.name not in readers:
+            first = makers.get(last.refs[0].name)
+            if first is None or first.kind not in REDUCTIONS or len(first.refs) > 1:
+                continue
+            if len(readers[first.name]) == 1 and first.name not in leaving:
+                found[first.name] = first
+    return found
+
+
+def _first_halves(program: Program, halves: set[str]) -> Program:
+    """What a bucket reduces over another axis first travels in buckets too, as soon as it is there."""
+    makers = {i.name: (k, i) for k, i in enumerate(program.instrs)}
+    runs: list[list[Instr]] = []
+    for bucket in program.instrs:
+        groups: dict[tuple[object, ...], list[Instr]] = {}
+        for ref in bucket.refs:
+            if ref.name in halves:
+                groups.setdefault(_key(makers[ref.name][1]), []).append(makers[ref.name][1])
+        runs += groups.values()
+
+    def when(run: list[Instr]) -> int:
+        return max(makers.get(i.refs[0].name, (-1, None))[0] for i in run)
+
+    return _replace(program, runs, "gradients in one bucket", when)
 
 
 def _parameter_gathers(program: Program) -> Program:

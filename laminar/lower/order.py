@@ -16,6 +16,9 @@ from laminar.lower.merge import SMALL_BYTES
 
 CHAIN = 6
 """How many ops may lead from inputs to a small collective for both to be moved to the start."""
+SECOND_HALF = 12
+"""How many go ahead of a collective that needs the result of another: by then that has come, and to wait until nothing
+else is left would leave all such collectives for the end. Chosen, not measured: about half of a block's backward."""
 WINDOW = 24
 """How many instructions ahead work may be drawn from. Chosen, not measured: about one block."""
 
@@ -78,11 +81,15 @@ def overlap(program: Program) -> Program:
     """The same instructions, with independent work between a collective and its first reader."""
     pending = _issued_early(program)
     flying: set[str] = set()
+    drawn = 0
+    """Instructions that went ahead of a collective that waits for another."""
     out: list[Instr] = []
     done: set[str] = {i.name for i in program.inputs} | {c.name for c in program.constants}
     while pending:
         head = pending[0]
         pick = 0
+        if head.moves and drawn >= SECOND_HALF:
+            flying -= {r.name for r in head.refs}
         if any(r.name in flying for r in head.refs):
             for k in range(1, min(WINDOW, len(pending))):
                 item = pending[k]
@@ -94,6 +101,7 @@ def overlap(program: Program) -> Program:
             else:
                 flying -= {r.name for r in head.refs}
         instr = pending.pop(pick)
+        drawn = drawn + 1 if pick and head.moves else 0
         out.append(instr)
         done.add(instr.name)
         if instr.moves:

@@ -10,7 +10,7 @@ memory limit: this completes a decision, it does not search for one.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
@@ -20,11 +20,11 @@ from laminar.cost.work import op_s
 from laminar.errors import NoRuleError, PlanError
 from laminar.ir.codec import Ref
 from laminar.ir.graph import Graph, Node
-from laminar.ir.mesh import Link, Mesh
+from laminar.ir.mesh import Mesh
 from laminar.ir.plan import Choice, Plan
 from laminar.ir.sbp import B, NdSbp, Partial, Sbp, Split, check, local_spec, split_size
 from laminar.ir.tensor import TensorSpec
-from laminar.rules.boxing import WIRE, boxing, chain_s
+from laminar.rules.boxing import WIRE, Step, boxing, chain_s
 from laminar.rules.expand import LAZY, expand
 from laminar.rules.notation import Call, Signature, call_of, circulating_blocks, localise
 from laminar.rules.signing import Blocks, follow, options, probed_signatures
@@ -57,8 +57,8 @@ class Pins:
     """Ops of which every rank must do only a part, where there is any way."""
 
 
-def completed(graph: Graph, mesh: Mesh, pins: list[Pins], name: str) -> Plan:
-    """A plan that holds every pin, one `Pins` per axis."""
+def completed(graph: Graph, mesh: Mesh, pins: list[Pins], name: str, costs: Sequence[AxisCosts] | None = None) -> Plan:
+    """A plan that holds every pin, one `Pins` per axis; without `costs` by axis, those of an assumed machine."""
     calls = {n.name: call_of(n, graph.specs) for n in graph.nodes}
     chosen: dict[str, list[Signature]] = {n.name: [] for n in graph.nodes}
     inputs: dict[str, list[Sbp]] = {i.name: [] for i in graph.inputs}
@@ -73,7 +73,8 @@ def completed(graph: Graph, mesh: Mesh, pins: list[Pins], name: str) -> Plan:
                 grads[item.name].append(B)
             continue
         specs = {i.name: local_spec(i.spec, tuple(inputs[i.name]), mesh.sizes[:axis]) for i in graph.inputs}
-        solved = _Axis(graph, calls, specs, parts, pins[axis], mesh.names[axis]).solve()
+        here = costs[axis] if costs is not None else assumed(parts)
+        solved = _Axis(graph, calls, specs, here, pins[axis], mesh.names[axis]).solve()
         total, exact = solved.cost, exact and solved.exact
         for node in graph.nodes:
             signature = solved.signatures[node.name]
@@ -129,48 +130,67 @@ BUCKETED = replace(WIRE, latency_s=0.0)
 """Reductions of gradients share buckets, so one more costs only its bytes."""
 
 
-@lru_cache(maxsize=1 << 18)
-def _box_s(spec: TensorSpec, a: Sbp, b: Sbp, parts: int, link: Link = WIRE) -> float:
-    if a == b:
-        return 0.0
-    if spec.dtype == "bool" and Partial("sum") in (a, b):
-        return np.inf
-    chain = boxing(spec, (a,), (b,), (parts,))
-    if any(step.moves and step.kind not in ("all_reduce", "reduce_scatter") for step in chain):
-        link = WIRE
-    return chain_s(chain, spec, (parts,), link) + STEP_S * len(chain)
+class AxisCosts:
+    """Seconds of ops and of boxing on one axis of so many parts; this one knows an assumed machine only.
 
+    Pure, and asked the same things again and again: answers are kept.
+    """
 
-@lru_cache(maxsize=1 << 16)
-def _table(
-    spec: TensorSpec, rows: tuple[Sbp, ...], columns: tuple[Sbp, ...], parts: int, link: Link = WIRE
-) -> np.ndarray:
-    return np.array([[_box_s(spec, a, b, parts, link) for b in columns] for a in rows])
+    def __init__(self, parts: int) -> None:
+        self.parts = parts
+        self.boxed_s = lru_cache(maxsize=1 << 18)(self._boxed_s)
+        self.table = lru_cache(maxsize=1 << 16)(self._table)
+        self.signature_s = lru_cache(maxsize=1 << 16)(self._signature_s)
 
+    def op_s(self, call: Call) -> float:
+        """Seconds of a local call."""
+        return op_s(call)
 
-@lru_cache(maxsize=1 << 16)
-def _signature_s(call: Call, signature: Signature, parts: int) -> float:
-    """Compute on one rank, and for an expansion its inner boxing as well."""
-    cost = op_s(localise(call, signature, parts))
-    if signature.how != "expand":
+    def chain_s(self, chain: tuple[Step, ...], spec: TensorSpec, bucketed: bool) -> float:
+        """Seconds of a chain of boxing steps; reductions of gradients travel in buckets."""
+        if any(step.moves and step.kind not in ("all_reduce", "reduce_scatter") for step in chain):
+            bucketed = False
+        return chain_s(chain, spec, (self.parts,), BUCKETED if bucketed else WIRE)
+
+    def _boxed_s(self, spec: TensorSpec, a: Sbp, b: Sbp, bucketed: bool = False) -> float:
+        if a == b:
+            return 0.0
+        if spec.dtype == "bool" and Partial("sum") in (a, b):
+            return np.inf
+        chain = boxing(spec, (a,), (b,), (self.parts,))
+        return self.chain_s(chain, spec, bucketed) + STEP_S * len(chain)
+
+    def _table(
+        self, spec: TensorSpec, rows: tuple[Sbp, ...], columns: tuple[Sbp, ...], bucketed: bool = False
+    ) -> np.ndarray:
+        return np.array([[self.boxed_s(spec, a, b, bucketed) for b in columns] for a in rows])
+
+    def _signature_s(self, call: Call, signature: Signature) -> float:
+        """Compute on one rank, and for an expansion its inner boxing as well."""
+        cost = self.op_s(localise(call, signature, self.parts))
+        if signature.how != "expand":
+            return cost
+        args = tuple(Ref(f"in{a.index}") if isinstance(a, Ref) else a for a in call.args)
+        specs = {Ref(f"in{i}"): s for i, s in enumerate(call.ins)}
+        nodes, ends = expand(call, args, specs, "x")
+        for n in nodes:
+            specs.update({Ref(n.name, i): o for i, o in enumerate(n.outs) if o})
+        here: dict[Ref, set[Sbp]] = {Ref(f"in{i}"): {p} for i, p in enumerate(signature.ins)}
+        given = {r: (next(iter(p)),) for r, p in here.items()}
+        for placing in follow(nodes, given, specs, (self.parts,), call.op not in LAZY):
+            for ref, (want,) in zip(placing.node.ins, placing.ins, strict=True):
+                if want not in here[ref]:
+                    cost += min(self.boxed_s(specs[ref], p, want) for p in here[ref])
+                    here[ref].add(want)
+            here.update({Ref(placing.node.name, i): {p[0]} for i, p in enumerate(placing.outs)})
+        for end, want, spec in zip(ends, signature.outs, call.outs, strict=True):
+            if spec is not None:
+                cost += min(self.boxed_s(specs[end], p, want) for p in here[end])
         return cost
-    args = tuple(Ref(f"in{a.index}") if isinstance(a, Ref) else a for a in call.args)
-    specs = {Ref(f"in{i}"): s for i, s in enumerate(call.ins)}
-    nodes, ends = expand(call, args, specs, "x")
-    for n in nodes:
-        specs.update({Ref(n.name, i): o for i, o in enumerate(n.outs) if o})
-    here: dict[Ref, set[Sbp]] = {Ref(f"in{i}"): {p} for i, p in enumerate(signature.ins)}
-    placings = follow(nodes, {r: (next(iter(p)),) for r, p in here.items()}, specs, (parts,), call.op not in LAZY)
-    for placing in placings:
-        for ref, (want,) in zip(placing.node.ins, placing.ins, strict=True):
-            if want not in here[ref]:
-                cost += min(_box_s(specs[ref], p, want, parts) for p in here[ref])
-                here[ref].add(want)
-        here.update({Ref(placing.node.name, i): {p[0]} for i, p in enumerate(placing.outs)})
-    for end, want, spec in zip(ends, signature.outs, call.outs, strict=True):
-        if spec is not None:
-            cost += min(_box_s(specs[end], p, want, parts) for p in here[end])
-    return cost
+
+
+assumed = lru_cache(maxsize=64)(AxisCosts)
+"""The costs of presets, by parts."""
 
 
 def circulating(calls: Mapping[str, Call]) -> Blocks:
@@ -188,17 +208,24 @@ def _splits(signature: Signature) -> bool:
     return any(isinstance(p, Split) for p in (*signature.ins, *signature.outs))
 
 
-_Reader = tuple[int, tuple[Sbp, ...], TensorSpec, Link]
-"""A variable, the placement each of its values wants, the tensor as it sees it, and what moving costs."""
+_Reader = tuple[int, tuple[Sbp, ...], TensorSpec, bool]
+"""A variable, the placement each of its values wants, the tensor as it sees it, and whether it moves in buckets."""
 
 
 class _Axis:
     """The problem of one axis."""
 
     def __init__(
-        self, graph: Graph, calls: dict[str, Call], inputs: dict[str, TensorSpec], parts: int, pins: Pins, axis: str
+        self,
+        graph: Graph,
+        calls: dict[str, Call],
+        inputs: dict[str, TensorSpec],
+        costs: AxisCosts,
+        pins: Pins,
+        axis: str,
     ) -> None:
-        self.graph, self.calls, self.inputs, self.parts, self.pins, self.axis = graph, calls, inputs, parts, pins, axis
+        self.graph, self.calls, self.inputs, self.pins, self.axis = graph, calls, inputs, pins, axis
+        self.costs, self.parts = costs, costs.parts
         self.problem = MinSum()
         self.blocks = circulating(calls)
         self.probed = probed_signatures(graph)
@@ -234,27 +261,27 @@ class _Axis:
             found = signatures[node.name]
             var = self.problem.variable(len(found))
             self.vars[node.name] = var
-            costs = [_signature_s(self.calls[node.name], s, self.parts) for s in found]
-            self.problem.add((var,), np.array(costs))
+            seconds = [self.costs.signature_s(self.calls[node.name], s) for s in found]
+            self.problem.add((var,), np.array(seconds))
             for i, spec in enumerate(self.calls[node.name].outs):
                 if spec is not None:
                     made[Ref(node.name, i)] = (var, tuple(s.outs[i] for s in found), spec)
         wants = self._output_wants(made)
         for ref, (var, domain, spec) in made.items():
             readers: list[_Reader] = [
-                (self.vars[n.name], tuple(s.ins[i] for s in signatures[n.name]), self.calls[n.name].ins[i], WIRE)
+                (self.vars[n.name], tuple(s.ins[i] for s in signatures[n.name]), self.calls[n.name].ins[i], False)
                 for n, i in self.readers.get(ref, ())
             ]
-            readers += [(v, d, spec, BUCKETED) for v, d in wants.get(ref, ())]
+            readers += [(v, d, spec, True) for v, d in wants.get(ref, ())]
             if len({r[0] for r in readers}) > 1:
                 hub_domain = tuple(dict.fromkeys([*domain, *(p for r in readers for p in r[1])]))
                 if len(readers) > SHARED:
                     hub_domain = self._shared(ref, hub_domain, readers)
                 hub = self.problem.variable(len(hub_domain))
-                self.problem.add((var, hub), _table(spec, domain, hub_domain, self.parts))
+                self.problem.add((var, hub), self.costs.table(spec, domain, hub_domain))
                 var, domain = hub, hub_domain
-            for v, wanted, wanted_spec, link in readers:
-                table = _table(wanted_spec, domain, wanted, self.parts, link)
+            for v, wanted, wanted_spec, bucketed in readers:
+                table = self.costs.table(wanted_spec, domain, wanted, bucketed)
                 if v == var:
                     self.problem.add((v,), np.diag(table).copy())
                 else:

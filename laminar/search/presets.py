@@ -8,6 +8,7 @@ wherever that keeps it so, which leaves two all-reduces per block each way.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,6 +21,7 @@ from laminar.ir.mesh import Mesh
 from laminar.ir.patterns import as_patterns, known, pick
 from laminar.ir.plan import Plan
 from laminar.ir.sbp import B, NdSbp, Partial, Sbp, Split, no_rank_empty
+from laminar.ir.tensor import TensorSpec
 from laminar.rules.signing import follow
 from laminar.search.complete import Pins, Seeds, completed, match, storable
 
@@ -33,7 +35,7 @@ DATA_AXES = ("dp", "data", "batch", "fsdp", "zero")
 
 def data_parallel(graph: Graph, mesh: Mesh, recompute: Patterns = ()) -> Plan:
     """The batch split over every axis, parameters whole, gradients summed."""
-    pins = [_data_pins(graph, mesh, a) for a in range(len(mesh.sizes))]
+    pins = [data_pins(graph, mesh, a) for a in range(len(mesh.sizes))]
     return again(graph, completed(graph, mesh, pins, "data_parallel"), recompute)
 
 
@@ -48,7 +50,7 @@ def zero(graph: Graph, mesh: Mesh, stage: int = 3, recompute: Patterns = ()) -> 
     """Data parallel with optimizer state (1), gradients (2) and parameters (3) in pieces."""
     if stage not in (1, 2, 3):
         raise PlanError(f"zero has no stage {stage!r}", allowed="1  2  3")
-    pins = [_data_pins(graph, mesh, a) for a in range(len(mesh.sizes))]
+    pins = [data_pins(graph, mesh, a) for a in range(len(mesh.sizes))]
     pieces: dict[str, NdSbp] = {}
     for item in graph.of_kind("param"):
         if item.trainable:
@@ -62,6 +64,44 @@ def zero(graph: Graph, mesh: Mesh, stage: int = 3, recompute: Patterns = ()) -> 
                 pins[axis].inputs[name] = placement
     plan = completed(graph, mesh, pins, f"zero({stage})")
     return again(graph, replace(plan, state=pieces), recompute)
+
+
+def in_pieces(graph: Graph, plan: Plan, stage: int, axes: Sequence[int] | None = None) -> Plan:
+    """ZeRO on any plan: what lies whole on an axis is kept in pieces there; ops read what they read before.
+
+    Of optimizer state (1), of gradients too (2), of parameters too (3); on all axes, or only on some (the ranks of a
+    node share pieces, nodes hold the same).
+    """
+    state, inputs, outputs = dict(plan.state), dict(plan.inputs), dict(plan.outputs)
+    for item in graph.of_kind("param"):
+        if item.trainable and stage:
+            nd = _finer(
+                item.spec, plan.inputs[item.name], plan.mesh, range(len(plan.mesh.sizes)) if axes is None else axes
+            )
+            state[item.name] = nd
+            if stage >= 2:
+                outputs[f"grad:{item.name}"] = nd
+            if stage >= 3:
+                inputs[item.name] = nd
+    return replace(plan, state=state, inputs=inputs, outputs=outputs, account={})
+
+
+def _finer(spec: TensorSpec, nd: NdSbp, mesh: Mesh, axes: Sequence[int]) -> NdSbp:
+    """A placement with every axis named cutting that can: its own dim, or with others one that they all divide."""
+    out = list(nd)
+    for axis in axes:
+        parts = mesh.sizes[axis]
+        if out[axis] != B or parts == 1:
+            continue
+        for d, n in enumerate(spec.shape):
+            cuts = [(a, p) for a, p in enumerate(out) if isinstance(p, Split) and p.dim == d]
+            # Cuts by several axes nest only if each is plain, and those outside come first.
+            if any((isinstance(p, Split) and p.blocks > 1) or a > axis for a, p in cuts):
+                continue
+            if n % (parts * math.prod(mesh.sizes[a] for a, _ in cuts)) == 0:
+                out[axis] = Split(d)
+                break
+    return tuple(out)
 
 
 def _pieces(spec, mesh: Mesh) -> NdSbp:  # type: ignore[no-untyped-def]
@@ -89,7 +129,7 @@ def tensor_parallel(graph: Graph, mesh: Mesh, axis: str | None = None, recompute
             )
         axis = "tp" if "tp" in mesh.names else others[0]
     at = mesh.axis(axis)
-    pins = [_tensor_pins(graph) if a == at else _data_pins(graph, mesh, a) for a in range(len(mesh.sizes))]
+    pins = [tensor_pins(graph) if a == at else data_pins(graph, mesh, a) for a in range(len(mesh.sizes))]
     return again(graph, completed(graph, mesh, pins, "tensor_parallel"), recompute)
 
 
@@ -122,9 +162,9 @@ def like(graph: Graph, plan: Plan) -> Plan:
     pins = []
     for axis in range(len(mesh.sizes)):
         if any(nd[axis] == Split(0) for nd in batch):
-            here = _data_pins(graph, mesh, axis)
+            here = data_pins(graph, mesh, axis)
         elif plan.name == "tensor_parallel":
-            here = _tensor_pins(graph)
+            here = tensor_pins(graph)
         else:
             here = Pins()
         for item in graph.inputs:
@@ -138,7 +178,8 @@ def like(graph: Graph, plan: Plan) -> Plan:
     return replace(completed(graph, mesh, pins, plan.name), state=plan.state, recompute=recompute)
 
 
-def _data_pins(graph: Graph, mesh: Mesh, axis: int) -> Pins:
+def data_pins(graph: Graph, mesh: Mesh, axis: int) -> Pins:
+    """What data parallel means on one axis."""
     parts = mesh.sizes[axis]
     pins = Pins()
     samples = Counter(i.spec.shape[0] for i in graph.of_kind("batch") if i.spec.shape).most_common(1)
@@ -184,7 +225,8 @@ def _follow_inputs(graph: Graph, pins: Pins, parts: int, sums: bool) -> None:
             pins.sums.add(p.node.name)
 
 
-def _tensor_pins(graph: Graph) -> Pins:
+def tensor_pins(graph: Graph) -> Pins:
+    """What tensor parallel means on one axis."""
     pins = Pins(stored_byte_s=1e-9)
     pins.spread = {n.name for n in graph.nodes if n.op in PRODUCTS}
     for item in graph.inputs:

@@ -1,0 +1,289 @@
+"""Plans from the command line: `laminar plan` finds one for a cluster, or makes the one it is told to.
+
+With a cluster and nothing else, it searches: every placement, meshes, stages, micro-batches, ZeRO and recompute, and
+says how far from the best the plan can be. With a mesh, a preset, seeds or stages it makes that plan.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from laminar import cli_cost
+from laminar.errors import MeshError, PlanError
+from laminar.ir.mesh import Mesh
+from laminar.ir.sbp import parse
+from laminar.ir.staged import SCHEDULES, Staged
+
+PRESETS = ["data_parallel", "zero1", "zero2", "zero3", "tensor_parallel"]
+EXAMPLES = """\
+examples
+  laminar plan examples/gpt.py:deep --cluster 8xh100 -o plan.json            search
+  laminar plan examples/gpt.py:deep --cluster 64xh100 --memory 40 --compare  at most 40 GB a rank, and what lost
+  laminar plan examples/gpt.py:deep --cluster 8xh100 --pin tp=8 --only tensor
+  laminar plan examples/gpt.py:tiny --mesh dp=2,tp=2 --preset tensor_parallel -o plan.json
+  laminar plan examples/gpt.py:tiny --mesh tp=2 --seed 'blocks.*up.weight=tp:S(0)' -o plan.json
+  laminar plan examples/gpt.py:tiny --stages 2 --microbatches 4 -o plan.json
+
+clusters: a file of `laminar profile`, or [NODESx][COUNTx]DEVICE[@FABRIC[+FABRIC]], such as 8xh100, 16x4xa100-80g,
+2xcpu. What can be pinned: dp, tp, stages, microbatches, virtual, zero, recompute (0 or 1).
+"""
+
+
+@contextlib.contextmanager
+def working(what: str, quiet: bool) -> Iterator[Callable[[str], None]]:
+    """A spinner with seconds on stderr, from the third second on, where someone is watching; its text may change."""
+    done = threading.Event()
+    says = [what]
+
+    def spin() -> None:
+        start = time.monotonic()
+        for mark in itertools.cycle("|/-\\"):
+            if done.wait(0.2):
+                return
+            passed = time.monotonic() - start
+            if passed > 2:
+                sys.stderr.write(f"\r\033[K{mark} {says[0]} {passed:.0f} s")
+                sys.stderr.flush()
+
+    def say(text: str) -> None:
+        says[0] = text
+
+    thread = threading.Thread(target=spin, daemon=True)
+    if not quiet and sys.stderr.isatty():
+        thread.start()
+    try:
+        yield say
+    finally:
+        done.set()
+        if thread.is_alive():
+            thread.join()
+            sys.stderr.write("\r\033[K")
+
+
+def parse_mesh(text: str) -> Mesh:
+    """`dp=2,tp=4` as a mesh."""
+    axes: dict[str, int] = {}
+    for part in text.split(","):
+        name, equals, size = part.partition("=")
+        if not equals or not size.strip().isdigit():
+            raise MeshError(f"{text!r} is not a mesh", next="write axes as dp=2,tp=4")
+        if name.strip() in axes:
+            raise MeshError(f"{text!r} names axis {name.strip()} twice", next="write axes as dp=2,tp=4")
+        axes[name.strip()] = int(size)
+    return Mesh(axes)
+
+
+def parse_seeds(texts: list[str]) -> dict[str, dict[str, Any]]:
+    """`PATTERN=axis:S(0)` (several axes separated by `;`) as seeds."""
+    seeds: dict[str, dict[str, Any]] = {}
+    for text in texts:
+        pattern, equals, rest = text.partition("=")
+        if not equals:
+            raise PlanError(f"{text!r} is not a seed", next="write 'pattern=axis:S(0)', for example 'batch.*=dp:S(0)'")
+        for item in rest.split(";"):
+            axis, colon, placement = item.partition(":")
+            if not colon:
+                raise PlanError(f"{item!r} in seed {text!r} names no axis", next="write 'pattern=axis:S(0)'")
+            seeds.setdefault(pattern, {})[axis.strip()] = parse(placement.strip())
+    return seeds
+
+
+def parse_pins(texts: list[str]) -> dict[str, int]:
+    """`tp=8` and the like as pins; the names are checked by the search."""
+    pins: dict[str, int] = {}
+    for text in ",".join(texts).split(",") if texts else ():
+        name, equals, number = text.partition("=")
+        if not equals or not number.strip().isdigit():
+            raise PlanError(f"{text!r} pins nothing", next="write --pin tp=8, or --pin stages=4,zero=1")
+        pins[name.strip()] = int(number)
+    return pins
+
+
+def do_plan(args: argparse.Namespace) -> int:
+    """Find a plan, or make one from a preset or seeds."""
+    told = args.mesh or args.preset or args.seed
+    if args.stages:
+        return _stages(args, parse_mesh(args.mesh) if args.mesh else None)
+    if args.cluster and not told:
+        return _search(args)
+    for name in ("memory", "budget", "pin", "only", "compare"):
+        if getattr(args, name):
+            raise PlanError(f"--{name} is for a search", next="leave out --mesh, --preset, --seed and --stages")
+    return _made(args)
+
+
+def _search(args: argparse.Namespace) -> int:
+    """The best plan for a cluster."""
+    from laminar.api import captured, plan
+
+    if args.recompute or args.program:
+        raise PlanError("--recompute and --program do not go with a search", next="--pin recompute=1, or name a mesh")
+    cluster = cli_cost.cluster_of(args.cluster)
+    with working("capturing", args.json):
+        _, _, _, graph = captured(args.recipe)
+    with working("searching", args.json) as say:
+        found = plan(
+            graph,
+            cluster,
+            memory_bytes=args.memory * 1e9 if args.memory else None,
+            budget_s=10.0 if args.budget is None else args.budget,
+            pin=parse_pins(args.pin),
+            only=args.only,
+            progress=lambda text: say(f"searching, {text}"),
+        )
+    account = {**found.account, "recipe": args.recipe}
+    account |= {"cluster_file": args.cluster} if args.cluster.endswith(".json") else {}
+    found = replace(found, account=account)
+    if args.output:
+        found.save(args.output)
+    if args.json:
+        print(json.dumps({"plan": found.hash, "graph": graph.hash, **found.account}))
+        return 0
+    print(found.explain())
+    if args.compare:
+        print(_compared(found.account))
+    if args.output:
+        print(f"\nwritten to {args.output}")
+    return 0
+
+
+def _compared(account: dict[str, Any]) -> str:
+    """All plans that were looked at, as bars: the longer, the more steps a second."""
+    rows = account["looked_at"]
+    best = min(row["step_s"] for row in rows if row["fits"])
+    lines = ["", "plans that were looked at, steps a second"]
+    for row in rows:
+        bar = "#" * max(1, round(40 * best / row["step_s"]))
+        note = "" if row["fits"] else f"  does not fit: {row['peak_bytes'] / 1e9:.1f} GB"
+        lines.append(f"  {1 / row['step_s']:10.3f}  {bar:<41} {row['plan']}{note}")
+    return "\n".join(lines)
+
+
+def _made(args: argparse.Namespace) -> int:
+    """A plan with a name, or from seeds, on a mesh."""
+    from laminar.api import captured, plans
+
+    cluster = cli_cost.cluster_of(args.cluster) if args.cluster else None
+    if args.mesh is None and cluster is None:
+        raise MeshError("neither a mesh nor a cluster", next="--mesh dp=2,tp=4, or --cluster 8xh100")
+    mesh = parse_mesh(args.mesh) if args.mesh else Mesh({"dp": cluster.devices if cluster else 1})
+    if cluster is not None:
+        cluster.fits(mesh)
+    with working("capturing", args.json):
+        _, _, _, graph = captured(args.recipe)
+    preset = args.preset or "data_parallel"
+    with working("planning", args.json):
+        if args.seed:
+            plan = plans.seeded(graph, mesh, parse_seeds(args.seed), recompute=args.recompute)
+        elif preset.startswith("zero"):
+            plan = plans.zero(graph, mesh, int(preset[4:] or 3), recompute=args.recompute)
+        elif preset == "tensor_parallel":
+            plan = plans.tensor_parallel(graph, mesh, recompute=args.recompute)
+        else:
+            plan = plans.data_parallel(graph, mesh, recompute=args.recompute)
+        plan = replace(plan, account={**plan.account, "recipe": args.recipe})
+        if cluster is not None:
+            from laminar.forecast import accounted
+
+            plan = accounted(graph, plan, cluster)
+            if args.cluster.endswith(".json"):
+                plan = replace(plan, account={**plan.account, "cluster_file": args.cluster})
+    if args.output:
+        plan.save(args.output)
+    if args.program:
+        from laminar.lower.lower import lower
+
+        program = lower(graph, plan)
+        print(json.dumps({"plan": plan.hash, "program": program.to_json()}) if args.json else program)
+    elif args.json:
+        print(json.dumps({"plan": plan.hash, "graph": graph.hash, "mesh": mesh.to_json(), **plan.account}))
+    else:
+        print(plan.explain())
+        if args.output:
+            print(f"\nwritten to {args.output}")
+    return 0
+
+
+def _stages(args: argparse.Namespace, mesh: Mesh | None) -> int:
+    """A plan with stages, each spread over a mesh of its own."""
+    from laminar.api import captured, plans
+
+    if args.seed or args.program:
+        raise PlanError("--seed and --program do not go with --stages", next="leave them out")
+    with working("capturing", args.json):
+        _, _, _, graph = captured(args.recipe, parts=args.microbatches)
+    inner: Any = mesh
+    if mesh is not None and (args.preset or "").startswith("zero"):
+        inner = partial(plans.zero, mesh=mesh, stage=int(args.preset[4:] or 3))
+    stages = int(args.stages) if args.stages.isdigit() else args.stages.split(",")
+    window = None if args.window == "any" else int(args.window)
+    with working("planning", args.json):
+        plan: Staged = plans.pipeline(
+            graph, stages, args.microbatches, args.virtual, inner, schedule=args.schedule, window=window,
+            stash=args.stash, couple=args.couple, recompute=args.recompute,
+        )  # fmt: skip
+        account = {**plan.account, "recipe": args.recipe}
+        if args.cluster:
+            from laminar.forecast import predict_staged
+
+            cluster = cli_cost.cluster_of(args.cluster)
+            account |= predict_staged(graph, plan, cluster).account()
+            account |= {"cluster_file": args.cluster} if args.cluster.endswith(".json") else {}
+        plan = replace(plan, account=account)
+    if args.output:
+        plan.save(args.output)
+    print(json.dumps({"plan": plan.hash, "graph": graph.hash, "ranks": plan.ranks, **plan.account})
+          if args.json else plan.explain())  # fmt: skip
+    if args.output and not args.json:
+        print(f"\nwritten to {args.output}")
+    return 0
+
+
+def options(p: argparse.ArgumentParser) -> None:
+    """The options of `laminar plan`."""
+    p.epilog, p.formatter_class = EXAMPLES, argparse.RawDescriptionHelpFormatter
+    p.add_argument("--cluster", metavar="C", help="the machine: a file of `laminar profile`, or a name such as 8xh100; "
+                   "alone it means: search")  # fmt: skip
+    p.add_argument("-o", "--output", metavar="FILE", help="save the plan")
+    search = p.add_argument_group("search")
+    search.add_argument("--memory", type=float, metavar="GB", help="what a rank may fill (default: the device's memory "
+                        "less 8 %%)")  # fmt: skip
+    search.add_argument("--budget", type=float, metavar="S", help="processor seconds to spend (default: 10)")
+    search.add_argument("--pin", action="append", default=[], metavar="NAME=N",
+                        help="fix a number: dp, tp, stages, microbatches, virtual, zero, recompute; may be "
+                        "repeated")  # fmt: skip
+    search.add_argument("--only", metavar="DIMENSIONS", help="what may be used: data, tensor, pipeline, zero, "
+                        "recompute, with commas (default: all)")  # fmt: skip
+    search.add_argument("--compare", action="store_true", help="show all plans that were looked at")
+    made = p.add_argument_group("a plan of your own")
+    made.add_argument("--mesh", help="axes and sizes, such as dp=2,tp=4 (with --preset alone: dp over the cluster)")
+    made.add_argument("--preset", choices=PRESETS, help="a plan with a name (default: data_parallel)")
+    made.add_argument("--seed", action="append", default=[], metavar="PATTERN=AXIS:S(0)",
+                      help="place tensors by name pattern, the rest at least cost; may be repeated")  # fmt: skip
+    made.add_argument("--recompute", action="append", default=[], metavar="PATTERN",
+                      help="make again in backward what these modules (blocks.*) or values (%%gelu.*) hold; may be "
+                      "repeated")  # fmt: skip
+    made.add_argument("--program", action="store_true", help="print the program every rank runs")
+    made.add_argument("--stages", metavar="N", help="cut the model into N stages of equal work at ranks of their own, "
+                      "or where these modules begin (patterns, with commas); --mesh is then that of each "
+                      "stage")  # fmt: skip
+    made.add_argument("--microbatches", type=int, default=4, metavar="M", help="per step, with --stages (default: 4)")
+    made.add_argument("--virtual", type=int, default=1, metavar="V",
+                      help="stages that take turns at each place (default: 1)")  # fmt: skip
+    made.add_argument("--schedule", choices=SCHEDULES, help="order of micro-batches (default: 1f1b, or interleaved)")
+    made.add_argument("--window", default="0", metavar="W",
+                      help="how far a place may leave the order; any (default: 0)")  # fmt: skip
+    made.add_argument("--stash", type=float, default=1.0, metavar="X",
+                      help="how many times as many micro-batches as needed may be under way (default: 1)")  # fmt: skip
+    made.add_argument("--couple", choices=["microbatch"],
+                      help="let ops that couple samples see one micro-batch at a time")  # fmt: skip

@@ -1,0 +1,122 @@
+"""The outer space as cells: stages, micro-batches, virtual stages, and a mesh for each stage.
+
+A cell leaves open how each tensor lies on the mesh; everything else is fixed. Meshes are factorisations of the ranks of
+a stage into two axes, `dp` outside and `tp` inside, where `tp` stays within the innermost level of the machine unless
+it has one level only: groups that move activations are never spread over a slower network than they need. Micro-batches
+are the divisors of the batch from one per stage to `DEEPEST` per stage, in powers of two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from laminar.errors import PlanError
+from laminar.ir.mesh import Mesh
+from laminar.planner.request import Request
+
+DEEPEST = 16
+"""Micro-batches per stage beyond which the bubble is below a sixteenth."""
+CHUNKS = (1, 2, 4)
+"""Virtual stages per place."""
+
+
+@dataclass(frozen=True, order=True)
+class Cell:
+    """One point of the outer space."""
+
+    stages: int
+    micro_batches: int
+    virtual: int
+    dp: int
+    tp: int
+    recompute: bool = False
+
+    @property
+    def mesh(self) -> Mesh:
+        """Of each stage."""
+        if self.tp == 1:
+            return Mesh({"dp": self.dp})
+        return Mesh({"dp": self.dp, "tp": self.tp}) if self.dp > 1 else Mesh({"tp": self.tp})
+
+    @property
+    def ranks(self) -> int:
+        """Of each stage."""
+        return self.dp * self.tp
+
+    @property
+    def plain(self) -> bool:
+        """Whether it has neither stages nor micro-batches."""
+        return self.stages == 1 and self.micro_batches == 1
+
+    def __str__(self) -> str:
+        out = f"dp={self.dp} tp={self.tp}"
+        if not self.plain:
+            out += f" stages={self.stages} microbatches={self.micro_batches}"
+        if self.virtual > 1:
+            out += f" virtual={self.virtual}"
+        return out + (" recompute" if self.recompute else "")
+
+    def to_json(self) -> dict[str, int | bool]:
+        """Plain data."""
+        return {"stages": self.stages, "microbatches": self.micro_batches, "virtual": self.virtual, "dp": self.dp,
+                "tp": self.tp, "recompute": self.recompute}  # fmt: skip
+
+
+def divisors(n: int) -> list[int]:
+    """Of a number, in order."""
+    small = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
+    return sorted({*small, *(n // d for d in small)})
+
+
+def cells(request: Request, samples: int, layers: int, recompute: bool) -> list[Cell]:
+    """All cells that a request allows for a batch of so many samples and a model of so many layers."""
+    found = list(_cells(request, samples, layers, recompute))
+    if not found:
+        raise PlanError(
+            f"no cell is left for {request.cluster.devices} devices: {_asked(request)}",
+            next="drop a pin, or allow another dimension",
+        )
+    return found
+
+
+def _cells(request: Request, samples: int, layers: int, recompute: bool) -> Iterator[Cell]:
+    devices, pin = request.cluster.devices, request.pin
+    inner = request.cluster.levels[0].size if len(request.cluster.levels) > 1 else devices
+    deepest = max(1, layers) if request.allows("pipeline") else 1
+    for stages in divisors(devices):
+        if stages > deepest or stages != pin.get("stages", stages):
+            continue
+        ranks = devices // stages
+        for tp in divisors(ranks):
+            dp = ranks // tp
+            if tp != pin.get("tp", tp) or dp != pin.get("dp", dp):
+                continue
+            if (tp > inner and "tp" not in pin) or (tp > 1 and not request.allows("tensor")):
+                continue
+            if dp > 1 and not (request.allows("data") or request.allows("zero")):
+                continue
+            for micro in _micro_batches(request, samples, stages):
+                for virtual in CHUNKS if stages > 1 else (1,):
+                    if virtual != pin.get("virtual", virtual) or stages * virtual > layers * (stages > 1) + 1:
+                        continue
+                    if virtual > 1 and micro % stages:
+                        continue
+                    for again in (False, True) if recompute and request.allows("recompute") else (False,):
+                        if int(again) == pin.get("recompute", int(again)):
+                            yield Cell(stages, micro, virtual, dp, tp, again)
+
+
+def _micro_batches(request: Request, samples: int, stages: int) -> list[int]:
+    pinned = request.pin.get("microbatches")
+    if pinned is not None:
+        return [pinned] if samples % pinned == 0 else []
+    if not request.allows("pipeline"):
+        return [1]
+    most = stages * DEEPEST
+    return [m for m in divisors(samples) if (m & (m - 1)) == 0 and (stages if stages > 1 else 1) <= m <= most]
+
+
+def _asked(request: Request) -> str:
+    pins = ", ".join(f"{k}={v}" for k, v in request.pin.items()) or "no pins"
+    return f"{pins}; only {', '.join(request.only)}"

@@ -1,0 +1,68 @@
+"""What is asked of a search: the machine, limits, pins, and which dimensions may be used.
+
+Pins fix a number (`pin={"tp": 8, "stages": 4}`), `only` names the dimensions that may be used at all, `memory_bytes` is
+what a rank may fill. Everything is checked here, by name, before any work is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from laminar.cost.prices import UPDATES
+from laminar.errors import PlanError
+from laminar.ir.cluster import Cluster
+
+DIMENSIONS = ("data", "tensor", "pipeline", "zero", "recompute")
+"""`data`: the batch in parts. `tensor`: any other split of tensors. `pipeline`: stages and micro-batches. `zero`:
+state, gradients and parameters in pieces. `recompute`: activations made again."""
+PINS = ("dp", "tp", "stages", "microbatches", "virtual", "zero", "recompute")
+MARGIN = 0.08
+"""Share of a device's memory that a plan leaves free unless asked otherwise: fragments, libraries, other processes."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A search to be done."""
+
+    cluster: Cluster
+    memory_bytes: float | None = None
+    """What a rank may fill; unless given, the device's memory less `MARGIN`."""
+    budget_s: float = 10.0
+    """Processor seconds after which no new cell is begun."""
+    optimizer: str = "adamw"
+    pin: Mapping[str, int] = field(default_factory=dict)
+    only: tuple[str, ...] = DIMENSIONS
+
+    def __post_init__(self) -> None:
+        if self.budget_s < 0:
+            raise PlanError(f"a budget of {self.budget_s} s", allowed="0 or more")
+        if self.optimizer not in UPDATES:
+            raise PlanError(f"no prices for optimizer {self.optimizer!r}", allowed="  ".join(UPDATES))
+        for name, value in self.pin.items():
+            if name not in PINS:
+                raise PlanError(f"nothing called {name!r} can be pinned", allowed="  ".join(PINS))
+            least = 0 if name in ("zero", "recompute") else 1
+            if not isinstance(value, int) or value < least:
+                raise PlanError(f"{name} pinned to {value!r}", allowed=f"a whole number of at least {least}")
+        for name in self.only:
+            if name not in DIMENSIONS:
+                raise PlanError(f"there is no dimension {name!r}", allowed="  ".join(DIMENSIONS))
+
+    @property
+    def room_bytes(self) -> float:
+        """What a plan may fill on its fullest rank."""
+        if self.memory_bytes is not None:
+            return float(self.memory_bytes)
+        return (1 - MARGIN) * self.cluster.device.memory_bytes.value
+
+    def allows(self, dimension: str) -> bool:
+        """Whether a dimension may be used."""
+        return dimension in self.only
+
+
+def dimensions(text: str | Sequence[str] | None) -> tuple[str, ...]:
+    """`only` as users write it: "data,tensor", a list, or nothing for all."""
+    if text is None:
+        return DIMENSIONS
+    return tuple(t.strip() for t in text.split(",")) if isinstance(text, str) else tuple(text)

@@ -1,0 +1,260 @@
+"""Repeated blocks, found by structure: a deep model as a shallow one, and a shallow plan as a deep one.
+
+Planning looks at the same layer again and again. Here the forward ops are read as a text whose letters say what an op
+does to tensors of which shapes, and the longest stretch that repeats itself is cut into *layers*; backward has a
+stretch of its own, in which the layers come in reverse. Names play no part. A layer may be taken out if the rest can be
+joined: what the first layer behind the gap reads from the one before it, it then reads from the last layer before the
+gap, and backward the other way round. Every such reference is checked to be of the same shape, and every layer taken
+out to be wired as the one that stands for it; where that fails, nothing is folded.
+
+`Fold.small(keep)` is the model with `keep` layers, `Fold.unfold(plan, keep)` puts the plan of a shallow graph on the
+deep one: layers that were taken out do as their neighbour does. Values that all layers read (masks, rotary tables)
+and parameters tied across layers stay what they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+from laminar.ir.codec import Ref
+from laminar.ir.graph import Graph, Node, map_refs
+from laminar.ir.plan import Plan
+from laminar.ir.sbp import NdSbp
+
+LEAST = 3
+"""Layers below which folding is not worth while."""
+
+
+@dataclass(frozen=True)
+class Fold:
+    """Which op stands where in which layer."""
+
+    graph: Graph
+    layers: int
+    at: dict[str, tuple[int, str, int]]
+    """Op -> layer, direction (f or b), place within it."""
+    _small: dict[int, Graph] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def ops(self) -> dict[tuple[int, str, int], Node]:
+        """The op at a place of a layer."""
+        return {self.at[n.name]: n for n in self.graph.nodes if n.name in self.at}
+
+    @cached_property
+    def share(self) -> float:
+        """Of the ops, how many are in layers."""
+        return len(self.at) / max(1, len(self.graph.nodes))
+
+    def stands_for(self, keep: int, layer: int) -> int:
+        """The layer that is kept for a given one: the first ones and the last are, the others do as their neighbour."""
+        if layer < keep - 1 or layer == self.layers - 1:
+            return layer
+        return max(0, keep - 2)
+
+    def small(self, keep: int) -> Graph:
+        """The graph with so many layers; the whole one if it has no more."""
+        if keep >= self.layers or self.layers < LEAST:
+            return self.graph
+        if keep not in self._small:
+            self._small[keep] = self._without(max(1, keep - 1), self.layers - 1)
+        return self._small[keep]
+
+    def _without(self, first: int, last: int) -> Graph:
+        """Without layers first..last-1."""
+        gap = last - first
+        nodes = []
+        for node in self.graph.nodes:
+            place = self.at.get(node.name)
+            if place is not None and first <= place[0] < last:
+                continue
+            nodes.append(self._joined(node, place, first, last, gap) if place else node)
+        made = {n.name for n in nodes}
+        outputs = tuple(o for o in self.graph.outputs if o.ref.name in made or o.ref.name not in self.graph.by_name)
+        read = {r.name for n in nodes for r in n.ins} | {o.ref.name for o in outputs}
+        gone = {r.name for n in self.graph.nodes if n.name not in made for r in n.ins} - read
+        inputs = tuple(i for i in self.graph.inputs if i.name not in gone)
+        names = {i.name for i in inputs}
+        return replace(
+            self.graph,
+            inputs=inputs,
+            constants=tuple(c for c in self.graph.constants if c.name not in gone),
+            nodes=tuple(nodes),
+            outputs=tuple(o for o in outputs if o.kind not in ("grad", "buffer") or o.name in names),
+            probed=tuple((n, s) for n, s in self.graph.probed if n in made),
+        )
+
+    def _joined(self, node: Node, place: tuple[int, str, int], first: int, last: int, gap: int) -> Node:
+        def now(ref: Ref) -> Ref:
+            there = self.at.get(ref.name)
+            if there is None or not first <= there[0] < last:
+                return ref
+            layer = there[0] - gap if place[0] >= last else there[0] + gap
+            return Ref(self.ops[layer, there[1], there[2]].name, ref.index)
+
+        return replace(node, args=map_refs(node.args, now))
+
+    def unfold(self, plan: Plan, keep: int) -> Plan:
+        """The plan of `small(keep)` for the whole graph."""
+        if keep >= self.layers or self.layers < LEAST:
+            return plan
+        ops, like = {}, self._parameters(keep)
+        for node in self.graph.nodes:
+            place = self.at.get(node.name)
+            if node.name in plan.ops or place is None:
+                ops[node.name] = plan.ops[node.name]
+            else:
+                ops[node.name] = plan.ops[self.ops[self.stands_for(keep, place[0]), place[1], place[2]].name]
+
+        def spread(given: dict[str, NdSbp], key: str = "") -> dict[str, NdSbp]:
+            known = dict(given)
+            for name, other in like.items():
+                if key + other in given:
+                    known.setdefault(key + name, given[key + other])
+            return known
+
+        outputs = spread(spread(plan.outputs, "grad:"), "buffer:")
+        wanted = {f"{o.kind}:{o.name}" for o in self.graph.outputs}
+        names = {i.name for i in self.graph.inputs}
+        return Plan(
+            plan.mesh,
+            self.graph.hash,
+            ops,
+            {k: v for k, v in spread(plan.inputs).items() if k in names},
+            {k: v for k, v in outputs.items() if k in wanted},
+            {k: v for k, v in spread(plan.state).items() if k in names},
+            plan.name,
+            {},
+            plan.recompute,
+        )
+
+    def _parameters(self, keep: int) -> dict[str, str]:
+        """For inputs of layers that are taken out, what stands in their place in the layer kept for them."""
+        inputs = {i.name for i in self.graph.inputs}
+        like: dict[str, str] = {}
+        for (layer, way, k), node in self.ops.items():
+            other = self.ops[self.stands_for(keep, layer), way, k]
+            if other is not node:
+                like.update(
+                    {a.name: b.name for a, b in zip(node.ins, other.ins, strict=True) if a.name in inputs and a != b}
+                )
+        return like
+
+
+def fold(graph: Graph) -> Fold:
+    """The layers of a graph; none where there is nothing that repeats, or where it can't be taken apart."""
+    none = Fold(graph, 0, {})
+    letters = [_letter(n, graph) for n in graph.nodes]
+    begun = next((k for k, n in enumerate(graph.nodes) if n.phase != "forward"), len(graph.nodes))
+    forward = _repeats(letters[:begun])
+    if forward is None:
+        return none
+    start, period, count = forward
+    backward = _repeats(letters[begun:])
+    if backward is None:
+        return none
+    for shift in range(period):
+        # Where a layer begins is a matter of taste, so that the two stretches may be cut at different places.
+        found = _laid_out(graph, (start + shift, period), (begun + backward[0], backward[1]), count, backward[2])
+        if found is not None:
+            return found
+    return none
+
+
+def _letter(node: Node, graph: Graph) -> Any:
+    """What an op does to what: the same for two ops that differ in names only."""
+    return (
+        node.op,
+        node.phase,
+        tuple(str(o) for o in node.outs),
+        repr(map_refs(node.args, lambda r: str(graph.specs[r]))),
+    )
+
+
+def _repeats(letters: Sequence[Any]) -> tuple[int, int, int] | None:
+    """(start, period, count) of the repetition that covers most; nothing if there are fewer than `LEAST` layers."""
+    number: dict[Any, int] = {}
+    text = [number.setdefault(x, len(number)) for x in letters]
+    where: dict[int, list[int]] = {}
+    for i, x in enumerate(text):
+        where.setdefault(x, []).append(i)
+    periods = {b - a for places in where.values() if len(places) >= LEAST for a, b in pairwise(places)}
+    best: tuple[int, int, int] | None = None
+    for period in sorted(periods):
+        run = 0
+        for i in range(len(text) - period):
+            run = run + 1 if text[i] == text[i + period] else 0
+            count = run // period + 1
+            if count >= LEAST and (best is None or count * period > best[1] * best[2]):
+                best = (i + 1 - run, period, count)
+    return best
+
+
+def _laid_out(graph: Graph, forward: tuple[int, int], backward: tuple[int, int], count: int, again: int) -> Fold | None:
+    """Layers numbered as forward has them; backward's by what they read; nothing if they are wired differently."""
+    (start, period), (behind, length) = forward, backward
+    names = [n.name for n in graph.nodes]
+    at: dict[str, tuple[int, str, int]] = {}
+    for layer in range(count):
+        for k in range(period):
+            if start + layer * period + k >= behind:
+                return None
+            at[names[start + layer * period + k]] = (layer, "f", k)
+    reads: list[set[int]] = []
+    for block in range(again):
+        first = behind + block * length
+        reads.append({at[r.name][0] for n in graph.nodes[first : first + length] for r in n.ins if r.name in at})
+    layers = {max(found) + block for block, found in enumerate(reads) if found}
+    if len(layers) != 1 or any(not found for found in reads):
+        return None
+    top = layers.pop()
+    for block in range(again):
+        if not 0 <= top - block < count:
+            continue
+        for k in range(length):
+            at[names[behind + block * length + k]] = (top - block, "b", k)
+    low, high = max(0, top - again + 1), min(count - 1, top)
+    at = {n: (layer - low, way, k) for n, (layer, way, k) in at.items() if low <= layer <= high}
+    found = Fold(graph, high - low + 1, at)
+    return found if found.layers >= LEAST and _alike(found) else None
+
+
+def _alike(found: Fold) -> bool:
+    """Whether every layer is wired as the one before it, and the ends can be joined whichever layers are taken out."""
+    graph, at, last = found.graph, found.at, found.layers - 1
+    for (layer, way, k), node in found.ops.items():
+        for ref in node.ins:
+            there = at.get(ref.name)
+            if there is not None and abs(there[0] - layer) > 1:
+                return False
+        if layer == last:
+            continue
+        twin = found.ops.get((layer + 1, way, k))
+        if twin is None or len(twin.ins) != len(node.ins):
+            return False
+        for a, b in zip(node.ins, twin.ins, strict=True):
+            if graph.specs[a] != graph.specs[b] or a.index != b.index or not _moved(found, a, b):
+                return False
+    kept = {n.name for n in graph.nodes if n.name not in at}
+    for node in graph.nodes:
+        # Ops outside of the layers may read the first and the last only.
+        if node.name in kept and any(r.name in at and at[r.name][0] not in (0, last) for r in node.ins):
+            return False
+    loose = {o.ref.name for o in graph.outputs if o.kind in ("loss", "metric")}
+    return not any(name in at and 0 < at[name][0] < last for name in loose)
+
+
+def _moved(found: Fold, a: Ref, b: Ref) -> bool:
+    """Whether `b` is to its layer what `a` is to the one before: shifted by one, the same for all, or an input."""
+    here, there = found.at.get(a.name), found.at.get(b.name)
+    if here is not None and there is not None:
+        return there == (here[0] + 1, here[1], here[2])
+    inputs = found.graph.by_name
+    if here is None and there is None:
+        return a == b or (a.name not in inputs and b.name not in inputs)
+    # The first layer reads from before it, the last backward layer from behind it.
+    inner = here or there
+    return inner is not None and inner[0] in (0, found.layers - 1)
