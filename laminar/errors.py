@@ -6,6 +6,7 @@
     ├── PlacementError      a placement that can't hold for a tensor
     │   └── NoRuleError     an op has no signature for the placements asked for
     ├── PlanError           a plan that does not fit its graph, its mesh or this version
+    ├── RuleError           a rewrite rule that can't be read, or does not hold
     ├── MeshError           a mesh that makes no sense, or is larger than the world
     ├── ClusterError        a description of a machine that makes no sense, or is too small
     ├── BatchError          a batch that differs from the captured one
@@ -57,6 +58,10 @@ class NoRuleError(PlacementError):
 
 class PlanError(LaminarError):
     """A plan that does not fit its graph, its mesh or this version."""
+
+
+class RuleError(LaminarError):
+    """A rewrite rule that can't be read, or does not hold."""
 
 
 class MeshError(LaminarError):

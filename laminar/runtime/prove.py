@@ -1,0 +1,115 @@
+"""Proof of a rewrite by trial: both graphs run on the same random numbers, every result compared.
+
+Two polynomials that agree on random points agree, and floating ops are near enough to that: a rule that is wrong
+gives other numbers on almost any input. In float64 every floating dtype of both graphs is widened, so that what is
+left is rounding, about 1e-15 of the largest element. Results in the graph's own dtypes (`dtype=""`) are for rules
+that promise the same bits. Losses, gradients and buffers are all results of the joint graph, so gradients are proved
+with the rest.
+
+What it does not show: that a rule is right for shapes and dtypes nobody tried. So it runs on the very graphs that are
+rewritten, not on samples of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from laminar.capture.torch_ops import DTYPES
+from laminar.errors import GraphError
+from laminar.ir.codec import Ref
+from laminar.ir.graph import RNG, Graph, Input, widen
+from laminar.runtime.reference import constants_of, run_graph
+from laminar.runtime.verify import SMALL, error_of, widened
+
+TOLERANCE = 1e-12
+"""What rounding in float64 may amount to, relative to the largest element of a result."""
+
+
+def prove(
+    before: Graph, after: Graph, inputs: Mapping[str, Tensor] | None = None, dtype: str = "f64", seed: int = 0
+) -> float:
+    """The worst relative error of any result of `after` against `before`; infinite where results differ in kind.
+
+    Inputs are drawn at random unless given. A result that is not finite would prove nothing, so it is refused.
+    """
+    _comparable(before, after)
+    wide = dtype == "f64"
+    one, other = (widen(before), widen(after)) if wide else (before, after)
+    given = random_inputs(before, seed) if inputs is None else inputs
+    fed = widened(given) if wide else {k: v.detach() for k, v in given.items()}
+    want = run_graph(one, fed, constants_of(one, wide))
+    odd = [k for k, v in want.items() if v.is_floating_point() and not bool(torch.isfinite(v).all())]
+    if odd:
+        raise GraphError(f"{odd[0]} is not finite on these inputs, so nothing can be proved", next="give other inputs")
+    got = run_graph(other, fed, constants_of(other, wide))
+    largest = max((float(v.abs().max()) for k, v in want.items() if k.startswith("grad:") and v.numel()), default=0.0)
+    errors = [
+        error_of(got[k], w, SMALL * largest if k.startswith("grad:") else 0.0) if got[k].dtype == w.dtype else math.inf
+        for k, w in want.items()
+    ]
+    return max(errors, default=0.0)
+
+
+def _comparable(before: Graph, after: Graph) -> None:
+    """Both must read the same and give back the same, by name."""
+    if before.inputs != after.inputs:
+        odd = sorted({i.name for i in set(before.inputs) ^ set(after.inputs)})
+        raise GraphError(f"the graphs do not read the same: {', '.join(odd[:3])}")
+    ours, theirs = ({(o.kind, o.name, str(g.specs[o.ref])) for o in g.outputs} for g in (before, after))
+    if ours != theirs:
+        odd = sorted(f"{kind} {name} {spec}" for kind, name, spec in ours ^ theirs)
+        raise GraphError(f"the graphs do not give back the same: {', '.join(odd[:3])}")
+
+
+def random_inputs(graph: Graph, seed: int = 0) -> dict[str, Tensor]:
+    """Inputs on which a graph can run: floats of both signs, whole numbers that are valid wherever they index.
+
+    Parameters are as large as layers are initialised, so that depth does not blow values up; buffers are positive,
+    as variances must be.
+    """
+    draw = torch.Generator().manual_seed(seed)
+    out = {}
+    for item in graph.inputs:
+        shape, dtype = item.spec.shape, DTYPES[item.spec.dtype]
+        if item.name == RNG:
+            out[item.name] = torch.tensor([seed + 11, 5], dtype=dtype)
+        elif item.spec.dtype == "bool":
+            out[item.name] = torch.rand(shape, generator=draw) < 0.7
+        elif not item.spec.is_float:
+            out[item.name] = torch.randint(0, bound_of(graph, item), shape, generator=draw).to(dtype)
+        elif item.kind in ("buffer", "scale"):
+            out[item.name] = (torch.rand(shape, generator=draw, dtype=torch.float64) + 0.5).to(dtype)
+        else:
+            wide = math.sqrt(math.prod(shape[1:])) if item.kind == "param" and len(shape) > 1 else 1.0
+            out[item.name] = (torch.randn(shape, generator=draw, dtype=torch.float64) / wide).to(dtype)
+    return out
+
+
+INDEXED = {"aten.embedding": (1, 0, 0), "aten.nll_loss_forward": (1, 0, -1), "aten.nll_loss_backward": (2, 1, -1),
+           "aten.nll_loss2d_forward": (1, 0, 1), "aten.nll_loss2d_backward": (2, 1, 1)}  # fmt: skip
+"""Ops that take whole numbers as indices: the argument that holds them, the tensor and the dim they point into."""
+MOVED = ("aten.view", "aten.slice.Tensor", "aten.select.int", "aten.transpose.int", "aten.t", "aten.permute",
+         "aten.unsqueeze", "aten.squeeze.dim", "aten._to_copy", "aten.expand", "aten.split.Tensor")  # fmt: skip
+
+
+def bound_of(graph: Graph, item: Input) -> int:
+    """One more than the largest index that every reader of a whole-number input takes; 2 where nobody says."""
+    todo, seen, bound = [Ref(item.name)], {item.name}, math.inf
+    while todo:
+        ref = todo.pop()
+        for node in graph.users.get(ref, ()):
+            at = INDEXED.get(node.op)
+            if at is not None and node.args[at[0]] == ref:
+                bound = min(bound, graph.specs[node.args[at[1]]].shape[at[2]])
+            elif node.op in ("aten.gather", "aten.index_select") and node.args[2] == ref:
+                bound = min(bound, graph.specs[node.args[0]].shape[node.args[1]])
+            elif node.op == "aten.embedding_dense_backward" and node.args[1] == ref:
+                bound = min(bound, node.args[2])
+            elif node.op in MOVED and node.name not in seen:
+                seen.add(node.name)
+                todo += [Ref(node.name, i) for i in range(len(node.outs))]
+    return int(bound) if bound < math.inf else 2
