@@ -175,10 +175,10 @@ def predict(
     return replace(predict_program(program, then, plan, cluster, prices), load_s=load_s, prefetch=prefetch)
 
 
-def predict_program(
-    program: Program, then: Program | None, plan: Plan, cluster: Cluster, prices: Machine
-) -> Prediction:
-    """The same, from programs that are lowered already."""
+def timed(
+    program: Program, then: Program | None, cluster: Cluster, prices: Machine
+) -> tuple[Program, tuple[tuple[int, ...], ...] | None, Schedule, Times]:
+    """When each line of a lowered program runs: the program as a compiler has it, its kernels, schedule and times."""
     groups = None
     if prices.fused:
         program = recompute(written_out(program))
@@ -187,12 +187,24 @@ def predict_program(
         prices.launch_s = cluster.device.launch_s.value if program.collectives else 0.0
         prices.launch_source = cluster.device.launch_s.source
     made = schedule(program, prices, cluster, then, groups)
-    times = simulate(made.load)
+    return program, groups, made, simulate(made.load)
+
+
+def predict_program(
+    program: Program, then: Program | None, plan: Plan, cluster: Cluster, prices: Machine
+) -> Prediction:
+    """The same, from programs that are lowered already."""
+    program, groups, made, times = timed(program, then, cluster, prices)
+    held = held_by(program, groups, cluster, prices.optimizer)
+    return Prediction(plan, cluster, program, made, times, held, _sigma(made, prices.calibration), groups)
+
+
+def held_by(program: Program, groups: tuple[tuple[int, ...], ...] | None, cluster: Cluster, optimizer: str) -> Memory:
+    """What a rank holds while it runs a program that `timed` gave."""
     kind = "cuda" if cluster.device.kind == "gpu" else "cpu"
     kept = int(cluster.profile.get("workspace_bytes", WORKSPACE_BYTES)) if kind == "cuda" else 0
-    held = memory(program, optimizer=UPDATES[prices.optimizer], allocator=kind, backend=cluster.backend, groups=groups,
+    return memory(program, optimizer=UPDATES[optimizer], allocator=kind, backend=cluster.backend, groups=groups,
                   workspace_bytes=kept)  # fmt: skip
-    return Prediction(plan, cluster, program, made, times, held, _sigma(made, prices.calibration), groups)
 
 
 # --- plans with stages

@@ -58,11 +58,11 @@ class Node:
     """The user's line, `model.py:41  self.up(x)`; for a backward op, that of its forward op."""
     module: str = ""
     phase: str = "forward"
+    ins: tuple[Ref, ...] = field(init=False, compare=False, repr=False)
+    """Tensors read, in order of appearance."""
 
-    @property
-    def ins(self) -> tuple[Ref, ...]:
-        """Tensors read, in order of appearance."""
-        return tuple(refs_in(self.args))
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ins", tuple(refs_in(self.args)))
 
     def __str__(self) -> str:
         outs = ", ".join(str(o) if o else "-" for o in self.outs)

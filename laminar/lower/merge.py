@@ -169,8 +169,13 @@ def _renamed(program: Program, instrs: list[Instr], renamed: dict[Ref, Ref]) -> 
     def now(ref: Ref) -> Ref:
         return renamed.get(ref, ref)
 
-    moved = tuple(replace(i, args=map_refs(i.args, now), refs=tuple(map(now, i.refs))) for i in instrs)
-    return replace(program, instrs=moved, outputs=tuple(replace(o, ref=now(o.ref)) for o in program.outputs))
+    def moved(i: Instr) -> Instr:
+        if renamed.keys().isdisjoint(i.refs):
+            return i
+        return replace(i, args=map_refs(i.args, now), refs=tuple(map(now, i.refs)))
+
+    outputs = tuple(replace(o, ref=now(o.ref)) for o in program.outputs)
+    return replace(program, instrs=tuple(map(moved, instrs)), outputs=outputs)
 
 
 def _join(run: list[Instr], what: str) -> Instr:

@@ -9,8 +9,8 @@ A sum over ops and edges that no plan can undercut, minimised exactly. What it a
               behind it comes from, a rank stands still. Such edges of forward count in full. In backward other work
               goes on meanwhile: there they count like all others.
     exchange  Any other exchange runs beside the work, but slows it (`drag`): a second of it costs at least the share of
-              a second that work loses while it runs. Counted without what it costs to begin, since exchanges
-              travel together, and on one axis only, since those of different axes may run at the same time.
+              a second that work loses while it runs. Gradients and parameters count as a share of a full bucket.
+              Exchanges of different axes may run at the same time: of two, a mean counts.
     update    Optimizer state lies whole or in pieces. In pieces it is updated faster, but then what was updated is
               gathered, and that nothing hides.
     stages    With S stages and M micro-batches the slowest stage, which has at least its share of the work, does it M
@@ -44,7 +44,7 @@ from laminar.ir.program import Program
 from laminar.ir.sbp import B, Sbp, Split
 from laminar.ir.tensor import TensorSpec
 from laminar.lower.fuse import kernels
-from laminar.lower.merge import SMALL_BYTES
+from laminar.lower.merge import BUCKET_BYTES, GATHER_BYTES, REDUCTIONS, SMALL_BYTES
 from laminar.lower.recompute import recompute, written_out
 from laminar.lower.stages import stages
 from laminar.lower.step import step_programs
@@ -99,14 +99,16 @@ class Bounds:
     def of(self, cell: Cell) -> Bound:
         """The bound of a cell, exchanges counted."""
         if cell not in self._known:
-            found = [self.quick(cell), *(self._bound(cell, mix, True) for mix in MIXES)]
+            axes = len(cell.mesh.sizes)
+            ways = [(1.0,)] if axes == 1 else [(1.0, 0.0), (0.0, 1.0), (0.5, 0.5)]
+            found = [self.quick(cell), *(self._bound(cell, mix, way) for mix in MIXES for way in ways)]
             self._known[cell] = max(found, key=lambda b: b.seconds)
         return self._known[cell]
 
     def quick(self, cell: Cell) -> Bound:
         """A lower one without exchanges: what work and updates take at least."""
         if cell not in self._quick:
-            self._quick[cell] = self._bound(cell, 1.0, False)
+            self._quick[cell] = self._bound(cell, 1.0, (0.0,) * len(cell.mesh.sizes))
         return self._quick[cell]
 
     def rough(self, cell: Cell) -> float:
@@ -133,12 +135,13 @@ class Bounds:
         kernels = extrapolated({k: float(len(self._written(cell, k))) for k in self.model.keeps}, self.model.layers)
         return (ops + kernels) * device.kernel_s.value
 
-    def _bound(self, cell: Cell, mix: float, exchanges: bool) -> Bound:
+    def _bound(self, cell: Cell, mix: float, lanes: tuple[float, ...]) -> Bound:
+        """With a mixture of work and exchanges, those of each axis counting by its share in `lanes`."""
         each = (cell.micro_batches + (cell.stages - 1) / cell.virtual) / cell.stages
         weights = _Weights(mix * each, (1 - mix) * cell.micro_batches / cell.stages, mix / cell.stages)
         fused = weights.work * self._kernels(cell)
         once = weights.ends * self._norm_s(cell.mesh)
-        return Bound(fused + once + self._placed(cell, weights, exchanges), mix, fused)
+        return Bound(fused + once + self._placed(cell, weights, lanes), mix, fused)
 
     def _norm_s(self, mesh: Mesh) -> float:
         """The norm of the gradient, every rank looking at its share."""
@@ -185,14 +188,10 @@ class Bounds:
 
     # --- ops and edges
 
-    def _placed(self, cell: Cell, weights: _Weights, exchanges: bool) -> float:
+    def _placed(self, cell: Cell, weights: _Weights, lanes: tuple[float, ...]) -> float:
         """Products and whatever else has a price of its own, exchanges and updates: the least over all placements."""
         mesh = cell.mesh
-        slow = next((a for a, n in enumerate(mesh.sizes) if n > 1), 0)
-        total = sum(
-            _Axis(self, cell, axis, weights, exchanges and axis == slow, axis == slow).least_s()
-            for axis in range(len(mesh.sizes))
-        )
+        total = sum(_Axis(self, cell, axis, weights, share).least_s() for axis, share in enumerate(lanes))
         if len(mesh.sizes) == 1:
             return total
         least = sum(times * self._op(*where, mesh).least for where, times in self._counted(cell.micro_batches))
@@ -296,11 +295,9 @@ def _shares(machine: Machine, call: Call, mesh: Mesh, blocks: Blocks, probed: tu
 class _Axis:
     """The minimum over placements on one axis, one layer standing for all."""
 
-    def __init__(
-        self, bounds: Bounds, cell: Cell, axis: int, weights: _Weights, exchanges: bool, updates: bool
-    ) -> None:
-        self.bounds, self.cell, self.axis, self.weights = bounds, cell, axis, weights
-        self.exchanges, self.updates = exchanges, updates
+    def __init__(self, bounds: Bounds, cell: Cell, axis: int, weights: _Weights, lane: float) -> None:
+        """`lane` is the share by which exchanges on this axis count."""
+        self.bounds, self.cell, self.axis, self.weights, self.lane = bounds, cell, axis, weights, lane
         self.mesh, self.parts = cell.mesh, cell.mesh.sizes[axis]
         self.machine = bounds.model.machine(self.mesh)
         self.rest = self.mesh.ranks // self.parts
@@ -339,10 +336,9 @@ class _Axis:
             for i, o in enumerate(node.outs):
                 if o is not None:
                     made[Ref(node.name, i)] = (var, tuple(s.outs[i] for s in found))
-        if self.exchanges:
+        if self.lane:
             self._edges(problem, graph, nodes, signatures, variables, made)
-        if self.updates:
-            self._updates(problem, graph, nodes, signatures, variables, made)
+        self._updates(problem, graph, nodes, signatures, variables, made)
         return problem.solve().cost
 
     def _edges(self, problem: MinSum, graph: Graph, nodes: list[Node], signatures: dict[str, tuple[Signature, ...]],
@@ -366,7 +362,7 @@ class _Axis:
 
     def _weight(self, share: float, readers: int = 1) -> float:
         """What a second of an exchange counts of which so much is not hidden."""
-        return self.weights.work * share + self.weights.lane / readers
+        return self.lane * (self.weights.work * share + self.weights.lane / readers)
 
     def _updates(self, problem: MinSum, graph: Graph, nodes: list[Node], signatures: dict[str, tuple[Signature, ...]],
                  variables: dict[str, int], made: dict[Ref, tuple[int, tuple[Sbp, ...]]]) -> None:  # fmt: skip
@@ -384,8 +380,9 @@ class _Axis:
             if o.kind != "grad" or o.ref.name not in names:
                 continue
             spec = graph.specs[o.ref]
-            if not self.exchanges:
-                problem.add((problem.variable(1),), np.array([self._update_s(spec, self.mesh.ranks)]))
+            if not self.lane:
+                if self.axis == 0:  # at least a piece for each rank, once
+                    problem.add((problem.variable(1),), np.array([self._update_s(spec, self.mesh.ranks)]))
                 continue
             pieces = [Split(d) for d, n in enumerate(spec.shape) if n >= self.parts]
             reading = [s.ins[i] for n, i in readers.get(o.name, ()) for s in signatures[n.name]]
@@ -396,9 +393,9 @@ class _Axis:
             problem.add((owner,), np.array([self._kept_s(spec, *kind) for kind in kinds]))
             # With micro-batches sums are reduced when all are done, and nothing hides that.
             once = self.weights.ends * (self.drag if self.cell.plain else 1.0)
-            once += self.weights.lane * self.cell.stages / self.cell.micro_batches / self.cell.stages
+            once += self.weights.lane / self.cell.micro_batches
             table = np.array([[self._boxed(spec, p, kind[1]) for kind in kinds] for p in domain])
-            problem.add((var, owner), once * table)
+            problem.add((var, owner), self.lane * once * table)
             for node, i in readers.get(o.name, ()):
                 wanted = tuple(s.ins[i] for s in signatures[node.name])
                 table = np.array([[self._boxed(spec, kind[0], w) for w in wanted] for kind in kinds])
@@ -407,8 +404,9 @@ class _Axis:
     def _kept_s(self, spec: TensorSpec, stored: Sbp, owned: Sbp) -> float:
         """Updating, and putting together what was updated in pieces."""
         share = self.rest * (self.parts if isinstance(owned, Split) else 1)
+        least = self._update_s(spec, self.mesh.ranks) if self.axis else 0.0  # which another axis has counted
         gathered = self.weights.ends * self._boxed(spec, owned, stored) if owned != stored else 0.0
-        return self._update_s(spec, share) + gathered
+        return self._update_s(spec, share) - least + self.lane * gathered
 
     def _update_s(self, spec: TensorSpec, share: int) -> float:
         return self.weights.ends * self._per_element * spec.numel / share
@@ -454,8 +452,8 @@ class _Axis:
     def _boxed(self, spec: TensorSpec, a: Sbp, b: Sbp, alone: bool = False) -> float:
         """Seconds of an exchange at least, every other axis having divided the tensor.
 
-        Parameters and gradients travel together, so that theirs count by bytes; so do small ones. A large value inside
-        of the step travels `alone`.
+        Parameters and gradients travel in buckets, so that theirs count as a share of one. A large value inside of the
+        step travels `alone`; small ones may have company, and count by their bytes.
         """
         known = self.bounds._boxes.setdefault((self.mesh, self.axis), {})
         key = (spec, a, b, alone)
@@ -471,8 +469,32 @@ class _Axis:
         for step in boxing(spec, (a,), (b,), (self.parts,)):
             if step.moves:
                 held = spec.nbytes / self.rest / (self.parts if step.kind == "all_to_all" else 1)
-                cost = self.machine.gloo if step.kind == "all_to_all" else self.machine.collectives
-                times = self.machine._times["exchange" if cost.cluster.backend == "shared" else "wire"]
-                size = int(held) if alone and held / self.parts >= SMALL_BYTES else LARGE
-                total += times * cost.on(step.kind, size, self.mesh, (self.axis,)).seconds * held / size
+                if alone:
+                    large = held / self.parts >= SMALL_BYTES
+                    total += self._seconds(step.kind, held) if large else self._bare(step.kind, held)
+                else:
+                    total += self._together(step.kind, held)
         return total
+
+    def _seconds(self, kind: str, held: float) -> float:
+        """Of one exchange by itself."""
+        cost = self.machine.gloo if kind == "all_to_all" else self.machine.collectives
+        times = self.machine._times["exchange" if cost.cluster.backend == "shared" else "wire"]
+        return times * cost.on(kind, max(1, int(held)), self.mesh, (self.axis,)).seconds
+
+    def _bare(self, kind: str, held: float) -> float:
+        """Of its bytes alone."""
+        return self._seconds(kind, LARGE) * held / LARGE
+
+    def _together(self, kind: str, held: float) -> float:
+        """Its share of a bucket: these are closed once they are full, so the largest holds twice as much.
+
+        What does not fit into one may have company that is less than half as large, and leaves it that much.
+        """
+        if kind not in (*REDUCTIONS, "all_gather"):
+            return self._bare(kind, held)
+        received = (2 if kind == "all_reduce" else 1) * (self.parts - 1) / self.parts
+        limit = (GATHER_BYTES if kind == "all_gather" else BUCKET_BYTES) / received
+        if held < limit:
+            return self._seconds(kind, 2 * limit) * held / (2 * limit)
+        return max(self._bare(kind, held), self._seconds(kind, held) - self._seconds(kind, 2 * limit) / 2)

@@ -69,9 +69,9 @@ def divisors(n: int) -> list[int]:
     return sorted({*small, *(n // d for d in small)})
 
 
-def cells(request: Request, samples: int, layers: int, recompute: bool) -> list[Cell]:
-    """All cells that a request allows for a batch of so many samples and a model of so many layers."""
-    found = list(_cells(request, samples, layers, recompute))
+def cells(request: Request, samples: int, cuts: int, recompute: bool) -> list[Cell]:
+    """All cells that a request allows for a batch of so many samples and a model of so many possible stages."""
+    found = list(_cells(request, samples, cuts, recompute))
     if not found:
         raise PlanError(
             f"no cell is left for {request.cluster.devices} devices: {_asked(request)}",
@@ -80,10 +80,10 @@ def cells(request: Request, samples: int, layers: int, recompute: bool) -> list[
     return found
 
 
-def _cells(request: Request, samples: int, layers: int, recompute: bool) -> Iterator[Cell]:
+def _cells(request: Request, samples: int, cuts: int, recompute: bool) -> Iterator[Cell]:
     devices, pin = request.cluster.devices, request.pin
     inner = request.cluster.levels[0].size if len(request.cluster.levels) > 1 else devices
-    deepest = max(1, layers) if request.allows("pipeline") else 1
+    deepest = max(1, cuts) if request.allows("pipeline") else 1
     for stages in divisors(devices):
         if stages > deepest or stages != pin.get("stages", stages):
             continue
@@ -98,7 +98,7 @@ def _cells(request: Request, samples: int, layers: int, recompute: bool) -> Iter
                 continue
             for micro in _micro_batches(request, samples, stages):
                 for virtual in CHUNKS if stages > 1 else (1,):
-                    if virtual != pin.get("virtual", virtual) or stages * virtual > layers * (stages > 1) + 1:
+                    if virtual != pin.get("virtual", virtual) or stages * virtual > max(cuts, stages):
                         continue
                     if virtual > 1 and micro % stages:
                         continue

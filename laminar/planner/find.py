@@ -116,8 +116,7 @@ class _Search:
         except LaminarError as error:
             samples = 1
             self.outside.append(f"micro-batches: {str(error).splitlines()[0]}")
-        layers = self.model.layers if samples > 1 else 1
-        self.cells = cells(request, samples, layers, self.model.blocks is not None)
+        self.cells = cells(request, samples, self.model.cuts if samples > 1 else 1, self.model.blocks is not None)
         self.scores: list[Score] = []
         self.finals: list[Final] = []
         self.at: dict[Cell, float] = {}
@@ -165,21 +164,31 @@ class _Search:
         graph = self.model.small(cell.micro_batches, self.model.keeps[-1])
         wanted = styles(cell.mesh, self.request.allows("tensor"), self.left() > 0)
         placer = self.model.placer(cell.mesh)
+        found: list[Score] = []
+        best_s = self.best_s
         for style, plan in placer.plans(graph, wanted):
             for zero in self.zeros(cell):
                 if "inner" in style and not zero:
                     continue  # that is data parallel on one axis
                 try:
-                    found = scored(self.model, cell, style, zero, placer.pieces(graph, plan, style, zero))
+                    pieces = placer.pieces(graph, plan, style, zero)
+                    one = scored(self.model, cell, style, zero, pieces, HOPELESS * best_s)
                 except LaminarError:
                     continue
-                if feasible(found, self.request) and found.seconds < self.best_s:
-                    found = self.confirmed(found)
-                self.scores.append(found)
+                found.append(one)
+                if feasible(one, self.request):
+                    best_s = min(best_s, one.seconds)
                 # Pieces save memory; besides, they save updates, but never a quarter of a step.
-                slow = not cell.plain or found.seconds > HOPELESS * self.best_s or self.left() < 0
-                if slow and feasible(found, self.request):
+                slow = not cell.plain or one.seconds > HOPELESS * best_s or self.left() < 0
+                if slow and not one.peak_bytes > self.request.room_bytes:
                     break
+        found.sort(key=lambda s: s.seconds)
+        for k, one in enumerate(found):
+            if one.seconds < self.best_s and feasible(one, self.request):
+                found[k] = self.confirmed(one)
+                if found[k].seconds == self.best_s:
+                    break
+        self.scores += found
 
     def confirmed(self, score: Score) -> Score:
         """A score that would be the best, simulated at full depth: only what was simulated may win."""

@@ -1,8 +1,8 @@
 """What a placement takes, quickly: a shallow model is simulated, a deep one follows.
 
-The whole way of a prediction is walked (lowering, prices, simulation, memory), on the folded graph with two and with
-three layers; what the third layer adds, every further one adds. That is an estimate, good for ranking: finalists are
-simulated at full depth. With stages, a micro-batch's parts are simulated in the same way and composed as 1F1B has them:
+The whole way of a prediction is walked (lowering, prices, simulation, memory), on the folded graph with four and with
+six layers; what two layers add, every further two add. That is an estimate, good for ranking: finalists are simulated
+at full depth. With stages, a micro-batch's parts are simulated in the same way and composed as 1F1B has them:
 the slowest stage works on every micro-batch, the others are waited for once.
 """
 
@@ -13,10 +13,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from laminar.cost.families import COMPUTES, family_of
 from laminar.cost.memory import memory
 from laminar.cost.prices import UPDATES, Machine
 from laminar.errors import PlanError
-from laminar.forecast import machine, predict_program, predict_staged
+from laminar.forecast import held_by, machine, predict_staged, timed
 from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh
 from laminar.ir.plan import Plan
@@ -30,6 +31,8 @@ from laminar.staging import pipeline
 
 KEPT = 3
 """Layers of the folded graph on which placements are decided."""
+DEPTHS = (4, 6)
+"""Depths that are simulated. Gradients of a layer may share a bucket with those of the next: an even difference."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,10 +72,22 @@ class Model:
         """How many of them; 1 where nothing repeats."""
         return max(1, self.fold.layers)
 
+    @cached_property
+    def cuts(self) -> int:
+        """How many stages there can be: as many as products or other heavy ops, or as layers, if there are any."""
+        if self.fold.layers:
+            return self.fold.layers
+        return max(1, sum(n.phase == "forward" and family_of(n.op) in COMPUTES for n in self.graph.nodes))
+
     @property
     def keeps(self) -> tuple[int, ...]:
-        """Depths that are simulated."""
+        """Depths between which everything that is a sum over layers is known."""
         return (KEPT - 1, KEPT) if self.fold.layers > KEPT else (self.layers,)
+
+    @property
+    def depths(self) -> tuple[int, ...]:
+        """Depths that are simulated: shallow ones, or the only one."""
+        return DEPTHS if self.fold.layers > DEPTHS[-1] else (self.layers,)
 
     def small(self, parts: int, keep: int) -> Graph:
         """The graph of a micro-batch with so many layers."""
@@ -113,8 +128,12 @@ class Model:
 
     def unfolded(self, score: Score) -> Plan:
         """Its placement on the micro-batch's graph at full depth."""
-        deep = self.whole(score.cell.micro_batches)
-        return replace(replace(self.fold, graph=deep, _small={}).unfold(score.plan, self.keeps[-1]), name="searched")
+        return replace(self.deepened(score.plan, self.whole(score.cell.micro_batches)), name="searched")
+
+    def deepened(self, plan: Plan, graph: Graph) -> Plan:
+        """A placement of the folded graph for one with more layers."""
+        found = self.fold.unfold(plan, self.keeps[-1], graph)
+        return found if len(self.keeps) > 1 else replace(found, graph_hash=graph.hash)
 
 
 def extrapolated(at: dict[int, float], layers: int) -> float:
@@ -126,37 +145,30 @@ def extrapolated(at: dict[int, float], layers: int) -> float:
     return at[high] + (layers - high) * (at[high] - at[low]) / (high - low)
 
 
-def restricted(plan: Plan, graph: Graph) -> Plan:
-    """A plan for a graph that has some of its ops."""
-    names = {i.name for i in graph.inputs}
-    return replace(
-        plan,
-        graph_hash=graph.hash,
-        ops={n.name: plan.ops[n.name] for n in graph.nodes},
-        inputs={n: plan.inputs[n] for n in names},
-        outputs={f"{o.kind}:{o.name}": plan.outputs[f"{o.kind}:{o.name}"] for o in graph.outputs},
-        state={n: nd for n, nd in plan.state.items() if n in names},
-    )
+def scored(model: Model, cell: Cell, style: tuple[str, ...], zero: int, plan: Plan, worth_s: float = math.inf) -> Score:
+    """Seconds and bytes of a placement of the folded graph, at full depth.
 
-
-def scored(model: Model, cell: Cell, style: tuple[str, ...], zero: int, plan: Plan) -> Score:
-    """Seconds and bytes of a placement of the folded graph, at full depth."""
+    What takes longer than `worth_s` is not asked how much it holds: nan.
+    """
     if cell.recompute and model.blocks:
         plan = replace(plan, recompute=(model.blocks,))
-    measure = _plain if cell.plain else _staged
-    found = {keep: measure(model, cell, restricted(plan, model.small(cell.micro_batches, keep)), keep)
-             for keep in model.keeps}  # fmt: skip
-    whole = {key: extrapolated({k: v[key] for k, v in found.items()}, model.layers) for key in found[model.keeps[-1]]}
+    parts = {keep: model.deepened(plan, model.small(cell.micro_batches, keep)) for keep in model.depths}
     if cell.plain:
-        return Score(cell, style, zero, plan, whole["seconds"], whole["peak"])
+        ran = {keep: _plain(model, part, keep) for keep, part in parts.items()}
+        seconds = extrapolated({keep: found[0] for keep, found in ran.items()}, model.layers)
+        held = {keep: found[1]() for keep, found in ran.items()} if seconds <= worth_s else {0: math.nan}
+        return Score(cell, style, zero, plan, seconds, extrapolated(held, model.layers))
+    found = {keep: _staged(model, cell, part, keep) for keep, part in parts.items()}
+    whole = {key: extrapolated({k: v[key] for k, v in found.items()}, model.layers) for key in found[model.depths[-1]]}
     return Score(cell, style, zero, plan, _composed(model, cell, whole), _held(cell, whole))
 
 
-def _plain(model: Model, cell: Cell, plan: Plan, keep: int) -> dict[str, float]:
-    graph = model.small(1, keep)
-    program, then = step_programs(graph, plan)
-    found = predict_program(program, then, plan, model.request.cluster, model.machine(plan.mesh))
-    return {"seconds": found.seconds, "peak": float(found.memory.peak_bytes)}
+def _plain(model: Model, plan: Plan, keep: int) -> tuple[float, Callable[[], float]]:
+    """Seconds of a step, and how to find out what it holds."""
+    cluster, prices = model.request.cluster, model.machine(plan.mesh)
+    program, then = step_programs(model.small(1, keep), plan)
+    program, groups, _, times = timed(program, then, cluster, prices)
+    return times.step / 1e9, lambda: float(held_by(program, groups, cluster, prices.optimizer).peak_bytes)
 
 
 def _staged(model: Model, cell: Cell, plan: Plan, keep: int) -> dict[str, float]:

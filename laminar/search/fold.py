@@ -97,12 +97,13 @@ class Fold:
 
         return replace(node, args=map_refs(node.args, now))
 
-    def unfold(self, plan: Plan, keep: int) -> Plan:
-        """The plan of `small(keep)` for the whole graph."""
+    def unfold(self, plan: Plan, keep: int, graph: Graph | None = None) -> Plan:
+        """The plan of `small(keep)` for the whole graph, or for another one that has some of its layers."""
         if keep >= self.layers or self.layers < LEAST:
             return plan
+        graph = graph or self.graph
         ops, like = {}, self._parameters(keep)
-        for node in self.graph.nodes:
+        for node in graph.nodes:
             place = self.at.get(node.name)
             if node.name in plan.ops or place is None:
                 ops[node.name] = plan.ops[node.name]
@@ -117,11 +118,11 @@ class Fold:
             return known
 
         outputs = spread(spread(plan.outputs, "grad:"), "buffer:")
-        wanted = {f"{o.kind}:{o.name}" for o in self.graph.outputs}
-        names = {i.name for i in self.graph.inputs}
+        wanted = {f"{o.kind}:{o.name}" for o in graph.outputs}
+        names = {i.name for i in graph.inputs}
         return Plan(
             plan.mesh,
-            self.graph.hash,
+            graph.hash,
             ops,
             {k: v for k, v in spread(plan.inputs).items() if k in names},
             {k: v for k, v in outputs.items() if k in wanted},

@@ -2,8 +2,9 @@
 
 A step that runs its batch in parts is planned before there is a model to trace again. The batch is split by sample, as
 on an axis of so many ranks, every op follows its inputs, and each op's local form *is* what it does to one part. Sums
-over samples (losses, gradients of weights) are then sums over the part. Where an op would need samples of another
-part, there is no such graph, and its name is told.
+over samples (losses, gradients of weights) are then sums over the part. Values that are made for every sample from
+nothing of theirs (zeros, a class token, the numbers of a dropout) are made for those of the part. Where an op would
+need samples of another part, there is no such graph, and its name is told.
 
 Names stay, so that a plan for this graph fits the one that is traced from a real micro-batch (`staging.again`).
 """
@@ -15,10 +16,10 @@ from dataclasses import replace
 from laminar.errors import PlanError
 from laminar.ir.codec import Ref
 from laminar.ir.graph import Graph, Node
-from laminar.ir.sbp import B, NdSbp, Partial, Sbp, Split, local_spec
+from laminar.ir.sbp import B, Partial, Sbp, Split, local_spec
 from laminar.rules.notation import Signature, call_of, localise
 from laminar.rules.samples import samples_of
-from laminar.rules.signing import follow
+from laminar.rules.signing import blocks_in, follow, options, probed_signatures
 
 
 def micro(graph: Graph, parts: int) -> Graph:
@@ -28,31 +29,67 @@ def micro(graph: Graph, parts: int) -> Graph:
         return graph
     if parts < 1 or samples % parts:
         raise PlanError(f"{samples} samples in {parts} equal micro-batches", next="take a divisor of the samples")
-    lies: dict[Ref, Sbp] = {}
-    for item in graph.inputs:
-        cut = item.kind == "batch" and item.spec.shape[:1] == (samples,)
-        lies[Ref(item.name)] = Split(0) if cut else B
-    lies |= {Ref(c.name): B for c in graph.constants}
-    given: dict[Ref, NdSbp] = {ref: (p,) for ref, p in lies.items()}
-    nodes = []
-    for placing in follow(graph.nodes, given, graph.specs, (parts,)):
-        node = placing.node
-        ins, outs = tuple(nd[0] for nd in placing.ins), tuple(nd[0] for nd in placing.outs)
-        for ref, want in zip(node.ins, ins, strict=True):
-            if not _fits(lies[ref], want):
+    return _Cut(graph, parts, samples).graph()
+
+
+class _Cut:
+    def __init__(self, whole: Graph, parts: int, samples: int) -> None:
+        self.whole, self.parts, self.samples = whole, parts, samples
+        self.told: dict[str, Signature] = {}
+        """Ops that make for each sample what they would make for all: how."""
+        self.makers = {Ref(n.name, i): n for n in whole.nodes for i in range(len(n.outs))}
+        self.blocks, self.probed = blocks_in(whole), probed_signatures(whole)
+
+    def graph(self) -> Graph:
+        while not self._placed():
+            pass
+        nodes = tuple(_local(n, self.chosen[n.name], self.whole, self.parts) for n in self.whole.nodes)
+        inputs = tuple(
+            replace(i, spec=local_spec(i.spec, (self.lies[Ref(i.name)],), (self.parts,))) for i in self.whole.inputs
+        )
+        return replace(self.whole, inputs=inputs, nodes=nodes)
+
+    def _placed(self) -> bool:
+        """Place every op by what it reads; False if one had to be told otherwise, and all is to be done again."""
+        self.lies: dict[Ref, Sbp] = {Ref(c.name): B for c in self.whole.constants}
+        for item in self.whole.inputs:
+            cut = item.kind == "batch" and item.spec.shape[:1] == (self.samples,)
+            self.lies[Ref(item.name)] = Split(0) if cut else B
+        self.chosen: dict[str, Signature] = {}
+        for node in self.whole.nodes:
+            found = self.told.get(node.name) or self._following(node)
+            for ref, want in zip(node.ins, found.ins, strict=True):
+                lies = self.lies[ref]
+                if lies == want or (lies == B and isinstance(want, Partial)):
+                    continue
+                if lies == B and isinstance(want, Split) and self._tell(ref, want):
+                    return False
                 raise PlanError(
                     f"{node.op} needs samples of other micro-batches", tensor=f"%{node.name}", at=node.where,
                     next="run the batch in one part",
                 )  # fmt: skip
-        nodes.append(_local(node, Signature(ins, outs), graph, parts))
-        lies.update({Ref(node.name, i): B if isinstance(p, Partial) else p for i, p in enumerate(outs)})
-    inputs = tuple(replace(i, spec=local_spec(i.spec, (lies[Ref(i.name)],), (parts,))) for i in graph.inputs)
-    return replace(graph, inputs=inputs, nodes=tuple(nodes))
+            self.chosen[node.name] = found
+            self.lies.update({Ref(node.name, i): B if isinstance(p, Partial) else p for i, p in enumerate(found.outs)})
+        return True
 
+    def _following(self, node: Node) -> Signature:
+        (placing,) = follow((node,), {r: (self.lies[r],) for r in node.ins}, self.whole.specs, (self.parts,))
+        return Signature(tuple(nd[0] for nd in placing.ins), tuple(nd[0] for nd in placing.outs))
 
-def _fits(lies: Sbp, wanted: Sbp) -> bool:
-    """Whether a part has at hand what an op reads: its own samples, or something that is the same for all."""
-    return lies == wanted or (lies == B and isinstance(wanted, Partial))
+    def _tell(self, ref: Ref, want: Split) -> bool:
+        """Have a value that is the same for all parts made for the samples of one; whether that can be."""
+        node = self.makers.get(ref)
+        if node is None or node.name in self.told:
+            return False
+        call = call_of(node, self.whole.specs)
+        for s in options(call, self.parts, self.blocks, self.probed.get(node.name, ())):
+            if s.outs[ref.index] != want or s.how:
+                continue
+            wrong = [(r, p) for r, p in zip(node.ins, s.ins, strict=True) if self.lies[r] != p]
+            if all(self.lies[r] == B and isinstance(p, Split) and self._tell(r, p) for r, p in wrong):
+                self.told[node.name] = s
+                return True
+        return False
 
 
 def _local(node: Node, signature: Signature, graph: Graph, parts: int) -> Node:
