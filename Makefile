@@ -36,11 +36,10 @@ lint: setup ## ruff (lint and format), mypy --strict, who-may-import-whom
 	$(BIN)/lint-imports
 
 test: lint ## lint, then every test that needs neither a GPU nor minutes
-	$(BIN)/python -m pytest -n 2 -m 'not gpu and not slow'
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not gpu and not slow'
 
-prove: setup ## training against plain PyTorch: every model, layout, optimizer and precision
-	$(BIN)/python -m pytest -n 2 -m slow tests/test_training.py tests/test_examples.py tests/test_delta.py tests/test_check.py \
-		tests/test_staged_limits.py tests/test_global_draws.py
+prove: setup ## tests that take minutes: training as plain PyTorch does, every model, layout, optimizer and precision
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'slow and not gpu' --ignore=tests/fuzz
 
 fuzz: setup ## random plans against one device; PLANS=1000 says how many
 	LAMINAR_FUZZ_PLANS=$(PLANS) $(BIN)/python -m pytest -m slow tests/fuzz

@@ -1,12 +1,35 @@
-"""Ranks that the tests of a file share."""
+"""What all tests share: one thread each, ranks that stay up, and examples that are the same in every run.
+
+Tensors here are tiny and cores are few, so threads of torch would only wait for each other, and they wait spinning:
+steps that take a second take half a minute where the other core is busy.
+"""
 
 from __future__ import annotations
 
+import os
+import random
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded; processes that tests start have it too
+
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
+import torch
+from hypothesis import HealthCheck, settings
 
-from tests.ranks import Ranks
+from laminar.runtime import processes
+from tests.ranks import CONTEXT, Ranks
+
+settings.register_profile("steady", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("steady")
+
+
+def pytest_runtest_setup() -> None:
+    """What a test draws does not hang on the tests before it, of which there are others in every run."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
 
 
 @pytest.fixture(scope="module")
@@ -23,3 +46,9 @@ def four() -> Iterator[Ranks]:
     ranks = Ranks(4)
     yield ranks
     ranks.stop()
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that laminar starts for a moment need not load torch first."""
+    monkeypatch.setattr(processes.multiprocessing, "get_context", lambda kind: CONTEXT)

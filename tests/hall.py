@@ -139,7 +139,7 @@ class Hall:
         for w in workers:
             w.start()
         for w in workers:
-            w.join(60)
+            w.join(200)
         assert not any(w.is_alive() for w in workers), "a rank hangs"
 
 

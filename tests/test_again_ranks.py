@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -89,14 +88,6 @@ def _staged(schedule: str, recompute: tuple[str, ...]) -> tuple[list[float], dic
     weights = job.state_dict()
     job.close()
     return losses, weights
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    """Two ranks."""
-    ranks = Ranks(2)
-    yield ranks
-    ranks.stop()
 
 
 def equal(want: Any, got: Any) -> None:

@@ -34,7 +34,7 @@ class Done:
 
     def wait(self, timeout: Any = None) -> None:
         """Waiting for what never comes is the failure looked for."""
-        assert self.done.wait(10), "this would wait for ever"
+        assert self.done.wait(100), "this would wait for ever"
 
 
 class Tagged:
@@ -198,7 +198,7 @@ def test_messages_arrive_whole_and_in_order(lines: tuple[Sockets, Sockets]) -> N
     while len(got) < len(sent):
         left.flush()
         got += right.receive(0.01)
-        assert time.monotonic() - began < 60
+        assert time.monotonic() - began < 200
     assert [m[1:] for m in got] == sent
 
 

@@ -8,7 +8,6 @@ would show. Not covered: more than one machine, where there is no shared memory.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import pickle
 import time
@@ -30,6 +29,7 @@ from laminar.runtime import direct, lockstep, yard
 from laminar.runtime.module import Step
 from laminar.runtime.shards import shard
 from laminar.runtime.transport import Groups, join
+from tests.ranks import CONTEXT
 from tests.zoo import specimen
 
 PLANS: dict[str, Any] = {
@@ -42,12 +42,11 @@ STEPS = 4
 
 def spawned(job: Any, ranks: int, folder: Path, *args: Any) -> list[int | None]:
     """Exit codes of `job(rank, ranks, folder, ...)` in fresh processes."""
-    context = multiprocessing.get_context("spawn")
-    each = [context.Process(target=job, args=(r, ranks, str(folder), *args), daemon=True) for r in range(ranks)]
+    each = [CONTEXT.Process(target=job, args=(r, ranks, str(folder), *args), daemon=True) for r in range(ranks)]
     for child in each:
         child.start()
     for child in each:
-        child.join(120)
+        child.join(200)
     return [child.exitcode for child in each]
 
 
@@ -105,7 +104,7 @@ def one_dies(rank: int, ranks: int, folder: str) -> None:
     join(rank, ranks, f"{folder}/rendezvous")
     wants = yard.Wants()
     wants.transient(64)
-    shared = yard.Yard.open(dist.group.WORLD, range(ranks), rank, wants, timeout_s=60.0)
+    shared = yard.Yard.open(dist.group.WORLD, range(ranks), rank, wants, timeout_s=200.0)
     assert shared is not None
     if rank == 1:
         os._exit(3)
@@ -114,7 +113,7 @@ def one_dies(rank: int, ranks: int, folder: str) -> None:
         shared.wait(0, 1)
     except LaminarError as error:
         assert "has died" in str(error)
-        os._exit(0 if time.monotonic() - began < 20 else 4)
+        os._exit(0 if time.monotonic() - began < 100 else 4)
     os._exit(5)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -217,14 +216,6 @@ def test_a_compiled_job_draws_the_same() -> None:
         states.append(job.state_dict())
         job.close()
     close(states[1], states[0])
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    """Two ranks."""
-    ranks = Ranks(2)
-    yield ranks
-    ranks.stop()
 
 
 def _shares() -> dict[str, Tensor]:

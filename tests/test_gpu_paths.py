@@ -131,6 +131,7 @@ def test_heavy_ops_are_run_for_a_while_before_they_are_timed(
         time.sleep(2 * measure.HEAVY_S * measure.LEAST_CALLS)
 
     monkeypatch.setattr(pretended, "replay", slow)
+    monkeypatch.setattr(measure, "HEAT_S", 0.4)
     entry = OnDevice(CPU, 0.0)([lambda: None])
     assert len(replays) >= 2 + entry.repeats + 5  # two to estimate, then heat, then rounds
 

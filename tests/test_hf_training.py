@@ -96,7 +96,9 @@ def plain(dropout: float) -> tuple[list[float], dict[str, Tensor]]:
     return losses, model.state_dict()
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.1], ids=["plain", "dropout"])
+@pytest.mark.parametrize(
+    "dropout", [pytest.param(0.0, id="plain", marks=pytest.mark.slow), pytest.param(0.1, id="dropout")]
+)
 def test_gpt2_on_two_ranks_has_the_loss_curve_of_one_process(tmp_path: Path, dropout: float) -> None:
     """Same losses at every step, same weights at the end, and something was learned on the way."""
     losses, weights = spread(tmp_path, dropout)

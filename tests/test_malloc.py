@@ -36,7 +36,7 @@ def test_a_step_that_frees_and_takes_the_same_gets_no_new_pages() -> None:
         # What the C library does by default depends on what was freed before; this is its first default, made to last.
         eager = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
         done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120, env=eager
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=240, env=eager
         )
         faults[keep] = int(done.stdout)
     assert 5 * faults[True] < faults[False], "five steps of 48 MB are 61,440 pages"

@@ -144,6 +144,6 @@ def test_a_large_problem_takes_no_time() -> None:
         problem.add((last, now), table)
         problem.add((now, shared), wide)
         last = now
-    began = time.perf_counter()
+    began = time.process_time()
     assert problem.solve().exact
-    assert time.perf_counter() - began < 10
+    assert time.process_time() - began < 10

@@ -141,8 +141,13 @@ def share(spec: TensorSpec, ranks: int) -> int:
     return spec.nbytes
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("stage", "ranks"),
+    [(1, 2), (2, 4), (3, 4), *(pytest.param(stage, ranks, marks=SLOW) for stage, ranks in ((1, 4), (2, 2), (3, 2)))],
+)
 @pytest.mark.parametrize("name", NAMES)
 def test_zero_stores_a_share(name: str, stage: int, ranks: int) -> None:
     """Optimizer state from stage 1, gradients from 2, parameters from 3: the largest piece of each, and no more."""

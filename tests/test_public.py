@@ -23,7 +23,7 @@ PLANNING = ("ir", "rules", "cost", "search", "lower", "forecast", "staging", "er
 def fresh(code: str) -> str:
     """What a new Python prints."""
     return subprocess.run(
-        [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=200
     ).stdout.strip()
 
 
@@ -73,8 +73,8 @@ def test_importing_laminar_loads_no_torch() -> None:
 
 
 def test_importing_laminar_is_quick() -> None:
-    """A tenth of what torch takes. The best of three: the machine may be busy."""
-    code = "import time; t = time.perf_counter(); import laminar, laminar.api; print(time.perf_counter() - t)"
+    """A tenth of what torch takes. The best of three, by the process's own clock: the machine may be busy."""
+    code = "import time; t = time.process_time(); import laminar, laminar.api; print(time.process_time() - t)"
     assert min(float(fresh(code)) for _ in range(3)) < 1.0
 
 

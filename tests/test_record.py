@@ -43,14 +43,6 @@ from tests.ranks import Ranks
 SLEEP_S = 0.5
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    """Two ranks."""
-    ranks = Ranks(2)
-    yield ranks
-    ranks.stop()
-
-
 class Block(nn.Module):
     """A transformer block."""
 
@@ -296,7 +288,7 @@ def test_clocks_of_other_machines_are_read_to_half_a_round_trip(two: Ranks) -> N
     for same, other in two.run(_clocks, ahead_ns):
         assert same == [Clock(), Clock()]
         assert other[0] == Clock()
-        assert abs(other[1].ahead_ns - ahead_ns) <= other[1].within_ns + 1 < 100_000_000
+        assert abs(other[1].ahead_ns - ahead_ns) <= other[1].within_ns + 1 < 1_000_000_000
 
 
 def test_joined_timelines_begin_at_zero_on_the_common_clock() -> None:

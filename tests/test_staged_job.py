@@ -296,19 +296,24 @@ def test_evaluation_goes_through_the_stages_and_shapes_may_change(two: Ranks) ->
         assert list(said) == pytest.approx(wanted, rel=1e-9)
 
 
-def _recorded() -> tuple[Timeline, list[float]]:
+def _recorded() -> tuple[Timeline, int, int]:
+    """Three steps, and when they began and ended by the clock that ranks of one machine share."""
     made = model(False)
     job = laminar.parallelize(made, _loss, make, batch=_batches(1)[0], plan=planned(made, stages=2))
     job.step(_batches(1)[0])
+    begun = time.perf_counter_ns()
     with job.timeline() as t:
-        seconds = [job.step(batch).seconds for batch in _batches(3)]
+        for batch in _batches(3):
+            job.step(batch)
+    ended = time.perf_counter_ns()
     job.close()
-    return t.timeline, seconds
+    return t.timeline, begun, ended
 
 
 def test_a_pipeline_is_recorded_firing_by_firing(two: Ranks) -> None:
     """Each rank's parts, once for each micro-batch, what it waited for, and the update; the path visits both ranks."""
-    found, seconds = two.run(_recorded)[0]
+    each = two.run(_recorded)
+    found, (_, begun, ended) = each[0][0], zip(*each, strict=True)
     for rank in (0, 1):
         mine = [s for s in found.spans if s.rank == rank]
         assert all(a.end <= b.start for a, b in itertools.pairwise(mine))
@@ -321,7 +326,7 @@ def test_a_pipeline_is_recorded_firing_by_firing(two: Ranks) -> None:
         if before.kind == "wait" and before.rank == span.rank == 1 and "queue F0->F1" in before.cause:
             assert (found.spans[span.because].name, found.spans[span.because].rank) == (f"F0.{span.name[3:]}", 0)
     assert {s.rank for s in found.critical_path()} == {0, 1}
-    assert found.step_ns / 1e9 <= 2 * max(seconds)
+    assert 0 < found.step_ns < max(ended) - min(begun)
 
 
 class Normed(nn.Module):
@@ -378,7 +383,7 @@ def test_a_rank_that_dies_in_a_pipeline_is_named(tmp_path: Path) -> None:
         ranks = [c for c in children if b"RANK=1" in Path(f"/proc/{c}/environ").read_bytes().split(b"\0")]
         assert len(ranks) == 1
         os.kill(int(ranks[0]), signal.SIGKILL)
-        _, err = process.communicate(timeout=90)
+        _, err = process.communicate(timeout=200)
     finally:
         process.kill()
     assert process.returncode == 1

@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -29,6 +30,10 @@ from tests.test_examples import TINY
 EXAMPLES = Path(__file__).parent.parent / "examples"
 NAMES = tuple(TINY)
 """Every small recipe of the examples, as `file.py:function`."""
+TWINS = ("gpt.py:narrow", "hf.py:bert", "hf.py:gpt2")
+"""Those that consist of the same ops as another of them."""
+MOST = tuple(pytest.param(name, marks=pytest.mark.slow) if name in TWINS else name for name in NAMES)
+"""For tests that take long and need not see the same ops twice: twins are left to `make prove`."""
 
 
 @dataclass(frozen=True, eq=False)
