@@ -17,7 +17,8 @@ import pytest
 import torch
 
 from laminar.capture.torch_ops import find_op
-from laminar.cli import main, parse_mesh, parse_seeds
+from laminar.cli import main
+from laminar.cli_plan import parse_mesh, parse_seeds
 from laminar.errors import LaminarError
 from laminar.ir.graph import Graph
 from laminar.ir.plan import Plan
@@ -354,3 +355,33 @@ def test_explaining_a_plan_needs_no_torch(plan_file: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_cluster_alone_means_search(said: Any, tmp_path: Path) -> None:
+    """The plan that is found says what was proved about it, what lost, and is one that can be verified."""
+    path = tmp_path / "plan.json"
+    code, out, err = said("plan", MLP, "--cluster", "2xcpu", "--budget", "2", "--compare", "-o", str(path))
+    assert code == 0, err
+    assert "No plan in space" in out and "gap" in out and "plans that were looked at" in out
+    code, out, _ = said("plan", MLP, "--cluster", "2xcpu", "--budget", "2", "--json")
+    found = json.loads(out)
+    assert code == 0 and found["bound_s"] <= found["step_s"] and found["certificate"]["cells"]["all"] > 0
+    assert said("verify", MLP, "--plan", str(path))[0] == 0
+    assert "No plan in space" in said("explain", str(path))[1]
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (["--pin", "tp"], "--pin tp=8"),
+        (["--pin", "pp=2"], "can be pinned"),
+        (["--only", "luck"], "no dimension"),
+        (["--memory", "0.000001"], "no plan fits"),
+        (["--mesh", "dp=2", "--budget", "3"], "is for a search"),
+        (["--program"], "do not go with a search"),
+    ],
+)
+def test_a_search_that_makes_no_sense_is_refused(more: list[str], says: str, said: Any) -> None:
+    """By the name of what is wrong, with the next step."""
+    code, _, err = said("plan", MLP, "--cluster", "2xcpu", *more)
+    assert code == 2 and says in err and "Traceback" not in err
