@@ -164,7 +164,7 @@ class _Layout:
             self.out.homes[instr.name] = after
             self.out.lying.update({Ref(instr.name, k): instr.name for k in range(len(instr.outs))})
         if self.backend == "shared":
-            most = max(sum(p.local(self.mesh, r).nbytes for p in instr.ins) for r in self._ranks(instr))
+            most = max(sum(p.local(self.mesh, r).nbytes for p in instr.ins) for r in _ends(self._ranks(instr)))
             self._ring(instr, most if instr.kind == "all_gather" else before)
             return Need("start")
         self._rows(instr)
@@ -173,18 +173,19 @@ class _Layout:
     def _packed(self, instr: Instr, before: int, after: int) -> Need:
         """Exchanges through buffers of torch.distributed."""
         ranks = self._ranks(instr)
+        ends = _ends(ranks)
         if instr.kind == "all_gather":
-            most = max(sum(p.local(self.mesh, r).nbytes for p in instr.ins) for r in ranks)
+            most = max(sum(p.local(self.mesh, r).nbytes for p in instr.ins) for r in ends)
             if len(instr.refs) > 1:
                 return Need("finish", (most, most * len(ranks)))
-            even = len({p.local(self.mesh, r).shape for p in instr.ins for r in ranks}) == 1
+            even = len({p.local(self.mesh, r).shape for p in instr.ins for r in ends}) == 1
             if even and tuple(instr.args[2][0]) == (0, 1):
                 return Need("start", holds=True)
             return Need("finish", (most * len(ranks),), holds=True)
         if instr.kind == "reduce_scatter":
             out = instr.outs[0]
             even = len(instr.refs) == 1 and out is not None
-            even = even and len({out.local(self.mesh, r).shape for r in ranks if out is not None}) == 1
+            even = even and len({out.local(self.mesh, r).shape for r in ends if out is not None}) == 1
             if even and self.backend == "nccl":
                 return Need("start", (before,))
             return Need("finish", (before, after * len(ranks)))
@@ -272,3 +273,8 @@ def _union(sets: Iterable[set[str]]) -> set[str]:
     for one in sets:
         out |= one
     return out
+
+
+def _ends(ranks: tuple[int, ...]) -> tuple[int, ...]:
+    """Of a group, who holds the largest piece and who the smallest: pieces are cut from the front."""
+    return (ranks[0], ranks[-1])

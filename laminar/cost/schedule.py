@@ -132,13 +132,11 @@ def classes(program: Program, cluster: Cluster | None = None) -> list[tuple[int,
                 marks[r].append(local_shape(p.spec.shape, p.nd, mesh.sizes, mesh.coords(r)))
     if cluster is not None and len(cluster.levels) > 1:
         for axes in sorted({i.args[1] for i in program.instrs if i.op in MOVES}):
-            reaches: dict[tuple[int, ...], Any] = {}
-            for r in everyone:
-                group = mesh.group(axes, mesh.coords(r))
-                if group not in reaches:
-                    reach = cluster.span(group)
-                    reaches[group] = (reach.level, reach.units, reach.members)
-                marks[r].append(reaches[group])
+            for group in mesh.groups(axes):
+                reach = cluster.span(group)
+                mark = (reach.level, reach.units, reach.members)
+                for r in group:
+                    marks[r].append(mark)
     found: dict[Any, list[int]] = {}
     for r in everyone:
         found.setdefault(tuple(marks[r]), []).append(r)
@@ -273,8 +271,8 @@ def _meetings(program: Program, axes: tuple[int, ...], groups: list[tuple[int, .
     together = {k: {k} for k in range(len(groups))}
     if len(groups) > 1:
         class_of = {r: k for k, g in enumerate(groups) for r in g}
-        for r in range(program.mesh.ranks):
-            members = {class_of[m] for m in program.mesh.group(axes, program.mesh.coords(r))}
+        for group in program.mesh.groups(axes):
+            members = {class_of[m] for m in group}
             joined = set().union(*(together[k] for k in members))
             for k in joined:
                 together[k] = joined

@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
 
 from laminar.errors import MeshError
 
@@ -72,6 +73,10 @@ class Mesh:
         """Ranks that differ from the one at `coords` on `axes` only, in mesh order."""
         return _group(self.sizes, axes, coords)
 
+    def groups(self, axes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        """All such groups; each rank is in one."""
+        return _groups(self.sizes, axes)
+
     def __str__(self) -> str:
         return "Mesh(" + ", ".join(f"{n}={s}" for n, s in zip(self.names, self.sizes, strict=True)) + ")"
 
@@ -112,9 +117,15 @@ def _coords(sizes: tuple[int, ...], rank: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=1 << 16)
 def _group(sizes: tuple[int, ...], axes: tuple[int, ...], coords: tuple[int, ...]) -> tuple[int, ...]:
-    out = []
-    for rank in range(math.prod(sizes)):
-        other = _coords(sizes, rank)
-        if all(a in axes or other[a] == coords[a] for a in range(len(sizes))):
-            out.append(rank)
+    out, stride = [0], 1
+    for a in range(len(sizes) - 1, -1, -1):
+        steps = range(sizes[a]) if a in axes else (coords[a],)
+        out = [stride * c + r for c in steps for r in out]
+        stride *= sizes[a]
     return tuple(out)
+
+
+@lru_cache(maxsize=1 << 8)
+def _groups(sizes: tuple[int, ...], axes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    others = [range(n) if a not in axes else (0,) for a, n in enumerate(sizes)]
+    return tuple(_group(sizes, axes, coords) for coords in product(*others))

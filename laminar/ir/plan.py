@@ -225,7 +225,7 @@ def searched(account: dict[str, Any]) -> list[str]:
     lines = ["", f"searched: {mine['plan']}", f"  {proof['sentence']}"]
     lines.append(
         f"  {cells['all']} cells: {cells['looked_at']} looked at, {cells['pruned']} ruled out by their bounds, "
-        f"{cells['unfinished']} left; {account['search_s']:.1f} s"
+        f"{cells['unfit']} too large, {cells['unfinished']} left; {account['search_s']:.1f} s"
     )
     lines += [f"  outside: {text}" for text in proof["outside"]]
     for row in account["runners_up"]:

@@ -34,7 +34,7 @@ import numpy as np
 
 from laminar.cost.families import COMPUTES, family_of
 from laminar.cost.forms import Forms
-from laminar.cost.prices import ALONE, Machine, _fused_work, _kind
+from laminar.cost.prices import ALONE, UPDATES, Machine, _fused_work, _kind
 from laminar.cost.tasks import SCALE
 from laminar.cost.work import FREE
 from laminar.ir.codec import Ref
@@ -45,8 +45,8 @@ from laminar.ir.sbp import B, Sbp, Split
 from laminar.ir.tensor import TensorSpec
 from laminar.lower.fuse import kernels
 from laminar.lower.merge import BUCKET_BYTES, GATHER_BYTES, REDUCTIONS, SMALL_BYTES
-from laminar.lower.recompute import recompute, written_out
-from laminar.lower.stages import stages
+from laminar.lower.recompute import boundary_bytes, recompute, written_out
+from laminar.lower.stages import KEPT, stages
 from laminar.lower.step import step_programs
 from laminar.planner.cells import Cell
 from laminar.planner.score import Model, extrapolated
@@ -95,6 +95,7 @@ class Bounds:
         self._known: dict[Cell, Bound] = {}
         self._quick: dict[Cell, Bound] = {}
         self._boxes: dict[tuple[Mesh, int], dict[Any, float]] = {}
+        self._kept: dict[tuple[int, bool, bool], float] = {}
 
     def of(self, cell: Cell) -> Bound:
         """The bound of a cell, exchanges counted."""
@@ -112,28 +113,67 @@ class Bounds:
         return self._quick[cell]
 
     def rough(self, cell: Cell) -> float:
-        """Seconds from the batch in one part on all ranks: in parts, work never takes less, and every call is repeated.
+        """Seconds if every op could be divided by all ranks: what a call costs besides its work, and its share of that.
 
-        Where nothing was measured a call costs a fixed time besides its work, once for each micro-batch and stage.
+        Work takes no less in parts than in one, and every call is repeated for each micro-batch.
         """
-        whole = Cell(1, 1, 1, self.model.request.cluster.devices, 1)
-        work_s = self.quick(whole).seconds
-        calls_s = min(self._calls_s, work_s)
         parts = cell.micro_batches + (cell.stages - 1) / cell.virtual
-        return (work_s - calls_s) * parts / cell.micro_batches + calls_s * parts / cell.stages
+        devices = self.model.request.cluster.devices
+        return self._work_s / devices * parts / cell.micro_batches + self._calls_s * parts / cell.stages
 
     @cached_property
-    def _calls_s(self) -> float:
-        """What calls cost besides their work, each op and each kernel once; nothing where prices were measured."""
-        one = Mesh({"dp": 1})
+    def _alone(self) -> tuple[float, float]:
+        """Seconds of all ops and kernels on one device, and of their calls alone, which nothing divides."""
+        one, cell = Mesh({"dp": 1}), Cell(1, 1, 1, 1, 1)
         machine = self.model.machine(one)
-        device = self.model.request.cluster.device
-        if machine.ops.measured.ops or not machine.fused:
-            return 0.0
-        ops = sum(times for where, times in self._counted(1) if self._op(*where, one) is not _NOTHING)
-        cell = Cell(1, 1, 1, 1, 1)
-        kernels = extrapolated({k: float(len(self._written(cell, k))) for k in self.model.keeps}, self.model.layers)
-        return (ops + kernels) * device.kernel_s.value
+        # Where prices were measured nothing says what of them is the call's.
+        call_s = 0.0 if machine.ops.measured.ops else machine.ops.rates.call_s
+        found = [(times, self._op(*where, one).least) for where, times in self._counted(1)]
+        ops = [(times, seconds) for times, seconds in found if seconds]
+        written = {k: [self._kernel(machine, *w, 1) for w in self._written(cell, k)] for k in self.model.keeps}
+        kernels_s = extrapolated({k: sum(v) for k, v in written.items()}, self.model.layers) if machine.fused else 0.0
+        kernels = extrapolated({k: float(len(v)) for k, v in written.items()}, self.model.layers)
+        total = sum(times * seconds for times, seconds in ops) + kernels_s
+        calls = call_s * (sum(times for times, _ in ops) + (kernels if machine.fused else 0.0))
+        return total, min(calls, total)
+
+    @property
+    def _work_s(self) -> float:
+        return self._alone[0] - self._alone[1]
+
+    @property
+    def _calls_s(self) -> float:
+        return self._alone[1]
+
+    def least_bytes(self, cell: Cell) -> float:
+        """What the fullest rank holds at least: its share of parameters and state, and of what backward reads."""
+        graph, optimizer = self.model.graph, self.model.request.optimizer
+        stays = sum(
+            i.spec.nbytes + (UPDATES[optimizer] * i.spec.numel if i.trainable else 0) for i in graph.of_kind("param")
+        )
+        key = (cell.micro_batches, cell.plain, cell.recompute)
+        if key not in self._kept:
+            found = {k: self._kept_at(cell, k) for k in self.model.keeps}
+            self._kept[key] = extrapolated(found, self.model.layers)
+        # The first stage keeps a micro-batch for every stage behind it.
+        under_way = min(cell.micro_batches, cell.stages) / cell.stages
+        return stays / (cell.ranks * cell.stages) + self._kept[key] * under_way / cell.ranks
+
+    def _kept_at(self, cell: Cell, keep: int) -> float:
+        """Bytes that one device keeps of forward for backward, for one micro-batch."""
+        graph = self.model.small(cell.micro_batches, keep)
+        plan = presets.data_parallel(graph, Mesh({"dp": 1}), self._again(cell))
+        if cell.plain:
+            program = step_programs(graph, plan)[0]
+            if self.model.machine(Mesh({"dp": 1})).fused:
+                program = recompute(written_out(program))
+            return float(boundary_bytes(program))
+        made = stages(graph, pipeline(graph, 1, cell.micro_batches, 1, plan, couple="microbatch"))
+        first = made.parts[0][0].program
+        return float(sum(o.placed.spec.nbytes for o in first.outputs if o.kind == KEPT))
+
+    def _again(self, cell: Cell) -> tuple[str, ...]:
+        return (self.model.blocks,) if cell.recompute and self.model.blocks else ()
 
     def _bound(self, cell: Cell, mix: float, lanes: tuple[float, ...]) -> Bound:
         """With a mixture of work and exchanges, those of each axis counting by its share in `lanes`."""
@@ -168,8 +208,7 @@ class Bounds:
         key = (cell.micro_batches, keep, cell.plain, cell.recompute)
         if key not in self._fused:
             graph, one = self.model.small(cell.micro_batches, keep), Mesh({"dp": 1})
-            again = (self.model.blocks,) if cell.recompute and self.model.blocks else ()
-            plan = presets.data_parallel(graph, one, again)
+            plan = presets.data_parallel(graph, one, self._again(cell))
             if cell.plain:
                 programs = [recompute(written_out(step_programs(graph, plan)[0]))]
             else:

@@ -45,6 +45,7 @@ class Certificate:
     cells: int
     looked_at: int
     pruned: int
+    unfit: int
     unfinished: int
     outside: tuple[str, ...] = ()
     """What the space leaves out, in words."""
@@ -73,7 +74,7 @@ class Certificate:
             "step_s": self.step_s,
             "bound_s": self.bound_s,
             "gap": self.gap,
-            "cells": {"all": self.cells, "looked_at": self.looked_at, "pruned": self.pruned,
+            "cells": {"all": self.cells, "looked_at": self.looked_at, "pruned": self.pruned, "unfit": self.unfit,
                       "unfinished": self.unfinished},
             "outside": list(self.outside),
             "sentence": str(self),

@@ -122,6 +122,8 @@ class _Search:
         self.at: dict[Cell, float] = {}
         """The best bound that is known of each cell."""
         self.looked_at: set[Cell] = set()
+        self.unfit: set[Cell] = set()
+        """Cells in which nothing can fit."""
 
     # --- the loop
 
@@ -137,7 +139,7 @@ class _Search:
     def run(self) -> None:
         """Bounds and placements until nothing can be better, or time is up."""
         first = [c for c in self.cells if c.plain and not c.recompute]
-        if first:
+        if first and self.bounds.least_bytes(first[0]) <= self.request.room_bytes:
             self.look(max(first, key=lambda c: c.dp))
         queue: list[tuple[float, int, Cell, int]] = []
         for k, cell in enumerate(self.cells):
@@ -148,6 +150,10 @@ class _Search:
             bound_s, k, cell, known = heapq.heappop(queue)
             if bound_s >= self.best_s or (self.left() < 0 and self.finals):
                 break
+            if known == 0 and self.bounds.least_bytes(cell) > self.request.room_bytes:
+                self.unfit.add(cell)
+                self.at[cell] = float("inf")
+                continue
             if known < 2:
                 better = (self.bounds.quick, self.bounds.of)[known](cell).seconds
                 self.at[cell] = max(bound_s, better)
@@ -262,7 +268,8 @@ class _Search:
             bound_s=bound_s,
             cells=len(self.cells),
             looked_at=len(self.looked_at),
-            pruned=sum(1 for c, b in self.at.items() if b >= best.seconds and c not in self.looked_at),
+            pruned=sum(1 for c, b in self.at.items() if b >= best.seconds and c not in self.looked_at | self.unfit),
+            unfit=len(self.unfit),
             unfinished=sum(1 for c, b in self.at.items() if b < best.seconds and c not in self.looked_at),
             outside=tuple(self.outside),
             interval=interval(best.seconds, best.account.pop("sigma")),
