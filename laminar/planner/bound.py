@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -99,15 +99,17 @@ class Bounds:
 
     def of(self, cell: Cell) -> Bound:
         """The bound of a cell, exchanges counted."""
+        cell = replace(cell, recompute=False)  # what is made again only adds to it
         if cell not in self._known:
-            axes = len(cell.mesh.sizes)
-            ways = [(1.0,)] if axes == 1 else [(1.0, 0.0), (0.0, 1.0), (0.5, 0.5)]
-            found = [self.quick(cell), *(self._bound(cell, mix, way) for mix in MIXES for way in ways)]
+            ways = [(1.0,)] if len(cell.mesh.sizes) == 1 else [(1.0, 0.0), (0.0, 1.0), (0.5, 0.5)]
+            mixed = [(mix, ways[0]) for mix in MIXES] + [(1.0, way) for way in ways[1:]]
+            found = [self.quick(cell), *(self._bound(cell, mix, way) for mix, way in mixed)]
             self._known[cell] = max(found, key=lambda b: b.seconds)
         return self._known[cell]
 
     def quick(self, cell: Cell) -> Bound:
         """A lower one without exchanges: what work and updates take at least."""
+        cell = replace(cell, recompute=False)
         if cell not in self._quick:
             self._quick[cell] = self._bound(cell, 1.0, (0.0,) * len(cell.mesh.sizes))
         return self._quick[cell]
@@ -205,10 +207,10 @@ class Bounds:
 
     def _written(self, cell: Cell, keep: int) -> list[tuple[int, tuple[int, int, str] | None]]:
         """Bytes and shape of every kernel that a compiler writes on one device."""
-        key = (cell.micro_batches, keep, cell.plain, cell.recompute)
+        key = (cell.micro_batches, keep, cell.plain)
         if key not in self._fused:
             graph, one = self.model.small(cell.micro_batches, keep), Mesh({"dp": 1})
-            plan = presets.data_parallel(graph, one, self._again(cell))
+            plan = presets.data_parallel(graph, one)
             if cell.plain:
                 programs = [recompute(written_out(step_programs(graph, plan)[0]))]
             else:

@@ -36,6 +36,8 @@ NEAR = 1.03
 """How far the score of a finalist may be from the best one's."""
 HOPELESS = 1.25
 """A placement that is so much slower than the best is not tried with everything in pieces."""
+PLENTY = 5
+"""How many times what a rank holds at least must fit for memory not to be asked about before the end."""
 EQUAL = 1.005
 """Plans within this of the best are as good as it: the simplest of them is taken."""
 
@@ -139,7 +141,7 @@ class _Search:
     def run(self) -> None:
         """Bounds and placements until nothing can be better, or time is up."""
         first = [c for c in self.cells if c.plain and not c.recompute]
-        if first and self.bounds.least_bytes(first[0]) <= self.request.room_bytes:
+        if first and self.least_bytes(first[0]) <= self.request.room_bytes:
             self.look(max(first, key=lambda c: c.dp))
         queue: list[tuple[float, int, Cell, int]] = []
         for k, cell in enumerate(self.cells):
@@ -150,7 +152,7 @@ class _Search:
             bound_s, k, cell, known = heapq.heappop(queue)
             if bound_s >= self.best_s or (self.left() < 0 and self.finals):
                 break
-            if known == 0 and self.bounds.least_bytes(cell) > self.request.room_bytes:
+            if known == 0 and self.least_bytes(cell) > self.request.room_bytes:
                 self.unfit.add(cell)
                 self.at[cell] = float("inf")
                 continue
@@ -172,13 +174,15 @@ class _Search:
         placer = self.model.placer(cell.mesh)
         found: list[Score] = []
         best_s = self.best_s
+        least = self.least_bytes(cell)
+        roomy = least if PLENTY * least < self.request.room_bytes else 0.0
         for style, plan in placer.plans(graph, wanted):
             for zero in self.zeros(cell):
                 if "inner" in style and not zero:
                     continue  # that is data parallel on one axis
                 try:
                     pieces = placer.pieces(graph, plan, style, zero)
-                    one = scored(self.model, cell, style, zero, pieces, HOPELESS * best_s)
+                    one = scored(self.model, cell, style, zero, pieces, HOPELESS * best_s, roomy)
                 except LaminarError:
                     continue
                 found.append(one)
@@ -207,6 +211,11 @@ class _Search:
             if self.best_s == final.seconds:
                 self.progress(f"{final.seconds * 1e3:.3f} ms: {described(score)}")
         return score
+
+    def least_bytes(self, cell: Cell) -> float:
+        """What a rank holds at least; where the batch at once leaves plenty of room, micro-batches do too."""
+        whole = self.bounds.least_bytes(Cell(1, 1, 1, self.request.cluster.devices, 1))
+        return whole if PLENTY * whole < self.request.room_bytes else self.bounds.least_bytes(cell)
 
     def fits_without(self, cell: Cell) -> bool:
         """Whether the fastest placement of a cell fits without making anything again."""

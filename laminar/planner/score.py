@@ -145,10 +145,19 @@ def extrapolated(at: dict[int, float], layers: int) -> float:
     return at[high] + (layers - high) * (at[high] - at[low]) / (high - low)
 
 
-def scored(model: Model, cell: Cell, style: tuple[str, ...], zero: int, plan: Plan, worth_s: float = math.inf) -> Score:
+def scored(
+    model: Model,
+    cell: Cell,
+    style: tuple[str, ...],
+    zero: int,
+    plan: Plan,
+    worth_s: float = math.inf,
+    roomy: float = 0.0,
+) -> Score:
     """Seconds and bytes of a placement of the folded graph, at full depth.
 
-    What takes longer than `worth_s` is not asked how much it holds: nan.
+    What takes longer than `worth_s` is not asked how much it holds: nan. Nor is any where there is plenty of room: it
+    is taken to hold `roomy` bytes.
     """
     if cell.recompute and model.blocks:
         plan = replace(plan, recompute=(model.blocks,))
@@ -156,7 +165,9 @@ def scored(model: Model, cell: Cell, style: tuple[str, ...], zero: int, plan: Pl
     if cell.plain:
         ran = {keep: _plain(model, part, keep) for keep, part in parts.items()}
         seconds = extrapolated({keep: found[0] for keep, found in ran.items()}, model.layers)
-        held = {keep: found[1]() for keep, found in ran.items()} if seconds <= worth_s else {0: math.nan}
+        if roomy or seconds > worth_s:
+            return Score(cell, style, zero, plan, seconds, roomy or math.nan)
+        held = {keep: found[1]() for keep, found in ran.items()}
         return Score(cell, style, zero, plan, seconds, extrapolated(held, model.layers))
     found = {keep: _staged(model, cell, part, keep) for keep, part in parts.items()}
     whole = {key: extrapolated({k: v[key] for k, v in found.items()}, model.layers) for key in found[model.depths[-1]]}

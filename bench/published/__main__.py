@@ -1,0 +1,5 @@
+"""`python -m bench.published`."""
+
+from bench.published.command import main
+
+main()
