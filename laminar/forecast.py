@@ -42,6 +42,13 @@ STEADY = 4
 UNCALIBRATED = 0.15
 """Standard error of log(seconds) that a step has on top of its parts where nothing was calibrated. Assumed."""
 
+MEETING_S = {"cpu": 2e-3, "gpu": 3e-4}
+"""What a step with stages takes besides its micro-batches: ranks agree that it begins, and that it is over. On CPU
+ranks 1.2 ms were measured before the first firing and about one behind the last (`bench/jitter.py`); on GPUs it is
+assumed."""
+CONTROL_S = {"cpu": 1e-4, "gpu": 2e-5}
+"""What a message between stages costs besides its bytes. On CPU ranks at most 0.12 ms was measured
+(`bench/control.py`); assumed on GPUs."""
 WORKSPACE_BYTES = 32 << 20
 """What the library for products keeps of a GPU's memory, where that was not measured. Assumed, as on Hopper."""
 
@@ -228,7 +235,7 @@ class StagedPrediction:
     @property
     def seconds(self) -> float:
         """Of a step, the pipe being filled and emptied in each."""
-        return self.execution.step_ns / 1e9
+        return self.execution.step_ns / 1e9 + MEETING_S[self.cluster.device.kind]
 
     @property
     def interval_s(self) -> tuple[float, float]:
@@ -341,7 +348,8 @@ def _transfers(pipe: Piped, cluster: Cluster) -> dict[str, int]:
                 size *= level.size
                 if len({r // size for r in (*src.ranks, *dst.ranks)}) == 1:
                     break
-            out[q.name] = round(1e9 * (level.latency_s.value + q.bytes / level.bytes_per_s.value))
+            wait_s = level.latency_s.value + CONTROL_S[cluster.device.kind]
+            out[q.name] = round(1e9 * (wait_s + q.bytes / level.bytes_per_s.value))
     return out
 
 

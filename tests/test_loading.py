@@ -32,7 +32,7 @@ from laminar.cli import main
 from laminar.cost.compare import compare
 from laminar.cost.pipeline import execute
 from laminar.errors import LaminarError, NetError, RecipeError, StateError
-from laminar.forecast import predict, predict_staged
+from laminar.forecast import MEETING_S, predict, predict_staged
 from laminar.ir.cluster import Cluster
 from laminar.ir.mesh import Mesh
 from laminar.ir.timeline import Timeline
@@ -591,11 +591,12 @@ def test_predicted_steps_know_their_loads(tmp_path: Path, capsys: pytest.Capture
     cluster = Cluster.preset("2xcpu")
     staged = laminar.plans.pipeline(found.graph, 2, 4)
     bare = predict_staged(found.graph, staged, cluster)
+    pipe_s = bare.execution.step_ns / 1e9
     for share, prefetch in ((0.5, 2), (1.5, 2), (0.5, 0)):
-        load_s = share * bare.seconds
+        load_s = share * pipe_s
         each = predict_staged(found.graph, staged, cluster, load_s=load_s, prefetch=prefetch)
-        want = bare.seconds + load_s if prefetch == 0 else max(bare.seconds, load_s)
-        assert each.seconds == pytest.approx(want, rel=1e-6) and len(each.bubbles) == 2
+        want = pipe_s + load_s if prefetch == 0 else max(pipe_s, load_s)
+        assert each.seconds == pytest.approx(want + MEETING_S["cpu"], rel=1e-6) and len(each.bubbles) == 2
         assert each.timeline.step_ns == pytest.approx(want * 1e9, rel=0.01)  # one place begins before the other ends
         assert {s.name for s in each.timeline.spans if s.beside} == {"load0.0", "load1.0"}
     batch = 4 * sum(i.spec.nbytes for i in found.graph.of_kind("batch"))

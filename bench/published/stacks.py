@@ -1,7 +1,8 @@
 """What each software stack does: yes or no, with a source. Facts, not constants; no time stands here.
 
-A row names its system; the first entry whose pattern fits is its stack, and the last fits all. Sources are named as they
-are known to us; they were not read again for this table, and where a row itself settled a question, its entry says so.
+A row names its system; the first entry whose pattern fits is its stack, and the last fits all. Sources are named as
+they are known to us; they were not read again for this table, and where a row itself settled a question, its entry
+says so.
 """
 
 from __future__ import annotations

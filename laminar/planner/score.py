@@ -17,7 +17,7 @@ from laminar.cost.families import COMPUTES, family_of
 from laminar.cost.memory import memory
 from laminar.cost.prices import UPDATES, Machine
 from laminar.errors import PlanError
-from laminar.forecast import held_by, machine, predict_staged, timed
+from laminar.forecast import CONTROL_S, MEETING_S, held_by, machine, predict_staged, timed
 from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh
 from laminar.ir.plan import Plan
@@ -207,7 +207,7 @@ def _composed(model: Model, cell: Cell, whole: dict[str, float]) -> float:
     each = whole["work"] / cell.stages
     deepest = math.ceil(model.layers / cell.stages) / (model.layers / cell.stages) if model.layers > 1 else 1.0
     fill = (cell.stages - 1) * each / cell.virtual
-    sends = 2 * (cell.stages - 1) * _hop_s(model, cell)
+    sends = 2 * (cell.stages - 1) * _hop_s(model, cell) + MEETING_S[model.request.cluster.device.kind]
     return cell.micro_batches * each * deepest + fill + sends + (whole["reduce"] + whole["update"]) / cell.stages
 
 
@@ -218,7 +218,8 @@ def _hop_s(model: Model, cell: Cell) -> float:
     level = cluster.levels[-1] if cluster.devices // cell.stages >= cluster.unit_devices[0] else cluster.levels[0]
     first = next((n for n in graph.nodes if n.phase == "forward" and n.name in model.fold.at), graph.nodes[0])
     nbytes = max((graph.specs[r].nbytes for r in first.ins), default=0)
-    return level.latency_s.value + nbytes / cell.ranks / level.bytes_per_s.value
+    wait_s = level.latency_s.value + CONTROL_S[cluster.device.kind]
+    return wait_s + nbytes / cell.ranks / level.bytes_per_s.value
 
 
 def _held(cell: Cell, whole: dict[str, float]) -> float:
