@@ -29,6 +29,7 @@ from laminar.search import presets
 from laminar.search.draw import random_plan
 from laminar.search.fold import fold
 from laminar.search.micro import micro
+from laminar.staging import pipeline
 from tests.zoo import NAMES, recipe, specimen
 
 
@@ -177,6 +178,25 @@ def test_bounds_hold_where_the_batch_does_not_divide(spec: str) -> None:
 def test_no_plan_of_the_zoo_is_simulated_faster_than_the_bound(name: str, spec: str) -> None:
     """The same for every model, with more random plans."""
     assert undercut(specimen(name).graph, spec, 4) == []
+
+
+@pytest.mark.parametrize("spec", ["2xcpu", "4xh100"])
+def test_no_plan_with_stages_is_simulated_faster_than_the_bound(spec: str) -> None:
+    """Micro-batches, virtual stages and ZeRO inside of stages, against all three bounds and that of memory."""
+    graph, request = traced(4, batch=16, d=64), Request(Cluster.preset(spec))
+    model = Model(graph, request)
+    bounds, seen = Bounds(model), 0
+    for count, virtual in ((2, 1), (8, 1), (8, 2)):
+        cell = Cell(2, count, virtual, request.cluster.devices // 2, 1)
+        part, placer = model.whole(count), model.placer(cell.mesh)
+        least = {"rough": bounds.rough(cell), "quick": bounds.quick(cell).seconds, "full": bounds.of(cell).seconds}
+        for zero in (0, 3):
+            inner = placer.pieces(part, placer.plan(part, ("data",)), ("data",), zero)
+            ran = predict_staged(part, pipeline(part, 2, count, virtual, inner), request.cluster)
+            assert all(ran.seconds >= seconds for seconds in least.values()), (cell, zero, ran.seconds, least)
+            assert max(ran.peaks) >= bounds.least_bytes(cell)
+            seen += 1
+    assert seen == 6
 
 
 def test_costs_without_overlap_are_no_bound() -> None:
