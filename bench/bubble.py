@@ -1,9 +1,9 @@
 """Is the bubble of a pipeline predicted?
 
-A GPT of 10.9M parameters (`models.py`) in stages on CPU ranks, one thread each: balanced and lopsided cuts, several
-numbers of micro-batches, schedules, virtual stages. Each plan is predicted on a profile of this machine
-(`laminar profile -o here.json`), then trained; of some recorded steps the median one counts. The bubble is the share
-of a step in which the mean rank runs no part.
+A GPT of 10.9M parameters or more (`models.py`) in stages on CPU ranks, one thread each: balanced and lopsided cuts,
+several numbers of micro-batches, schedules, virtual stages. Each plan is predicted on a profile of this machine
+(`laminar profile -o here.json`), then trained, one after the other by the same ranks; of some recorded steps the median
+one counts. The bubble is the share of a step in which the mean rank runs no part.
 
     python bench/bubble.py [--profile here.json] [--ranks 2] [--steps 5]
 
@@ -15,10 +15,8 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
-import pickle
 import statistics
 import tempfile
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,8 +34,9 @@ from laminar.runtime.transport import join
 
 def plans(ranks: int) -> dict[str, dict[str, Any]]:
     """What is tried; `at` are the blocks at which later stages begin."""
-    even = [6 * r // ranks for r in range(1, ranks)]
-    late = [min(6 - ranks + r + 1, 5) for r in range(ranks - 1)]
+    blocks = max(6, ranks)
+    even = [blocks * r // ranks for r in range(1, ranks)]
+    late = [min(blocks - ranks + r + 1, blocks - 1) for r in range(ranks - 1)]
     early = list(range(1, ranks))
     return {
         **{f"1f1b, {m} micro-batches": {"at": even, "microbatches": m} for m in (1, 2, 4, 8)},
@@ -92,34 +91,31 @@ def main() -> None:
     args.add_argument("--ranks", type=int, default=2)
     args.add_argument("--steps", type=int, default=5)
     given = args.parse_args()
-    apart = []
-    for name, options in plans(given.ranks).items():
-        row = _ranks(given.ranks, (given.ranks, options, given.profile, given.steps))
-        apart.append(abs(row["predicted"] - row["measured"]))
-        report("bubble", {"plan": name, "ranks": given.ranks, **row, "apart": round(apart[-1], 4), "target": 0.10})
-    report("bubble", {"plans": len(apart), "ranks": given.ranks, "median_apart": round(statistics.median(apart), 4),
-                      "most_apart": round(max(apart), 4), "target": 0.10})  # fmt: skip
-
-
-def _ranks(ranks: int, task: tuple[Any, ...]) -> Any:
+    # Predictions invert matrices: on every core unless told otherwise.
+    os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
-        each = [context.Process(target=_child, args=(r, ranks, folder, task)) for r in range(ranks)]
+        each = [context.Process(target=_child, args=(r, folder, given)) for r in range(given.ranks)]
         for child in each:
             child.start()
         for child in each:
             child.join()
-        if not Path(folder, "result").exists():
+        if any(child.exitcode for child in each):
             raise SystemExit("a rank failed")
-        return pickle.loads(Path(folder, "result").read_bytes())
 
 
-def _child(rank: int, ranks: int, folder: str, task: tuple[Any, ...]) -> None:
+def _child(rank: int, folder: str, given: argparse.Namespace) -> None:
     torch.set_num_threads(1)
-    join(rank, ranks, f"{folder}/rendezvous")
-    result = one(*task)
+    join(rank, given.ranks, f"{folder}/rendezvous")
+    apart = []
+    for name, options in plans(given.ranks).items():
+        row = one(given.ranks, options, given.profile, given.steps)
+        apart.append(abs(row["predicted"] - row["measured"]))
+        if rank == 0:
+            report("bubble", {"plan": name, "ranks": given.ranks, **row, "apart": round(apart[-1], 4), "target": 0.10})
     if rank == 0:
-        Path(folder, "result").write_bytes(pickle.dumps(result))
+        report("bubble", {"plans": len(apart), "ranks": given.ranks, "median_apart": round(statistics.median(apart), 4),
+                          "most_apart": round(max(apart), 4), "target": 0.10})  # fmt: skip
     dist.barrier()
     os._exit(0)
 

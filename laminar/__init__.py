@@ -57,6 +57,7 @@ _WHERE = {
     "plan": "laminar.api",
     "plans": "laminar.api",
     "predict": "laminar.forecast",
+    "rewritten": "laminar.search.rewrite",
     "verify": "laminar.api",
 }
 __all__ = [
@@ -103,6 +104,7 @@ __all__ = [
     "plan",
     "plans",
     "predict",
+    "rewritten",
     "verify",
 ]
 
@@ -197,5 +199,6 @@ if TYPE_CHECKING:
     from laminar.ir.tensor import TensorSpec
     from laminar.ir.timeline import Timeline
     from laminar.lower.lower import lower
+    from laminar.search.rewrite import rewritten
     from laminar.train.engine import Local, Sized
     from laminar.train.job import Job

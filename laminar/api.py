@@ -13,19 +13,15 @@ from laminar.errors import LaminarError, RecipeError
 from laminar.ir.cluster import Cluster
 from laminar.ir.graph import RNG, Graph
 from laminar.ir.mesh import Mesh
-from laminar.ir.patterns import pick
 from laminar.ir.plan import Plan
 from laminar.ir.sbp import Sbp
 from laminar.ir.staged import Staged
-from laminar.lower.again import saved
-from laminar.lower.lower import lower
+from laminar.planner.account import accounted
 from laminar.search import presets
 from laminar.search.presets import Patterns
+from laminar.search.rewrite import rewritten
 from laminar.staging import again as restaged
 from laminar.staging import pipeline
-
-LOOKED_AT = 40
-"""Plans of a search that its account lists."""
 
 
 @dataclass(frozen=True)
@@ -92,18 +88,34 @@ def captured(name: str, whole: bool = False, parts: int = 1) -> tuple[Recipe, An
 
     With several `parts` the batch is the first of so many micro-batches.
     """
-    recipe = load_recipe(name)
-    batch = next(iter(recipe.data()), None)
-    if batch is None:
-        raise RecipeError(f"{name} gives no batch", next="data() must yield at least one")
-    batch = micro_batches(batch, parts)[0] if parts > 1 else batch
+    recipe, batch = _begun(name, parts)
     model = recipe.model() if whole else _on_meta(recipe.model)
     return recipe, model, batch, capture(model, recipe.loss, batch)
 
 
-def graph_of(name: str) -> Graph:
-    """The graph of a recipe's first batch."""
-    return captured(name)[3]
+def graph_of(name: str, parts: int = 1) -> Graph:
+    """The graph of a recipe's first batch, or of the first of so many micro-batches; kept for the next time."""
+    from laminar.cache import kept, sources
+    from laminar.capture.capture import flatten
+
+    recipe, batch = _begun(name, parts)
+    tensors, tree = flatten(batch)
+    shapes = {n: f"{t.dtype}{tuple(t.shape)}" for n, t in tensors.items()}
+
+    def make() -> Graph:
+        return capture(_on_meta(recipe.model), recipe.loss, batch)
+
+    about = {"recipe": name, "parts": parts, "tree": tree, "shapes": shapes, **sources()}
+    return kept("graphs", about, make, Graph.to_json, Graph.from_json)
+
+
+def _begun(name: str, parts: int) -> tuple[Recipe, Any]:
+    """A recipe by name, and its first (micro-)batch."""
+    recipe = load_recipe(name)
+    batch = next(iter(recipe.data()), None)
+    if batch is None:
+        raise RecipeError(f"{name} gives no batch", next="data() must yield at least one")
+    return recipe, micro_batches(batch, parts)[0] if parts > 1 else batch
 
 
 def _on_meta(make: Callable[[], Any]) -> Any:
@@ -117,22 +129,13 @@ def _on_meta(make: Callable[[], Any]) -> Any:
         return make()
 
 
-def accounted(graph: Graph, plan: Plan) -> Plan:
-    """A plan with the collectives and bytes of its program written into its account."""
-    program = lower(graph, plan)
-    account = {**plan.account, **program.account()}
-    if plan.recompute:
-        account["again"] = saved(lower(graph, replace(plan, recompute=())), program, pick(graph, plan.recompute))
-    return replace(plan, account=account)
-
-
 def plan(
     graph: Graph,
     cluster: Cluster | str,
     *,
     memory_bytes: float | None = None,
     budget_s: float = 10.0,
-    pin: Mapping[str, int] | None = None,
+    pin: Mapping[str, int | str] | None = None,
     only: str | Sequence[str] | None = None,
     optimizer: str = "adamw",
     progress: Callable[[str], None] | None = None,
@@ -143,59 +146,67 @@ def plan(
     cluster       what there is, or its name: needs none of the hardware
     memory_bytes  what a rank may fill; unless given, the device's memory less 8 %
     budget_s      processor seconds; the best found by then is returned, and the certificate says what was left
-    pin           numbers that are fixed: dp, tp, stages, microbatches, virtual, zero, recompute
-    only          dimensions that may be used: "data", "tensor", "pipeline", "zero", "recompute"
+    pin           numbers that are fixed: dp, tp, stages, microbatches, virtual, zero, recompute; and placements of
+                  tensors by pattern: {"tp": 8, "blocks.*.mlp.up.weight": "S(0)"}
+    only          dimensions that may be used: "data", "tensor", "pipeline", "zero", "recompute", "rewrite"
     optimizer     whose update and state are priced
     progress      told in words whenever a better plan is found
 
     `plan.step_s` is simulated, `plan.bound_s` is below the simulated time of every plan in the space that was
-    searched, `plan.account["certificate"]` says the rest. A plan with stages is one of micro-batches.
+    searched, `plan.account["certificate"]` says the rest. A plan with stages is one of micro-batches. A plan may carry
+    rewrites of the graph, which are run on random numbers before they are used; `laminar.rewritten(graph, plan)` is
+    the graph that such a plan places.
     """
-    from laminar.planner.find import described, find
-    from laminar.planner.request import Request, dimensions
+    from laminar.planner.best import best
+    from laminar.planner.request import asking
 
     machine = Cluster.preset(cluster) if isinstance(cluster, str) else cluster
-    request = Request(machine, memory_bytes, budget_s, optimizer, dict(pin or {}), dimensions(only))
-    found = find(graph, request, progress)
-    looked_at = [
-        {
-            "plan": described(s),
-            "step_s": s.seconds,
-            "peak_bytes": s.peak_bytes,
-            "fits": s.peak_bytes <= request.room_bytes,
-        }
-        for s in found.scores[:LOOKED_AT]
-    ]
-    best = replace(found.plan, account={**found.plan.account, "looked_at": looked_at})
-    return best if isinstance(best, Staged) else accounted(graph, best)
+    request = asking(machine, memory_bytes, budget_s, optimizer, pin, only)
+    found = best(graph, request, progress)
+    if not found.rewrites:
+        return found
+    from laminar.runtime.prove import proof
+
+    shown = proof(graph, found)
+    if not shown.holds:
+        found = best(graph, replace(request, only=tuple(d for d in request.only if d != "rewrite")), progress)
+    return replace(found, account={**found.account, "proof": str(shown)})
 
 
 class plans:
     """Plans with names. Each takes a graph and a mesh; ops and tensors nobody placed are completed at least cost.
 
     `recompute="blocks.*"` drops what the modules of that name make inside and makes it again in backward; see
-    `laminar.ir.patterns` for what else can be named.
+    `laminar.ir.patterns` for what else can be named. `offload="blocks.*"` keeps it in the host's memory instead.
     """
 
     @staticmethod
-    def data_parallel(graph: Graph, mesh: Mesh, recompute: Patterns = ()) -> Plan:
+    def data_parallel(graph: Graph, mesh: Mesh, recompute: Patterns = (), offload: Patterns = ()) -> Plan:
         """The batch split over every axis, parameters whole, gradients summed."""
-        return accounted(graph, presets.data_parallel(graph, mesh, recompute))
+        return accounted(graph, presets.data_parallel(graph, mesh, recompute, offload))
 
     @staticmethod
-    def zero(graph: Graph, mesh: Mesh, stage: int = 3, recompute: Patterns = ()) -> Plan:
+    def zero(graph: Graph, mesh: Mesh, stage: int = 3, recompute: Patterns = (), offload: Patterns = ()) -> Plan:
         """Data parallel with optimizer state (1), gradients (2) and parameters (3) in pieces."""
-        return accounted(graph, presets.zero(graph, mesh, stage, recompute))
+        return accounted(graph, presets.zero(graph, mesh, stage, recompute, offload))
 
     @staticmethod
-    def tensor_parallel(graph: Graph, mesh: Mesh, axis: str | None = None, recompute: Patterns = ()) -> Plan:
+    def tensor_parallel(
+        graph: Graph, mesh: Mesh, axis: str | None = None, recompute: Patterns = (), offload: Patterns = ()
+    ) -> Plan:
         """Weights split over `axis` (`tp` unless named), the residual stream whole; other axes data parallel."""
-        return accounted(graph, presets.tensor_parallel(graph, mesh, axis, recompute))
+        return accounted(graph, presets.tensor_parallel(graph, mesh, axis, recompute, offload))
 
     @staticmethod
-    def seeded(graph: Graph, mesh: Mesh, seeds: Mapping[str, Mapping[str, Sbp]], recompute: Patterns = ()) -> Plan:
+    def seeded(
+        graph: Graph,
+        mesh: Mesh,
+        seeds: Mapping[str, Mapping[str, Sbp]],
+        recompute: Patterns = (),
+        offload: Patterns = (),
+    ) -> Plan:
         """A few tensors placed by name pattern, the rest completed at least cost."""
-        return accounted(graph, presets.seeded(graph, mesh, seeds, recompute))
+        return accounted(graph, presets.seeded(graph, mesh, seeds, recompute, offload))
 
     @staticmethod
     def pipeline(
@@ -204,10 +215,20 @@ class plans:
         microbatches: int = 4,
         virtual: int = 1,
         inner: Any = None,
+        cluster: Cluster | str | None = None,
         **options: Any,
     ) -> Staged:
-        """Stages of equal work at different ranks, through which micro-batches pass; see `laminar.staging.pipeline`."""
-        return pipeline(graph, stages, microbatches, virtual, inner, **options)
+        """Stages of equal work at different ranks, through which micro-batches pass; see `laminar.staging.pipeline`.
+
+        With a `cluster`, stages are equal by what their ops take on the devices of their places, which may differ:
+        faster ones get more of the model.
+        """
+        if cluster is None:
+            return pipeline(graph, stages, microbatches, virtual, inner, **options)
+        from laminar.planner.sides import pipeline_on
+
+        machine = Cluster.preset(cluster) if isinstance(cluster, str) else cluster
+        return pipeline_on(graph, machine, stages, microbatches, virtual, inner, **options)
 
 
 def inputs_of(
@@ -272,6 +293,7 @@ def _verify_staged(model: Any, loss: Any, batches: list[Any], plan: Staged, dtyp
     if plan.micro_batches > 1 and whole.of_kind("rng"):
         known = places_of(lambda n: whole if n == samples_of(whole) else traced(n), samples_of(whole))
         graphs = {n: in_parts(graph, known) for n, graph in graphs.items()}
+    graphs = {n: rewritten(graph, plan) for n, graph in graphs.items()}
     plans = {n: restaged(graph, plan) for n, graph in graphs.items()}
     given = [inputs_of(whole, model, batch, step=i) for i, batch in enumerate(batches)]
     fed = [
@@ -314,6 +336,7 @@ def parallelize(
     compile: bool | None = None,
     detect_anomaly: bool = False,
     timeout_s: float = 600.0,
+    cluster: Cluster | str | None = None,
 ) -> Any:
     """A `Job` that trains `model` on all ranks as if they were one.
 
@@ -333,10 +356,14 @@ def parallelize(
     seed           of dropout and other draws, which don't depend on the layout
     compile        through Inductor; unless given on GPUs only
     detect_anomaly stop at the first NaN or infinity and name the module and op that made it
+    cluster        for plan="auto": the machine, a file of `laminar profile` or a name, for which the fastest plan
+                   without stages is searched; unless given, "auto" is data parallel, in pieces if memory asks for it
 
     Works alone in one process, under `laminar train`, and under `torchrun`. All methods of a job are
     collective: every rank calls them, in the same order.
     """
+    if cluster is not None and (plan != "auto" or mesh is not None):
+        raise LaminarError("a cluster is what a plan is searched for", next='leave out mesh, and say plan="auto"')
     if plan == "ddp":
         from laminar.train.ddp import DdpJob
 
@@ -348,22 +375,21 @@ def parallelize(
     plan = choose.loaded(plan)
     if isinstance(plan, Staged):
         return _staged(model, loss, optimizer, batch, plan, device, precision, clip_norm, clip_value, ema, seed,
-                       timeout_s, mesh=mesh, micro_batches=micro_batches, compile=compile,
+                       compile, timeout_s, mesh=mesh, micro_batches=micro_batches,
                        detect_anomaly=detect_anomaly)  # fmt: skip
     from laminar.train.job import Job
 
     return Job(
         model, loss, optimizer, batch, plan, mesh, device, precision, micro_batches, clip_norm, clip_value, ema, seed,
-        compile, detect_anomaly, timeout_s,
+        compile, detect_anomaly, timeout_s, cluster,
     )  # fmt: skip
 
 
-def _staged(*args: Any, mesh: Any, micro_batches: int, compile: Any, detect_anomaly: bool) -> Any:
+def _staged(*args: Any, mesh: Any, micro_batches: int, detect_anomaly: bool) -> Any:
     """A job whose plan has stages; what such a job has no say in is refused by name."""
     from laminar.train.staged import StagedJob
 
-    asked = {"mesh": mesh is not None, "micro_batches": micro_batches != 1, "compile": bool(compile),
-             "detect_anomaly": detect_anomaly}  # fmt: skip
+    asked = {"mesh": mesh is not None, "micro_batches": micro_batches != 1, "detect_anomaly": detect_anomaly}
     for name, given in asked.items():
         if given:
             raise LaminarError(f"{name} does not go with a plan that has stages", next="leave it out")

@@ -15,8 +15,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from laminar import cli_cost, cli_plan
-from laminar.cli_plan import parse_mesh, working
+from laminar import cli_ask, cli_cost, cli_plan
+from laminar.cli_ask import working
+from laminar.cli_plan import parse_mesh
 from laminar.errors import LaminarError, PlanError, RecipeError
 from laminar.ir.staged import Staged, load_plan
 
@@ -98,13 +99,6 @@ def do_capture(args: argparse.Namespace) -> int:
     return 0
 
 
-def do_explain(args: argparse.Namespace) -> int:
-    """What a saved plan does and why."""
-    plan = load_plan(args.plan)
-    print(json.dumps({"plan": plan.hash, **plan.to_json()}) if args.json else plan.explain())
-    return 0
-
-
 def do_verify(args: argparse.Namespace) -> int:
     """A plan against one device."""
     from laminar.api import load_recipe, verify
@@ -159,8 +153,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("-o", "--output", metavar="FILE", help="save the graph as JSON")
     cli_plan.options(verb("plan", cli_plan.do_plan, "find or make a plan: how every tensor lies on the machine", True))
     cli_cost.profile_options(verb("profile", cli_cost.do_profile, "measure this machine's ops and links", False))
-    p = verb("explain", do_explain, "say what a saved plan does and why", False)
-    p.add_argument("plan", help="a plan file")
+    cli_ask.explain_options(verb("explain", cli_ask.do_explain, "say what a saved plan does and why", False))
     cli_cost.simulate_options(verb("simulate", cli_cost.do_simulate, "predict a step of a plan, on any cluster", False))
     p = verb("verify", do_verify, "run a plan against one device; exit 1 if it differs", True)
     p.add_argument("--plan", required=True, metavar="FILE", help="a plan file")

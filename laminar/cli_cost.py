@@ -52,11 +52,7 @@ TRIALS_S = 60.0
 
 def cluster_of(text: str | None) -> Cluster:
     """A cluster by file or by name; this machine where nothing is said."""
-    if text is None:
-        return Cluster.detect()
-    if Path(text).is_file() or text.endswith(".json"):
-        return Cluster.load(text)
-    return Cluster.preset(text)
+    return Cluster.detect() if text is None else Cluster.named(text)
 
 
 # --- profile --------------------------------------------------------------------------------------

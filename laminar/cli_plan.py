@@ -1,73 +1,48 @@
 """Plans from the command line: `laminar plan` finds one for a cluster, or makes the one it is told to.
 
 With a cluster and nothing else, it searches: every placement, meshes, stages, micro-batches, ZeRO and recompute, and
-says how far from the best the plan can be. With a mesh, a preset, seeds or stages it makes that plan.
+says how far from the best the plan can be. With a mesh, a preset, seeds or stages it makes that plan. Either way the
+plan can be asked: why a tensor lies as it does, what if something were different, what other systems call it, and what
+it looks like. `laminar explain` asks the same of a plan that was saved.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import itertools
 import json
-import sys
-import threading
-import time
-from collections.abc import Callable, Iterator
+import os
+import re
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from laminar import cli_cost
+from laminar.cli_ask import questions, told, working
 from laminar.errors import MeshError, PlanError
 from laminar.ir.mesh import Mesh
+from laminar.ir.plan import Plan
 from laminar.ir.sbp import parse
-from laminar.ir.staged import SCHEDULES, Staged
+from laminar.ir.staged import SCHEDULES, Staged, plan_of
 
+PINS = ("dp", "tp", "stages", "microbatches", "virtual", "zero", "recompute")
 PRESETS = ["data_parallel", "zero1", "zero2", "zero3", "tensor_parallel"]
 EXAMPLES = """\
 examples
   laminar plan examples/gpt.py:deep --cluster 8xh100 -o plan.json            search
   laminar plan examples/gpt.py:deep --cluster 64xh100 --memory 40 --compare  at most 40 GB a rank, and what lost
   laminar plan examples/gpt.py:deep --cluster 8xh100 --pin tp=8 --only tensor
+  laminar plan examples/gpt.py:deep --cluster 8xh100 --pin 'blocks.*.mlp.up.weight=S(0)' --price 2.5
+  laminar plan examples/gpt.py:deep --cluster 8xh100 --why blocks.3.mlp.down.weight --what-if 'memory=40; link=0.5'
+  laminar plan examples/gpt.py:deep --cluster 8xh100 --flags megatron --png plan.png
+  laminar plan examples/gpt.py:small --cluster here.json --measure           the finalists, run on this machine
   laminar plan examples/gpt.py:tiny --mesh dp=2,tp=2 --preset tensor_parallel -o plan.json
   laminar plan examples/gpt.py:tiny --mesh tp=2 --seed 'blocks.*up.weight=tp:S(0)' -o plan.json
   laminar plan examples/gpt.py:tiny --stages 2 --microbatches 4 -o plan.json
 
 clusters: a file of `laminar profile`, or [NODESx][COUNTx]DEVICE[@FABRIC[+FABRIC]], such as 8xh100, 16x4xa100-80g,
-2xcpu. What can be pinned: dp, tp, stages, microbatches, virtual, zero, recompute (0 or 1).
+2xcpu. What can be pinned: dp, tp, stages, microbatches, virtual, zero, recompute (0 or 1), and how tensors lie.
+What can be asked: memory (GB), devices, cluster, link (a factor), only, budget, and any pin (tp=any lifts it).
 """
-
-
-@contextlib.contextmanager
-def working(what: str, quiet: bool) -> Iterator[Callable[[str], None]]:
-    """A spinner with seconds on stderr, from the third second on, where someone is watching; its text may change."""
-    done = threading.Event()
-    says = [what]
-
-    def spin() -> None:
-        start = time.monotonic()
-        for mark in itertools.cycle("|/-\\"):
-            if done.wait(0.2):
-                return
-            passed = time.monotonic() - start
-            if passed > 2:
-                sys.stderr.write(f"\r\033[K{mark} {says[0]} {passed:.0f} s")
-                sys.stderr.flush()
-
-    def say(text: str) -> None:
-        says[0] = text
-
-    thread = threading.Thread(target=spin, daemon=True)
-    if not quiet and sys.stderr.isatty():
-        thread.start()
-    try:
-        yield say
-    finally:
-        done.set()
-        if thread.is_alive():
-            thread.join()
-            sys.stderr.write("\r\033[K")
 
 
 def parse_mesh(text: str) -> Mesh:
@@ -98,25 +73,30 @@ def parse_seeds(texts: list[str]) -> dict[str, dict[str, Any]]:
     return seeds
 
 
-def parse_pins(texts: list[str]) -> dict[str, int]:
-    """`tp=8` and the like as pins; the names are checked by the search."""
-    pins: dict[str, int] = {}
-    for text in ",".join(texts).split(",") if texts else ():
-        name, equals, number = text.partition("=")
-        if not equals or not number.strip().isdigit():
-            raise PlanError(f"{text!r} pins nothing", next="write --pin tp=8, or --pin stages=4,zero=1")
-        pins[name.strip()] = int(number)
+def parse_pins(texts: list[str]) -> dict[str, int | str]:
+    """`tp=8`, several with commas, or `PATTERN=S(0)` as pins; the names are checked by the search."""
+    pins: dict[str, int | str] = {}
+    for text in texts:
+        parts = text.split(",") if re.fullmatch(r"[^()]*", text) else [text]
+        for part in parts:
+            name, equals, value = (x.strip() for x in part.partition("="))
+            if not equals or not value or (name in PINS and not value.isdigit()):
+                raise PlanError(f"{part!r} pins nothing",
+                                next="write --pin tp=8, --pin stages=4,zero=1 or --pin 'PATTERN=S(0)'")  # fmt: skip
+            pins[name] = int(value) if value.isdigit() else value
     return pins
 
 
 def do_plan(args: argparse.Namespace) -> int:
     """Find a plan, or make one from a preset or seeds."""
+    if args.contest:
+        return _rank_of_a_contest(args)
     told = args.mesh or args.preset or args.seed
     if args.stages:
         return _stages(args, parse_mesh(args.mesh) if args.mesh else None)
     if args.cluster and not told:
         return _search(args)
-    for name in ("memory", "budget", "pin", "only", "compare"):
+    for name in ("memory", "budget", "pin", "only", "compare", "measure"):
         if getattr(args, name):
             raise PlanError(f"--{name} is for a search", next="leave out --mesh, --preset, --seed and --stages")
     return _made(args)
@@ -124,54 +104,57 @@ def do_plan(args: argparse.Namespace) -> int:
 
 def _search(args: argparse.Namespace) -> int:
     """The best plan for a cluster."""
-    from laminar.api import captured, plan
+    from laminar.api import graph_of, plan
+    from laminar.cache import kept
 
-    if args.recompute or args.program:
-        raise PlanError("--recompute and --program do not go with a search", next="--pin recompute=1, or name a mesh")
+    if args.recompute or args.offload or args.program:
+        raise PlanError("--recompute, --offload and --program do not go with a search",
+                        next="--pin recompute=1, or name a mesh")  # fmt: skip
     cluster = cli_cost.cluster_of(args.cluster)
+    if args.measure:
+        from laminar.launch.contest import refuse_elsewhere, taken
+
+        refuse_elsewhere(cluster)
     with working("capturing", args.json):
-        _, _, _, graph = captured(args.recipe)
+        graph = graph_of(args.recipe)
+    asked: dict[str, Any] = {
+        "memory_bytes": args.memory * 1e9 if args.memory else None,
+        "budget_s": 10.0 if args.budget is None else args.budget,
+        "pin": parse_pins(args.pin),
+        "only": args.only,
+    }
     with working("searching", args.json) as say:
-        found = plan(
-            graph,
-            cluster,
-            memory_bytes=args.memory * 1e9 if args.memory else None,
-            budget_s=10.0 if args.budget is None else args.budget,
-            pin=parse_pins(args.pin),
-            only=args.only,
-            progress=lambda text: say(f"searching, {text}"),
-        )
+
+        def search() -> Plan | Staged:
+            return plan(graph, cluster, **asked, progress=lambda text: say(f"searching, {text}"))
+
+        about = {"graph": graph.hash, "cluster": cluster.hash, **asked}
+        found = search() if args.measure else kept("plans", about, search, lambda p: p.to_json(), plan_of)
+    if args.measure:
+        with working("measuring", args.json):
+            found = taken(args.recipe, found)
     account = {**found.account, "recipe": args.recipe}
     account |= {"cluster_file": args.cluster} if args.cluster.endswith(".json") else {}
     found = replace(found, account=account)
-    if args.output:
-        found.save(args.output)
-    if args.json:
-        print(json.dumps({"plan": found.hash, "graph": graph.hash, **found.account}))
-        return 0
-    print(found.explain())
-    if args.compare:
-        print(_compared(found.account))
-    if args.output:
-        print(f"\nwritten to {args.output}")
+    return told(args, found, lambda: graph, cluster, {"graph": graph.hash, **found.account})
+
+
+def _rank_of_a_contest(args: argparse.Namespace) -> int:
+    """One of the ranks that `--measure` starts."""
+    from laminar.api import load_recipe, parallelize
+    from laminar.launch.contest import be_a_rank
+    from laminar.launch.rank import Place
+
+    place = Place.of(os.environ)
+    if place is None:
+        raise PlanError("--contest is for ranks that --measure starts", next="laminar plan RECIPE --measure")
+    be_a_rank(args.contest, args.recipe, place, parallelize, load_recipe)
     return 0
-
-
-def _compared(account: dict[str, Any]) -> str:
-    """All plans that were looked at, as bars: the longer, the more steps a second."""
-    rows = account["looked_at"]
-    best = min(row["step_s"] for row in rows if row["fits"])
-    lines = ["", "plans that were looked at, steps a second"]
-    for row in rows:
-        bar = "#" * max(1, round(40 * best / row["step_s"]))
-        note = "" if row["fits"] else f"  does not fit: {row['peak_bytes'] / 1e9:.1f} GB"
-        lines.append(f"  {1 / row['step_s']:10.3f}  {bar:<41} {row['plan']}{note}")
-    return "\n".join(lines)
 
 
 def _made(args: argparse.Namespace) -> int:
     """A plan with a name, or from seeds, on a mesh."""
-    from laminar.api import captured, plans
+    from laminar.api import graph_of, plans
 
     cluster = cli_cost.cluster_of(args.cluster) if args.cluster else None
     if args.mesh is None and cluster is None:
@@ -180,17 +163,17 @@ def _made(args: argparse.Namespace) -> int:
     if cluster is not None:
         cluster.fits(mesh)
     with working("capturing", args.json):
-        _, _, _, graph = captured(args.recipe)
-    preset = args.preset or "data_parallel"
+        graph = graph_of(args.recipe)
+    preset, kept = args.preset or "data_parallel", {"recompute": args.recompute, "offload": args.offload}
     with working("planning", args.json):
         if args.seed:
-            plan = plans.seeded(graph, mesh, parse_seeds(args.seed), recompute=args.recompute)
+            plan = plans.seeded(graph, mesh, parse_seeds(args.seed), **kept)
         elif preset.startswith("zero"):
-            plan = plans.zero(graph, mesh, int(preset[4:] or 3), recompute=args.recompute)
+            plan = plans.zero(graph, mesh, int(preset[4:] or 3), **kept)
         elif preset == "tensor_parallel":
-            plan = plans.tensor_parallel(graph, mesh, recompute=args.recompute)
+            plan = plans.tensor_parallel(graph, mesh, **kept)
         else:
-            plan = plans.data_parallel(graph, mesh, recompute=args.recompute)
+            plan = plans.data_parallel(graph, mesh, **kept)
         plan = replace(plan, account={**plan.account, "recipe": args.recipe})
         if cluster is not None:
             from laminar.forecast import accounted
@@ -198,55 +181,47 @@ def _made(args: argparse.Namespace) -> int:
             plan = accounted(graph, plan, cluster)
             if args.cluster.endswith(".json"):
                 plan = replace(plan, account={**plan.account, "cluster_file": args.cluster})
-    if args.output:
-        plan.save(args.output)
     if args.program:
         from laminar.lower.lower import lower
 
+        if args.output:
+            plan.save(args.output)
         program = lower(graph, plan)
         print(json.dumps({"plan": plan.hash, "program": program.to_json()}) if args.json else program)
-    elif args.json:
-        print(json.dumps({"plan": plan.hash, "graph": graph.hash, "mesh": mesh.to_json(), **plan.account}))
-    else:
-        print(plan.explain())
-        if args.output:
-            print(f"\nwritten to {args.output}")
-    return 0
+        return 0
+    return told(args, plan, lambda: graph, cluster, {"graph": graph.hash, "mesh": mesh.to_json(), **plan.account})
 
 
 def _stages(args: argparse.Namespace, mesh: Mesh | None) -> int:
     """A plan with stages, each spread over a mesh of its own."""
-    from laminar.api import captured, plans
+    from laminar.api import graph_of, plans
 
     if args.seed or args.program:
         raise PlanError("--seed and --program do not go with --stages", next="leave them out")
     with working("capturing", args.json):
-        _, _, _, graph = captured(args.recipe, parts=args.microbatches)
+        graph = graph_of(args.recipe, args.microbatches)
     inner: Any = mesh
     if mesh is not None and (args.preset or "").startswith("zero"):
         inner = partial(plans.zero, mesh=mesh, stage=int(args.preset[4:] or 3))
     stages = int(args.stages) if args.stages.isdigit() else args.stages.split(",")
     window = None if args.window == "any" else int(args.window)
+    cluster = cli_cost.cluster_of(args.cluster) if args.cluster else None
+    differ = cluster if cluster is not None and len(cluster.parts) > 1 else None
     with working("planning", args.json):
         plan: Staged = plans.pipeline(
-            graph, stages, args.microbatches, args.virtual, inner, schedule=args.schedule, window=window,
-            stash=args.stash, couple=args.couple, recompute=args.recompute,
+            graph, stages, args.microbatches, args.virtual, inner, differ, schedule=args.schedule, window=window,
+            stash=args.stash, couple=args.couple, recompute=args.recompute, offload=args.offload,
         )  # fmt: skip
         account = {**plan.account, "recipe": args.recipe}
-        if args.cluster:
+        if cluster is not None:
             from laminar.forecast import predict_staged
 
-            cluster = cli_cost.cluster_of(args.cluster)
             account |= predict_staged(graph, plan, cluster).account()
             account |= {"cluster_file": args.cluster} if args.cluster.endswith(".json") else {}
         plan = replace(plan, account=account)
-    if args.output:
-        plan.save(args.output)
-    print(json.dumps({"plan": plan.hash, "graph": graph.hash, "ranks": plan.ranks, **plan.account})
-          if args.json else plan.explain())  # fmt: skip
-    if args.output and not args.json:
-        print(f"\nwritten to {args.output}")
-    return 0
+    return told(
+        args, plan, lambda: graph_of(args.recipe), cluster, {"graph": graph.hash, "ranks": plan.ranks, **plan.account}
+    )
 
 
 def options(p: argparse.ArgumentParser) -> None:
@@ -260,11 +235,15 @@ def options(p: argparse.ArgumentParser) -> None:
                         "less 8 %%)")  # fmt: skip
     search.add_argument("--budget", type=float, metavar="S", help="processor seconds to spend (default: 10)")
     search.add_argument("--pin", action="append", default=[], metavar="NAME=N",
-                        help="fix a number: dp, tp, stages, microbatches, virtual, zero, recompute; may be "
-                        "repeated")  # fmt: skip
+                        help="fix a number (dp, tp, stages, microbatches, virtual, zero, recompute), or how tensors "
+                        "lie ('PATTERN=S(0)', 'PATTERN=tp:S(0)'); may be repeated")  # fmt: skip
     search.add_argument("--only", metavar="DIMENSIONS", help="what may be used: data, tensor, pipeline, zero, "
-                        "recompute, with commas (default: all)")  # fmt: skip
+                        "recompute, rewrite, with commas (default: all)")  # fmt: skip
     search.add_argument("--compare", action="store_true", help="show all plans that were looked at")
+    search.add_argument("--measure", action="store_true",
+                        help="run the finalists and data parallel on this machine, and take the fastest")  # fmt: skip
+    search.add_argument("--contest", help=argparse.SUPPRESS)
+    questions(p)
     made = p.add_argument_group("a plan of your own")
     made.add_argument("--mesh", help="axes and sizes, such as dp=2,tp=4 (with --preset alone: dp over the cluster)")
     made.add_argument("--preset", choices=PRESETS, help="a plan with a name (default: data_parallel)")
@@ -272,6 +251,9 @@ def options(p: argparse.ArgumentParser) -> None:
                       help="place tensors by name pattern, the rest at least cost; may be repeated")  # fmt: skip
     made.add_argument("--recompute", action="append", default=[], metavar="PATTERN",
                       help="make again in backward what these modules (blocks.*) or values (%%gelu.*) hold; may be "
+                      "repeated")  # fmt: skip
+    made.add_argument("--offload", action="append", default=[], metavar="PATTERN",
+                      help="keep what these modules or values hold in the host's memory until backward; may be "
                       "repeated")  # fmt: skip
     made.add_argument("--program", action="store_true", help="print the program every rank runs")
     made.add_argument("--stages", metavar="N", help="cut the model into N stages of equal work at ranks of their own, "

@@ -15,18 +15,20 @@ from typing import Any
 
 from laminar.cost.calibrate import COUNTS, PARTS, Calibration, interval
 from laminar.cost.families import COMPUTES
+from laminar.cost.forms import Forms
 from laminar.cost.memory import Memory, memory
 from laminar.cost.pipeline import Execution, execute
 from laminar.cost.prices import UPDATES, Machine, features
-from laminar.cost.schedule import Exchange, Price, Schedule, schedule
+from laminar.cost.schedule import OFFLOAD, Exchange, Price, Schedule, schedule
 from laminar.cost.simulate import Times, simulate, timeline
 from laminar.cost.table import cpu_section
 from laminar.ir.cluster import Cluster
-from laminar.ir.graph import Graph
+from laminar.ir.codec import Ref
+from laminar.ir.graph import Graph, map_refs
 from laminar.ir.mesh import Mesh
 from laminar.ir.net import Net
 from laminar.ir.plan import Plan
-from laminar.ir.program import Program
+from laminar.ir.program import Program, placed
 from laminar.ir.staged import Staged
 from laminar.ir.timeline import Span, Timeline
 from laminar.lower.fuse import kernels
@@ -36,6 +38,7 @@ from laminar.lower.pipes import Piped, piped
 from laminar.lower.recompute import recompute, written_out
 from laminar.lower.stages import stages
 from laminar.lower.step import step_programs
+from laminar.search.rewrite import rewritten
 
 STEADY = 4
 """The step of a pipe with loaders that is shown: the first ones find it empty, the last ones find nothing to load."""
@@ -177,8 +180,10 @@ def predict(
     prefetch: int = 2,
 ) -> Prediction:
     """Simulate one training step of a plan on a cluster; batches that take `load_s` to read are loaded ahead."""
+    cluster.fits(plan.mesh)
+    cluster = cluster.on(range(plan.mesh.ranks))
     prices = prices or machine(cluster, plan.mesh, optimizer)
-    program, then = step_programs(graph, plan)
+    program, then = step_programs(rewritten(graph, plan), plan)
     return replace(predict_program(program, then, plan, cluster, prices), load_s=load_s, prefetch=prefetch)
 
 
@@ -190,8 +195,9 @@ def timed(
     if prices.fused:
         program = recompute(written_out(program))
         groups = tuple(kernels(program))
-        # Without collectives the step is recorded once and replayed: the host launches one thing.
-        prices.launch_s = cluster.device.launch_s.value if program.collectives else 0.0
+        # Without collectives and copies to the host the step is recorded and replayed: the host launches one thing.
+        launched = bool(program.collectives) or any(i.hosts for i in program.instrs)
+        prices.launch_s = cluster.device.launch_s.value if launched else 0.0
         prices.launch_source = cluster.device.launch_s.source
     made = schedule(program, prices, cluster, then, groups)
     return program, groups, made, simulate(made.load)
@@ -235,7 +241,7 @@ class StagedPrediction:
     @property
     def seconds(self) -> float:
         """Of a step, the pipe being filled and emptied in each."""
-        return self.execution.step_ns / 1e9 + MEETING_S[self.cluster.device.kind]
+        return self.execution.step_ns / 1e9 + MEETING_S[self.cluster.kind]
 
     @property
     def interval_s(self) -> tuple[float, float]:
@@ -256,7 +262,7 @@ class StagedPrediction:
     def account(self) -> dict[str, Any]:
         """For `Staged.account`."""
         low, high = self.interval_s
-        return {
+        account = {
             "step_s": self.seconds,
             "step_low_s": low,
             "step_high_s": high,
@@ -264,6 +270,18 @@ class StagedPrediction:
             "cluster": self.cluster.name,
             "bubbles": [round(b, 4) for b in self.bubbles],
         }
+        if len(self.cluster.parts) > 1:
+            account["places"] = [
+                {"part": part.name, "device": part.device.name, "peak_bytes": peak,
+                 "memory_bytes": part.device.memory_bytes.value}
+                for part, peak in zip(self.homes, self.peaks, strict=True)
+            ]  # fmt: skip
+        return account
+
+    @property
+    def homes(self) -> tuple[Cluster, ...]:
+        """By place, the cluster of one kind of device that it stands on."""
+        return tuple(self.cluster.on(place.ranks) for place in self.staged.places)
 
 
 class _Inside(Machine):
@@ -271,6 +289,46 @@ class _Inside(Machine):
 
     def around(self, program: Program, rank: int) -> tuple[list[tuple[str, Price]], list[tuple[str, Price]]]:
         return [], []
+
+
+def inside(cluster: Cluster, ranks: int, optimizer: str = "adamw") -> Machine:
+    """The prices inside of parts of stages, on a cluster of one kind that so many ranks of a plan stand on."""
+    world = machine(cluster, Mesh({"ranks": ranks}), optimizer)
+    found = _Inside(cluster, section_of(cluster, ranks), world.calibration, optimizer=optimizer, fused=world.fused)
+    found.launch_s, found.launch_source = cluster.device.launch_s.value, cluster.device.launch_s.source
+    return found
+
+
+def part_schedule(program: Program, prices: Machine) -> Schedule:
+    """When each line of one part of a stage runs, by prices of `inside`."""
+    program = written_out(program) if prices.fused else program
+    return schedule(program, prices, prices.cluster, None, tuple(kernels(program)) if prices.fused else None)
+
+
+def part_memory(program: Program, cluster: Cluster, optimizer: str) -> Memory:
+    """What a part takes while it runs."""
+    kind = "cuda" if cluster.kind == "gpu" else "cpu"
+    return memory(program, optimizer=UPDATES[optimizer], allocator=kind, backend=cluster.backend)
+
+
+def owned(program: Program, plan: Plan) -> Program:
+    """A part whose gradients lie as those want them who update: in pieces, where state is in pieces."""
+    outputs = []
+    for o in program.outputs:
+        if o.kind == "grad":
+            o = replace(o, placed=placed(o.placed.spec, plan.state.get(o.name, plan.inputs[o.name])))
+        outputs.append(o)
+    return replace(program, outputs=tuple(outputs))
+
+
+def outline(program: Program) -> tuple[Any, ...]:
+    """A program without its names: two that have the same outline take the same time and memory."""
+    forms = Forms(program)
+    args = (repr(map_refs(i.args, lambda r: Ref("", r.index))) for i in forms.examples)
+    lines = tuple((i.op, i.ins, i.outs, i.phase, text) for i, text in zip(forms.examples, args, strict=True))
+    ends = tuple((o.kind, forms.number(o.ref), o.placed) for o in program.outputs)
+    inputs = (tuple((i.kind, i.placed) for i in program.inputs), tuple(c.spec for c in program.constants))
+    return program.mesh, lines, tuple(forms.of), tuple(map(tuple, forms.reads)), inputs, ends
 
 
 def predict_staged(
@@ -286,28 +344,35 @@ def predict_staged(
 
     Every rank reads whole batches, `prefetch` of them ahead, which takes `load_s` each.
     """
-    pipe = piped(stages(graph, staged))
+    cluster.fits(staged.mesh)
+    homes = [cluster.on(place.ranks) for place in staged.places]
+    pipe = piped(stages(rewritten(graph, staged), staged))
     whole = staged.micro_batches * sum(i.spec.nbytes for i in graph.of_kind("batch"))
     # On GPUs what is loaded ahead waits in pinned memory of the host for the rank's share to be cut.
-    net = with_loads(pipe.net, whole if cluster.device.kind == "cpu" else 0, prefetch)
-    world = machine(cluster, staged.mesh, optimizer)
-    inside = _Inside(
-        cluster, section_of(cluster, staged.ranks), world.calibration, optimizer=optimizer, fused=world.fused
-    )
-    inside.launch_s, inside.launch_source = cluster.device.launch_s.value, cluster.device.launch_s.source
+    net = with_loads(pipe.net, whole if cluster.kind == "cpu" else 0, prefetch)
+    ranks = {h.name: len({r for p in staged.places for r in p.ranks if cluster.on(p.ranks) is h}) for h in homes}
+    worlds = {h.name: machine(h, Mesh({"ranks": ranks[h.name]}), optimizer) for h in homes}
+    insides = {h.name: inside(h, ranks[h.name], optimizer) for h in homes}
     part_s: dict[str, float] = {}
     errors: list[tuple[float, float]] = []
+    held: dict[str, Memory] = {}
+    alike: dict[Any, tuple[float, float, Memory]] = {}
     for part in pipe.made.by_name.values():
-        program = written_out(part.program) if inside.fused else part.program
-        made = schedule(program, inside, cluster, None, tuple(kernels(program)) if inside.fused else None)
-        part_s[part.name] = simulate(made.load).step / 1e9
-        errors.append((part_s[part.name], _sigma(made, world.calibration)))
-        behind = world.around(part.program, 0)[1]
+        home, plan = homes[staged.stages[part.stage].place], staged.stages[part.stage].plan
+        same = (home.name, *outline(part.program))
+        if same not in alike:
+            made = part_schedule(part.program, insides[home.name])
+            sigma = _sigma(made, worlds[home.name].calibration)
+            alike[same] = simulate(made.load).step / 1e9, sigma, part_memory(part.program, home, optimizer)
+        part_s[part.name], sigma, held[part.name] = alike[same]
+        errors.append((part_s[part.name], sigma))
+        behind = worlds[home.name].around(owned(part.program, plan), 0)[1]
         if behind:
             part_s[f"O{part.stage}"] = sum(price.seconds for _, price in behind)
     for s in range(len(staged.stages)):
+        prices = insides[homes[staged.stages[s].place].name]
         for name, program in _ends(pipe, s).items():
-            made = schedule(program, inside, cluster, None, None)
+            made = schedule(program, prices, prices.cluster, None, None)
             part_s[name] = part_s.get(name, 0.0) + simulate(made.load).step / 1e9
     work = {a.name: round(1e9 * (load_s if a.kind == "load" else part_s.get(a.name, 0.0))) for a in net.actors}
     transfers = _transfers(pipe, cluster)
@@ -316,7 +381,7 @@ def predict_staged(
     ran = execute(net if load_s else pipe.net, work, steps, transfers=transfers)
     total = sum(seconds for seconds, _ in errors) or 1.0
     sigma = sum(seconds * error for seconds, error in errors) / total
-    return StagedPrediction(staged, cluster, pipe, ran, part_s, _peaks(pipe, net, cluster, optimizer), sigma)
+    return StagedPrediction(staged, cluster, pipe, ran, part_s, _peaks(pipe, net, held, optimizer), sigma)
 
 
 def _ends(pipe: Piped, stage: int) -> dict[str, Program]:
@@ -343,27 +408,23 @@ def _transfers(pipe: Piped, cluster: Cluster) -> dict[str, int]:
     for q in pipe.net.queues:
         src, dst = pipe.ends(q)
         if src != dst:
-            size = 1
-            for level in cluster.levels:
-                size *= level.size
-                if len({r // size for r in (*src.ranks, *dst.ranks)}) == 1:
-                    break
-            wait_s = level.latency_s.value + CONTROL_S[cluster.device.kind]
+            level = cluster.joining((*src.ranks, *dst.ranks))
+            wait_s = level.latency_s.value + CONTROL_S[cluster.kind]
             out[q.name] = round(1e9 * (wait_s + q.bytes / level.bytes_per_s.value))
     return out
 
 
-def _peaks(pipe: Piped, net: Net, cluster: Cluster, optimizer: str) -> tuple[int, ...]:
-    kind = "cuda" if cluster.device.kind == "gpu" else "cpu"
+def _peaks(pipe: Piped, net: Net, held: dict[str, Memory], optimizer: str) -> tuple[int, ...]:
+    """By place: weights, gradients and state of its stages, the largest part at work, and all registers."""
     stays, works = [0] * len(pipe.net.places), [0] * len(pipe.net.places)
     for s, parts in enumerate(pipe.made.parts):
-        place = pipe.made.staged.stages[s].place
+        place, plan = pipe.made.staged.stages[s].place, pipe.made.staged.stages[s].plan
         mesh = pipe.net.places[place].mesh
         weights: dict[str, int] = {}
         for part in parts:
-            held = memory(part.program, optimizer=UPDATES[optimizer], allocator=kind, backend=cluster.backend)
-            stays[place] += held.gradients + held.state
-            works[place] = max(works[place], held.peak_activations)
+            pieces = [o.placed.local(mesh) for o in owned(part.program, plan).outputs if o.kind == "grad"]
+            stays[place] += held[part.name].gradients + sum(int(UPDATES[optimizer] * p.numel) for p in pieces)
+            works[place] = max(works[place], held[part.name].peak_activations)
             weights.update({i.name: i.placed.local(mesh).nbytes for i in part.program.inputs if i.kind == "param"})
         stays[place] += sum(weights.values())
     return tuple(a + b + net.bound_bytes(p) for p, (a, b) in enumerate(zip(stays, works, strict=True)))
@@ -386,7 +447,7 @@ def accounted(graph: Graph, plan: Plan, cluster: Cluster, optimizer: str = "adam
 
 def step_features(graph: Graph, plan: Plan, prices: Machine) -> dict[str, float]:
     """What calibration fits for one step of a plan; `prices` must be uncalibrated."""
-    program, then = step_programs(graph, plan)
+    program, then = step_programs(rewritten(graph, plan), plan)
     if prices.fused:
         return _compiled_features(recompute(written_out(program)), prices)
     before, behind = prices.around(program, 0)
@@ -401,7 +462,7 @@ def _compiled_features(program: Program, prices: Machine) -> dict[str, float]:
     """The same for a step without collectives that is compiled: a line is a kernel."""
     out = dict.fromkeys((*PARTS, *COUNTS), 0.0)
     for price in prices.kernels(program, kernels(program), 0):
-        if isinstance(price, Price) and price.seconds:
+        if isinstance(price, Price) and price.seconds and price.family != OFFLOAD:
             out["compute" if price.family in COMPUTES else "memory"] += price.seconds
             out["lines"] += 1
     before, behind = prices.around(program, 0)

@@ -15,7 +15,9 @@ has to be exchanged, and are refused by name unless the caller wants them to see
 
 from __future__ import annotations
 
+import math
 import re
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -32,6 +34,7 @@ from laminar.ir.plan import Choice, Plan
 from laminar.ir.sbp import B, NdSbp, Partial
 from laminar.ir.staged import Staged, StagePlan
 from laminar.lower.lower import written
+from laminar.lower.offload import refuse_stages
 from laminar.lower.split import Split, light_ops, split
 from laminar.rules.notation import call_of
 from laminar.rules.samples import samples_of
@@ -49,6 +52,8 @@ NEAR = 4
 """How many ops may lie between those that read the weight and the bias of a layer."""
 SLACK = 1.05
 """Cuts whose slowest stage is within this of the best are compared by what they send."""
+KNOWN_SLACK = 1.01
+"""The same where it is known what ops take."""
 
 
 def pipeline(
@@ -64,6 +69,8 @@ def pipeline(
     couple: str | None = None,
     registers: Mapping[str, int] | None = None,
     recompute: str | Sequence[str] = (),
+    offload: str | Sequence[str] = (),
+    speeds: Sequence[float | Mapping[str, float]] | None = None,
 ) -> Staged:
     """A pipeline over the stages' ranks, one place after the other; `graph` is that of one micro-batch.
 
@@ -74,6 +81,8 @@ def pipeline(
     with virtual stages; `window` is how far a place may leave the order, `stash` how many times as many micro-batches
     as the schedule needs may be under way. `couple="microbatch"` lets ops that couple samples see one micro-batch at
     a time. `recompute` names modules and values that backward makes again, besides those that inner plans name.
+    `offload` is refused: what stages keep stays on the device. `speeds` says for each place how fast it is beside the
+    others, or what each forward op with its backward takes there, in seconds: a faster place gets more of the work.
     """
     if couple not in (None, "microbatch"):
         raise PlanError(f"couple={couple!r}", allowed='None  "microbatch"')
@@ -82,13 +91,15 @@ def pipeline(
     if couple is None and microbatches > 1:
         refuse_coupled(graph)
     schedule = schedule or ("interleaved" if virtual > 1 else "1f1b")
-    of, count = _assigned(graph, stages, virtual)
+    of, count = _assigned(graph, stages, virtual, speeds)
     places = count // virtual
     inners: list[Any] = list(inner) if isinstance(inner, Sequence) else [inner] * places
     if len(inners) != places:
         raise PlanError(f"{len(inners)} inner plans for {places} places")
     found: dict[int, Plan] = {}
-    plans = [found.setdefault(id(one), _inner(graph, one)) for one in inners]
+    plans = [found.setdefault(id(one), inner_plan(graph, one)) for one in inners]
+    for plan in plans:
+        refuse_stages(replace(plan, offload=(*plan.offload, *as_patterns(offload))))
     if recompute:
         plans = [presets.again(graph, p, (*p.recompute, *as_patterns(recompute))) for p in plans]
     cut = split(graph, of, count)
@@ -117,7 +128,8 @@ def pipeline(
     )
 
 
-def _inner(graph: Graph, inner: Inner) -> Plan:
+def inner_plan(graph: Graph, inner: Inner) -> Plan:
+    """The plan of the whole graph on the mesh of one place."""
     if inner is None:
         return presets.data_parallel(graph, Mesh({"dp": 1}))
     if isinstance(inner, Mesh):
@@ -128,12 +140,14 @@ def _inner(graph: Graph, inner: Inner) -> Plan:
     return inner(graph)
 
 
-def _assigned(graph: Graph, stages: Any, virtual: int) -> tuple[dict[str, int], int]:
+def _assigned(graph: Graph, stages: Any, virtual: int, speeds: Any = None) -> tuple[dict[str, int], int]:
     """The stage of each forward op, and how many there are."""
     if isinstance(stages, int):
         if stages < 1:
             raise PlanError(f"a pipeline of {stages} stages", allowed="at least 1")
-        return balanced(graph, stages * virtual), stages * virtual
+        return balanced(graph, stages * virtual, speeds and _work(graph, speeds, stages)), stages * virtual
+    if speeds is not None:
+        raise PlanError("speeds with stages that are named", next="say how many stages there are, or leave out speeds")
     if isinstance(stages, Mapping):
         return _by_pattern(graph, stages), (1 + max(stages.values())) * 1
     return _beginning_at(graph, list(stages)), len(stages) + 1
@@ -197,43 +211,76 @@ def work_s(graph: Graph) -> dict[str, float]:
     return out
 
 
-def balanced(graph: Graph, stages: int) -> dict[str, int]:
+def _work(graph: Graph, speeds: Sequence[float | Mapping[str, float]], places: int) -> list[Mapping[str, float]]:
+    """For each place, the seconds of each forward op with its backward ops."""
+    if len(speeds) != places:
+        raise PlanError(f"{len(speeds)} speeds for {places} places", next="say one for each place")
+    assumed = work_s(graph)
+    out: list[Mapping[str, float]] = []
+    for p, speed in enumerate(speeds):
+        if isinstance(speed, Mapping):
+            missing = [n for n in assumed if n not in speed]
+            if missing:
+                raise PlanError(f"speeds[{p}] has no seconds for op %{missing[0]}", also=f"{len(missing) - 1} more")
+            out.append(speed)
+        elif not speed > 0:
+            raise PlanError(f"speeds[{p}] is {speed}", allowed="a number above 0, or seconds by op")
+        else:
+            out.append({name: seconds / speed for name, seconds in assumed.items()})
+    return out
+
+
+def balanced(graph: Graph, stages: int, work: Sequence[Mapping[str, float]] | None = None) -> dict[str, int]:
     """Cuts of the forward ops, in order, whose slowest stage is fastest; of nearly equal ones those that send least.
 
+    `work` has the seconds of each op at each place; stages take turns on places. Unless given, places are equal.
     Weight and bias of a layer stay together, if there are enough other cuts: with another number of samples it may be
     one op that reads both.
     """
-    light = light_ops(graph)
-    ops = [n for n in graph.nodes if n.phase == "forward" and n.name not in light]
+    ops, allowed = cuttable(graph)
     if len(ops) < stages:
         raise PlanError(f"{len(ops)} ops can't make {stages} stages", next="ask for fewer stages")
-    seconds = work_s(graph)
-    total = np.concatenate(([0.0], np.cumsum([seconds[n.name] for n in ops])))
+    known: dict[int, np.ndarray] = {}
+    for at in (given := work or [work_s(graph)]):
+        if id(at) not in known:
+            known[id(at)] = np.concatenate(([0.0], np.cumsum([at[n.name] for n in ops])))
+    sums = [known[id(at)] for at in given]
+    total = [sums[s % len(sums)] for s in range(stages)]
     sent = crossing_bytes(graph, [n.name for n in ops])
-    apart = _inside_layers(graph, ops)
-    allowed = np.array([k not in apart for k in range(len(ops) + 1)])
     if allowed[1:-1].sum() < stages - 1:
         allowed[:] = True
-    starts = _cuts(total, np.array(sent), allowed, stages)
+    slack = SLACK if work is None else KNOWN_SLACK
+    if all(at is total[0] for at in total):
+        starts = _even_cuts(total[0], np.array(sent), allowed, stages, slack)
+    else:
+        starts = _cuts(total, np.array(sent), allowed, stages, slack)
     return {node.name: int(np.searchsorted(starts, i, side="right")) - 1 for i, node in enumerate(ops)}
 
 
-def _cuts(total: np.ndarray, sent: np.ndarray, allowed: np.ndarray, stages: int) -> list[int]:
-    """The first op of each stage; a cut before an op only where that is allowed."""
-    n = len(total) - 1
+def cuttable(graph: Graph) -> tuple[list[Node], np.ndarray]:
+    """Forward ops that belong to one stage, in order; and where a stage may begin: before each, and behind the last."""
+    light = light_ops(graph)
+    ops = [n for n in graph.nodes if n.phase == "forward" and n.name not in light]
+    apart = _inside_layers(graph, ops)
+    return ops, np.array([k not in apart for k in range(len(ops) + 1)])
+
+
+def _cuts(total: Sequence[np.ndarray], sent: np.ndarray, allowed: np.ndarray, stages: int, slack: float) -> list[int]:
+    """The first op of each stage; a cut before an op only where that is allowed. `total`: sums of work, by stage."""
+    n = len(total[0]) - 1
     best = np.full((stages + 1, n + 1), np.inf)
     best[0, 0] = 0.0
     for k in range(1, stages + 1):
         for j in np.flatnonzero(allowed)[1:]:
-            best[k, j] = np.maximum(best[k - 1, :j], total[j] - total[:j]).min()
-    limit = best[stages, n] * SLACK
+            best[k, j] = np.maximum(best[k - 1, :j], total[k - 1][j] - total[k - 1][:j]).min()
+    limit = best[stages, n] * slack
     # Among cuts that keep every stage below the limit, the least bytes in all.
     least = np.full((stages + 1, n + 1), np.inf)
     least[0, 0] = 0.0
     back = np.zeros((stages + 1, n + 1), dtype=int)
     for k in range(1, stages + 1):
         for j in np.flatnonzero(allowed)[1:]:
-            ok = total[j] - total[:j] <= limit
+            ok = total[k - 1][j] - total[k - 1][:j] <= limit
             found = np.where(ok, least[k - 1, :j], np.inf)
             back[k, j] = int(found.argmin())
             least[k, j] = found[back[k, j]] + (sent[j] if j < n else 0.0)
@@ -242,6 +289,59 @@ def _cuts(total: np.ndarray, sent: np.ndarray, allowed: np.ndarray, stages: int)
         j = int(back[k, j])
         cuts.append(j)
     return sorted(cuts)
+
+
+def _even_cuts(total: np.ndarray, sent: np.ndarray, allowed: np.ndarray, stages: int, slack: float) -> list[int]:
+    """The same where all places are alike, which is found much sooner."""
+    where = np.flatnonzero(allowed)
+    ends = total[where]
+    limit = slowest_s(ends, stages) * slack
+    # Among cuts that keep every stage below the limit, the least bytes in all.
+    count = len(where)
+    least = [0.0] + [math.inf] * (count - 1)
+    bytes_at = [*sent[where[:-1]].tolist(), 0.0]
+    first = np.searchsorted(ends, ends - limit, side="left").tolist()
+    backs: list[list[int]] = []
+    for _ in range(stages):
+        now, back = [math.inf] * count, [0] * count
+        window: deque[int] = deque()
+        for j in range(1, count):
+            # The cheapest beginning in reach, the earliest of equals: a minimum over a window that slides.
+            while window and least[window[-1]] > least[j - 1]:
+                window.pop()
+            window.append(j - 1)
+            while window[0] < first[j]:
+                window.popleft()
+                if not window:
+                    break
+            if window:
+                back[j] = window[0]
+                now[j] = least[window[0]] + bytes_at[j]
+        least = now
+        backs.append(back)
+    cuts, j = [], count - 1
+    for back in reversed(backs):
+        j = back[j]
+        cuts.append(int(where[j]))
+    return sorted(cuts)
+
+
+def slowest_s(ends: np.ndarray, stages: int) -> float:
+    """Seconds of the slowest of so many stages, as few as can be; `ends` are the seconds before each possible cut."""
+
+    def enough(limit: float) -> bool:
+        at = 0
+        for _ in range(stages):
+            at = int(np.searchsorted(ends, ends[at] + limit, side="right")) - 1
+            if at == len(ends) - 1:
+                return True
+        return False
+
+    low, high = 0.0, float(ends[-1]) * (1 + 1e-9) + 1e-30
+    while high - low > 1e-9 * high:
+        middle = (low + high) / 2
+        low, high = (low, middle) if enough(middle) else (middle, high)
+    return high
 
 
 def _inside_layers(graph: Graph, ops: Sequence[Node]) -> set[int]:
@@ -403,7 +503,9 @@ def again(graph: Graph, staged: Staged) -> Staged:
         plan = stage_plan(graph, cut, s, [plans[t.place] for t in staged.stages])
         own.append(StagePlan(stage.place, replace(plan, recompute=known(cut.graphs[s], stage.plan.recompute))))
     kept = {n: s for n, s in cut.of.items() if graph.by_name[n].phase == "forward"}
-    return replace(staged, graph_hash=graph.hash, stages=tuple(own), of=kept, account=_account(graph, cut))
+    return replace(
+        staged, graph_hash=graph.hash, captured_hash="", stages=tuple(own), of=kept, account=_account(graph, cut)
+    )
 
 
 def _reassigned(graph: Graph, staged: Staged) -> dict[str, int]:

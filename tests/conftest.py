@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import random
 
+os.environ["LAMINAR_CACHE"] = "off"  # every test makes its own
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded; processes that tests start have it too
 
 from collections.abc import Iterator

@@ -123,6 +123,21 @@ def test_a_variable_nobody_mentions_has_a_value() -> None:
     assert (solution.cost, solution.exact) == (3.0, True)
 
 
+def test_more_variables_may_meet_than_an_array_has_axes() -> None:
+    """A table that every layer reads meets them all; where each of them has one choice left, that is no large table."""
+    problem = MinSum()
+    many = [problem.variable(1) for _ in range(70)]
+    hub = problem.variable(3)
+    for a, b in itertools.combinations(many, 2):
+        problem.add((a, b), np.array([[1.0]]))
+    for k, v in enumerate(many):
+        problem.add((hub, v), np.array([[5.0], [k % 2 + 0.5], [9.0]]))
+    solution = problem.solve()
+    assert solution.exact and solution.values == [*(0 for _ in many), 1]
+    assert solution.cost == cost_of(problem, solution.values) == 70 * 69 / 2 + 35 * 0.5 + 35 * 1.5
+    assert problem.floor() == solution.cost
+
+
 def test_an_impossible_problem_costs_infinity() -> None:
     """Nobody can mistake it for a plan."""
     problem = MinSum()

@@ -13,11 +13,12 @@ from laminar.ir.codec import Ref
 from laminar.ir.graph import Graph, Input, Node, Output
 from laminar.ir.tensor import TensorSpec
 from laminar.runtime.prove import TOLERANCE, prove
+from laminar.search import rewrite_laws as laws
 from laminar.search.rewrite import RULES, Rule, Variant, variants
 from laminar.search.rewrite_forms import FORMS
 from laminar.search.rewrite_rule import rewrite
 from laminar.search.rewrite_terms import parse
-from tests import laws, test_rewrite_file, zoo
+from tests import test_rewrite_file, zoo
 
 BY_NAME = {r.name: r for r in RULES}
 

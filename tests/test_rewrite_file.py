@@ -10,8 +10,8 @@ import pytest
 
 from laminar.errors import RuleError
 from laminar.runtime.prove import TOLERANCE, prove
+from laminar.search import rewrite_laws as laws
 from laminar.search.rewrite_file import Loaded, entries, load
-from tests import laws
 
 Spec = tuple[str, list[Any], dict[str, int]]
 

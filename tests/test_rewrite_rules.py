@@ -7,9 +7,10 @@ import torch
 
 import laminar
 from laminar.runtime.prove import TOLERANCE, prove, random_inputs
+from laminar.search import rewrite_laws as laws
 from laminar.search.rewrite import RULES, Rule, Site
 from laminar.search.rewrite_rule import rewrite
-from tests import laws, zoo
+from tests import zoo
 
 FOUND = {
     "llama.py:tiny": """merge-products merge-gradient-products sum-as-product power-of-one each-before-expand""",

@@ -51,13 +51,15 @@ def planned(made: nn.Module, **options: Any) -> Any:
     return laminar.plans.pipeline(laminar.capture(made, _loss, micro), microbatches=MICRO, **options)
 
 
-def _train(tied: bool, options: dict[str, Any]) -> tuple[list[tuple[float, float]], dict[str, Tensor], int]:
+def _train(tied: bool, options: dict[str, Any], **how: Any) -> tuple[list[tuple[float, float]], dict[str, Tensor], int]:
     """Losses and norms, whole weights, and how many numbers this rank holds of the model."""
     made = model(tied)
-    job = laminar.parallelize(made, _loss, make, batch=_batches(1)[0], plan=planned(made, **options), clip_norm=1.0)
+    job = laminar.parallelize(
+        made, _loss, make, batch=_batches(1)[0], plan=planned(made, **options), clip_norm=1.0, **how
+    )
     said = [(r.loss, r.grad_norm) for r in map(job.step, _batches(STEPS))]
     held = sum(p.numel() for p in made.parameters())
-    weights = job.state_dict()
+    weights = {name: w.cpu() for name, w in job.state_dict().items()}
     job.close()
     return said, weights, held
 
@@ -76,11 +78,11 @@ def plain(tied: bool) -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
     return said, made.state_dict()
 
 
-def same(ranks: Ranks, tied: bool, options: dict[str, Any]) -> list[int]:
+def same(ranks: Ranks, tied: bool, options: dict[str, Any], **how: Any) -> list[int]:
     """Assert that all ranks say what one device says; how much of the model each holds."""
     want_said, want = plain(tied)
     held = []
-    for said, weights, count in ranks.run(_train, tied, options):
+    for said, weights, count in ranks.run(partial(_train, **how), tied, options):
         torch.testing.assert_close(torch.tensor(said), torch.tensor(want_said), rtol=1e-9, atol=1e-12)
         assert weights.keys() == want.keys()
         for name, w in want.items():
@@ -106,6 +108,11 @@ def test_two_stages_train_as_one_device(two: Ranks, options: dict[str, Any]) -> 
     held = same(two, True, options)
     whole = sum(p.numel() for p in model(True).parameters())
     assert all(count < whole for count in held)
+
+
+def test_stages_go_through_a_compiler_as_well(two: Ranks) -> None:
+    """Parts of a stage as fused kernels: the weight's part apart, the head the embedding."""
+    same(two, True, {"stages": 2, "schedule": "zero-bubble"}, compile=True)
 
 
 @pytest.mark.parametrize(

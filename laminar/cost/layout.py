@@ -24,7 +24,7 @@ from laminar.cost.forms import Forms
 from laminar.cost.work import FREE
 from laminar.ir.codec import Ref
 from laminar.ir.mesh import Mesh
-from laminar.ir.program import Program
+from laminar.ir.program import HOSTS, Program
 from laminar.rules.notation import Call
 
 Strides = tuple[int, ...]
@@ -226,6 +226,9 @@ def _made(call: Call, given: list[Strides]) -> list[Strides] | None:
         return usual
     if call.op in FREE or call.op.startswith("aten.squeeze"):
         return _view(call, given[0])
+    if call.op in HOSTS:  # as they lay, packed if they had gaps
+        pairs = zip(call.outs, given, usual, strict=False)
+        return [st if o and mark_of(o.shape, st) not in ("s", "e") else plain for o, st, plain in pairs]
     if call.op in KEEPS_ORDER:
         return [_elementwise(call, given), *usual[1:]]
     if call.op == "laminar.attention":

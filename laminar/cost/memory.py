@@ -11,6 +11,9 @@ overwrite what it is the last to read, and the compiler keeps memory for later r
     compiled  `runtime.compiled.Compiled`: groups given, and the program after recomputation, as it is compiled
 
 Buffers follow `runtime/transport.py`: shared memory (`shared`), sends (`gloo`), NCCL (`nccl`), or none at all (`null`).
+What a plan offloads counts as long as it is on the device: until its copy to the host has arrived, and from where it
+starts to come back.
+
 Not covered: what a kernel takes for itself while it runs (an LSTM takes much; draws are counted), memory of the
 framework, of NCCL, and of the data loader.
 """
@@ -28,7 +31,7 @@ from laminar.cost.table import DRAWS, local_call
 from laminar.cost.work import FREE
 from laminar.errors import ClusterError
 from laminar.ir.codec import Ref
-from laminar.ir.program import Instr, Program
+from laminar.ir.program import BRING, SEND, Instr, Program
 
 TWO_PASSES = frozenset("native_layer_norm_backward native_group_norm_backward batch_norm_backward".split())
 """Ops that a compiler makes two kernels of, along rows and across them: what they read outlives the first."""
@@ -68,6 +71,9 @@ class Memory:
     """What the allocator has taken from the device by the end of the step."""
     curve: tuple[tuple[int, int], ...]
     """(line, bytes while it runs); the last point is the optimizer's."""
+    host_bytes: int = 0
+    """Of buffers in the host's memory for what is offloaded. Where the host is the device (allocator "cpu") they are
+    part of `peak_bytes` as well."""
 
     @property
     def resting(self) -> int:
@@ -116,6 +122,8 @@ def memory(
     if allocator not in HEAPS:
         raise ClusterError(f"no allocator {allocator!r}", allowed="  ".join(map(str, HEAPS)))
     moved = backend or ("nccl" if allocator == "cuda" else "shared")
+    if allocator == "cpu":
+        workspace_bytes += _host_bytes(program, rank)
     more = optimizer, update, workspace_bytes
     if groups is None:
         return _Play(program, rank, HEAPS[allocator](), moved, groups, keep, {}).run(*more)
@@ -123,6 +131,12 @@ def memory(
     first.run(*more)
     handed = handed_on(first.lives, first.reads, first.parts, first.unseen)
     return _Play(program, rank, HEAPS[allocator](), moved, groups, keep, handed).run(*more)
+
+
+def _host_bytes(program: Program, rank: int) -> int:
+    """What offloaded values take in the host's memory, all at once."""
+    sent = (p for i in program.instrs if i.op == SEND for p in i.outs if p)
+    return sum(p.local(program.mesh, rank).nbytes for p in sent)
 
 
 class _Play:
@@ -286,6 +300,7 @@ class _Play:
             base_bytes=base,
             reserved_bytes=self.heap.reserved,
             curve=tuple(sorted(self.curve)),
+            host_bytes=_host_bytes(program, self.rank),
         )
 
     def _line(self, lines: tuple[int, ...]) -> int:
@@ -294,14 +309,15 @@ class _Play:
         read = [r for i in instrs for r in i.refs]
         inside = {i.name for i in instrs}
         begins = not self.late and instrs[0].phase != "forward"
-        if begins or instrs[0].moves or any(r.name in self.flying for r in read):
+        apart = instrs[0].moves or instrs[0].hosts
+        if begins or apart or any(r.name in self.flying for r in read):
             self.part, self.late = self.part + 1, self.late or begins
         for ref in read:
             if ref.name not in inside:
                 self._await(ref)
         self.reads.append({self.places[r].index for r in read if r.name not in inside and r not in self.inner})
-        if instrs[0].moves:
-            self._start(instrs[0])  # it reads its inputs itself
+        if apart:  # these read their inputs themselves
+            (self._start if instrs[0].moves else self._copy)(instrs[0])
             return -1
         spare = self._spare(instrs, read)
         for instr in instrs:
@@ -398,6 +414,19 @@ class _Play:
         for ref in instr.refs:
             self._read(ref)
 
+    def _copy(self, instr: Instr) -> None:
+        """To the host: what is sent is held until it has arrived, and takes nothing there. Back: it has memory from the
+        start."""
+        back = instr.op == BRING
+        for k in range(len(instr.outs)):
+            self._put(Ref(instr.name, k), self._take(self._local(Ref(instr.name, k)) if back else 0))
+        held = [] if back else [self.places[ref] for ref in dict.fromkeys(instr.refs)]
+        for place in held:
+            place.values += 1
+        self.flying[instr.name] = held
+        for ref in instr.refs:
+            self._read(ref)
+
     def _results(self, instr: Instr) -> None:
         """Memory for what an exchange makes, where it has none yet."""
         for k in range(len(instr.outs)):
@@ -413,8 +442,8 @@ class _Play:
         """A result is needed: if its exchange is still under way, it ends here."""
         if ref.name not in self.flying:
             return
-        instr, need = self.makers[ref.name], self.buffers.needs[ref.name]
-        if need.result == "finish":
+        instr = self.makers[ref.name]
+        if instr.moves and self.buffers.needs[ref.name].result == "finish":
             self._results(instr)
         for place in self.flying.pop(ref.name):
             self._drop(place)

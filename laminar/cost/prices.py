@@ -20,14 +20,14 @@ from laminar.cost.families import COMPUTES, family_of
 from laminar.cost.forms import MOVES, Forms
 from laminar.cost.layout import follow
 from laminar.cost.ops import OpCost
-from laminar.cost.schedule import Exchange, Groups, Price, Prices
+from laminar.cost.schedule import OFFLOAD, Exchange, Groups, Price, Prices
 from laminar.cost.table import local_call
 from laminar.cost.tasks import Drag
 from laminar.cost.work import FREE
 from laminar.ir.cluster import Cluster
 from laminar.ir.codec import Ref
 from laminar.ir.mesh import Mesh
-from laminar.ir.program import Instr, Program, ProgramOutput
+from laminar.ir.program import HOSTS, Instr, Program, ProgramOutput
 from laminar.ir.sbp import Split
 from laminar.ir.tensor import TensorSpec
 from laminar.rules.notation import Call
@@ -60,7 +60,8 @@ class Machine(Prices):
         self.launch_s = 0.0
         self.drag = drag_of(cluster)
         self._levels: dict[Any, int] = {}
-        self._times = {k: calibration.multiplier(k) for k in PARTS}
+        self.times = {k: calibration.multiplier(k) for k in PARTS}
+        """By what is done, how many times as long it takes as its price says."""
         self._extra = calibration.extra_s
         self._read: Forms | None = None
 
@@ -75,6 +76,9 @@ class Machine(Prices):
         for n, (instr, lying) in enumerate(zip(program.instrs, follow(forms, calls), strict=True)):
             if instr.op in MOVES:
                 out.append(exchanges[n])
+                continue
+            if instr.op in HOSTS:
+                out.append(self.hosted(instr, program.mesh, rank))
                 continue
             price = known.get(id(lying))
             if price is None:
@@ -92,17 +96,19 @@ class Machine(Prices):
         out: list[Price | Exchange] = []
         alone: dict[int, Price] = {}
         seen: dict[Any, Price] = {}
-        kinds = [_kind(i) for i in forms.examples]
-        for group, work in zip(groups, _fused_work(forms, groups, rank), strict=True):
+        kinds = [kernel_kind(i) for i in forms.examples]
+        for group, work in zip(groups, fused_work(forms, groups, rank), strict=True):
             form = forms.of[group[0]]
             if kinds[form] == "moves":
                 out.append(exchanges[group[0]])
+            elif kinds[form] == "host":
+                out.append(self.hosted(program.instrs[group[0]], program.mesh, rank))
             elif kinds[form] == "view":
                 out.append(FREE_PRICE)
             elif kinds[form] == "fused":
                 price = seen.get(work)
                 if price is None:
-                    price = seen[work] = self._fused(*work)
+                    price = seen[work] = self.kernel(*work)
                 out.append(price)
             else:
                 price = alone.get(form)
@@ -133,7 +139,7 @@ class Machine(Prices):
                 out[n] = known[form, resident]
         return out
 
-    def _fused(self, nbytes: int, shape: tuple[int, int, str] | None) -> Price:
+    def kernel(self, nbytes: int, shape: tuple[int, int, str] | None) -> Price:
         """A kernel that a compiler writes: what it reads and writes, once; reductions by the shape they reduce."""
         beside = 0.0
         if shape is None:
@@ -146,7 +152,7 @@ class Machine(Prices):
             beside = more - less
         else:
             answer = self.ops("fused.reduction", (), (), (*shape[:2], nbytes, shape[2]))
-        seconds = (answer.seconds + beside) * self._times["memory"] + self._extra.get("lines", 0.0)
+        seconds = (answer.seconds + beside) * self.times["memory"] + self._extra.get("lines", 0.0)
         return Price(seconds, answer.source, answer.sigma, "fused")
 
     def op(self, call: Call, marks: tuple[str, ...] = ()) -> Price:
@@ -154,7 +160,7 @@ class Machine(Prices):
         answer = self.ops(call.op, call.ins, call.outs, call.args, marks)
         family = family_of(call.op)
         part = "compute" if family in COMPUTES else "memory"
-        seconds = answer.seconds * self._times[part] + self._extra.get("lines", 0.0)
+        seconds = answer.seconds * self.times[part] + self._extra.get("lines", 0.0)
         return Price(seconds, answer.source, answer.sigma, family)
 
     def exchange(self, instr: Instr, mesh: Mesh, rank: int, resident: bool) -> Exchange:
@@ -167,7 +173,7 @@ class Machine(Prices):
             level = max(0, self.cluster.span(mesh.group(instr.args[1], mesh.coords(rank))).level)
             self._levels[place] = level
         kind = "exchange" if cost.cluster.backend == "shared" else "wire"
-        times, extra = self._times[kind], self._extra.get(f"{kind}s", 0.0)
+        times, extra = self.times[kind], self._extra.get(f"{kind}s", 0.0)
         extra += len(instr.refs) * self._extra.get("pieces", 0.0)
         start, wire, finish = answer.start_s * times, answer.transfer_s * times + extra, answer.finish_s * times
         if self.cluster.backend == "shared":
@@ -175,6 +181,14 @@ class Machine(Prices):
             # core idle: its threads run when the rank waits.
             wire, finish = 0.0, finish + wire
         return Exchange(start, wire, finish, answer.source, answer.sigma, f"{kind}: {answer.algorithm}", level)
+
+    def hosted(self, instr: Instr, mesh: Mesh, rank: int) -> Price:
+        """A copy to the host or back: beside compute on a GPU (`OFFLOAD`), by the rank itself on a CPU."""
+        nbytes = sum(p.local(mesh, rank).nbytes for p in instr.outs if p)
+        if self.cluster.device.kind == "cpu":
+            return Price(self.copy_s(nbytes) * self.times["memory"], "interpolated", 0.3, "moving")
+        rate = self.cluster.device.host_bytes_per_s
+        return Price(nbytes / rate.value, rate.source, 0.1 if rate.source == "measured" else 0.3, OFFLOAD)
 
     def copy_s(self, nbytes: int) -> float:
         """Seconds to copy float32 values from one place in memory to another."""
@@ -190,18 +204,18 @@ class Machine(Prices):
         grads = [o.placed.local(program.mesh, rank) for o in outs]
         elements = sum(g.numel for g in grads)
         return [("batch", begin)], [
-            ("norm", self._norm(grads, elements)),
+            ("norm", self.norm(grads, elements)),
             *self._norm_sum(outs, program.mesh),
-            ("optimizer", self._update(len(grads), elements)),
+            ("optimizer", self.update(len(grads), elements)),
         ]
 
     def after(self, then: Program, rank: int) -> list[tuple[str, Price]]:
         """Gathered parameters are copied to where the model has them."""
         spec = TensorSpec((sum(o.placed.local(then.mesh, rank).nbytes for o in then.outputs) // 4,), "f32")
         answer = self.ops("aten.clone", (spec,), (spec,), (Ref("", 0), None))
-        return [("gathered", Price(answer.seconds * self._times["memory"], answer.source, answer.sigma, "moving"))]
+        return [("gathered", Price(answer.seconds * self.times["memory"], answer.source, answer.sigma, "moving"))]
 
-    def _norm(self, grads: Sequence[TensorSpec], elements: int) -> Price:
+    def norm(self, grads: Sequence[TensorSpec], elements: int) -> Price:
         """The norm of the gradient: every piece read once, and a kernel for each on a CPU."""
         if self.fused:
             answer = self.ops("fused.pointwise", (), (), (sum(g.nbytes for g in grads),))
@@ -211,22 +225,23 @@ class Machine(Prices):
             answer = self.ops("aten.sum", (flat,), (one,), (Ref("", 0),))
             calls = len(grads)
         each = calls * self.ops.rates.call_s
-        return Price((answer.seconds + each) * self._times["memory"], answer.source, answer.sigma, "gradients")
+        return Price((answer.seconds + each) * self.times["memory"], answer.source, answer.sigma, "gradients")
 
     def _norm_sum(self, outs: Sequence[ProgramOutput], mesh: Mesh) -> list[tuple[str, Price]]:
         """Ranks that hold pieces add up their squares."""
         if mesh.ranks == 1 or not any(isinstance(p, Split) for o in outs for p in o.placed.nd):
             return []
         answer = self.gloo.on("all_reduce", 8, mesh, tuple(range(len(mesh.sizes))))
-        seconds = answer.seconds * self._times["wire"] + self._extra.get("wires", 0.0)
+        seconds = answer.seconds * self.times["wire"] + self._extra.get("wires", 0.0)
         return [("norm_sum", Price(seconds, answer.source, answer.sigma, "all_reduce"))]
 
-    def _update(self, tensors: int, elements: int) -> Price:
+    def update(self, tensors: int, elements: int) -> Price:
+        """The optimizer's step on so many elements of so many tensors."""
         answer = self.ops(f"optimizer.{self.optimizer}", (), (), (tensors, elements))
-        return Price(answer.seconds * self._times["update"], answer.source, answer.sigma, "optimizer")
+        return Price(answer.seconds * self.times["update"], answer.source, answer.sigma, "optimizer")
 
 
-def _fused_work(forms: Forms, groups: Groups, rank: int) -> list[tuple[int, tuple[int, int, str] | None]]:
+def fused_work(forms: Forms, groups: Groups, rank: int) -> list[tuple[int, tuple[int, int, str] | None]]:
     """For each kernel the bytes it reads from outside and leaves for others, and rows, columns and kind of its largest
     reduction."""
     program, mesh = forms.program, forms.program.mesh
@@ -273,10 +288,12 @@ def _fused_work(forms: Forms, groups: Groups, rank: int) -> list[tuple[int, tupl
     return list(zip(moved, shapes, strict=True))
 
 
-def _kind(instr: Instr) -> str:
+def kernel_kind(instr: Instr) -> str:
     """How a kernel that begins with such a line is priced."""
     if instr.op in MOVES:
         return "moves"
+    if instr.op in HOSTS:
+        return "host"
     if instr.op in FREE:
         return "view"
     return "fused" if family_of(instr.op) not in COMPUTES and instr.op not in ALONE else "alone"

@@ -6,7 +6,8 @@ all ranks are one *class*, and a step on a thousand devices is simulated once.
 
 A local op is a task on the compute lane. A collective has up to three: `start` (packing, on the compute
 lane), the transfer (on a communication lane of its axes, across the classes that take part), and `finish`
-(unpacking, on the compute lane, before the first reader, where the runtime waits). Ranks that share memory
+(unpacking, on the compute lane, before the first reader, where the runtime waits). A copy to the host or back is like a
+collective of one rank, on a lane of its own that disturbs nobody; on a CPU it is an op. Ranks that share memory
 have no transfer: copying is theirs, so `finish` waits for every `start` of its group. On a GPU whose step
 is not recorded, each op is also launched by the host lane.
 """
@@ -25,6 +26,8 @@ from laminar.ir.cluster import Cluster
 from laminar.ir.program import Instr, Placed, Program
 from laminar.ir.sbp import Split, local_shape
 
+OFFLOAD = "offload"
+"""The family of copies to the host's memory and back, and the lane they have to themselves."""
 TICKS = 1e9
 """Ticks of a second."""
 
@@ -82,11 +85,13 @@ class Schedule:
         for line in self.lines:
             i, price = line.instr, line.price
             label: dict[str, Any] = {"family": price.family, "source": price.source}
-            if line.part in ("start", "finish", "wait"):
+            if price.family == OFFLOAD:
+                label["kind"] = "wait" if line.part == "finish" else "communication"
+            if line.part in ("start", "finish", "wait") and price.family != OFFLOAD:
                 label["kind"] = "wait" if line.part == "wait" else "communication"
             if i is not None:
                 label |= {"op": i.op, "module": i.module, "phase": i.phase}
-                if i.moves:
+                if i.moves or i.hosts:
                     label |= {"cause": i.cause, "bytes": i.bytes}
             out.append(label)
         return out
@@ -257,6 +262,9 @@ def _lines(w: _Writer, program: Program, prices: Prices, groups: Groups | None) 
             for k in everyone:
                 price = by_class[k][n]
                 assert isinstance(price, Price)
+                if price.family == OFFLOAD:
+                    _copy(w, instr, k, price)
+                    continue
                 w.compute(k, instr.name, price.seconds, Line(instr, "", price), launch=launch)
             continue
         costs = [row[n] for row in by_class]
@@ -264,6 +272,24 @@ def _lines(w: _Writer, program: Program, prices: Prices, groups: Groups | None) 
             _exchange(w, instr, meeting, {k: c for k in meeting if isinstance(c := costs[k], Exchange)}, program)
     for finish in list(waiting.values()):
         finish()
+
+
+def _copy(w: _Writer, instr: Instr, k: int, price: Price) -> None:
+    """The tasks of a copy to the host or back of one class: from where compute has come to, awaited by its reader."""
+    none = Price(0.0, "free", 0.0, OFFLOAD)
+    rank = w.groups[k][0]
+    begun = w.compute(k, f"{instr.name}/start", 0.0, Line(instr, "start", none))
+    name = instr.name if k == 0 else f"{instr.name}@{rank}"
+    task = Task(name, (w.lane(rank, OFFLOAD),), ticks(price.seconds), (begun,))
+    copied = w.add(task, Line(instr, "transfer", price))
+    before = w.waiting.get(instr.name)
+
+    def finish() -> None:
+        if before is not None:  # other ranks' copies of the same line
+            before()
+        w.compute(k, f"{instr.name}/finish", 0.0, Line(instr, "finish", none), (copied,))
+
+    w.waiting[instr.name] = finish
 
 
 def _meetings(program: Program, axes: tuple[int, ...], groups: list[tuple[int, ...]]) -> list[tuple[int, ...]]:

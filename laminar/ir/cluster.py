@@ -7,8 +7,8 @@ here and nowhere else; search and lowering see seconds, never bandwidths.
 
 Rank r of a mesh stands on device r, and the last axis of a mesh varies fastest, so it lies innermost.
 
-Not covered: devices of different kinds in one cluster, links that fail, traffic of other jobs.
-`laminar.ir.devices` has the presets and looks at this machine.
+Not covered: links that fail, traffic of other jobs. `laminar.ir.devices` has the presets and looks at this machine;
+`laminar.ir.mixed` joins clusters of different kinds into one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -69,6 +69,8 @@ class Device:
     efficiency: Mapping[str, tuple[tuple[float, float], ...]] = field(default_factory=dict)
     """By op family, points (size, fraction of the peak), sizes rising. The size is the flops of one call for
     `matmul`, `attention` and `convolution`, and the bytes moved for `memory`."""
+    host_bytes_per_s: Figure = Figure(25e9, "assumed", "PCIe 4, 16 lanes, pinned memory")
+    """To the host's memory and back, one way at a time: what offloaded values travel at. Of no meaning on a CPU."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +131,27 @@ class Cluster:
         sizes = [level.size for level in self.levels]
         return tuple(math.prod(sizes[: k + 1]) for k in range(len(sizes)))
 
+    @property
+    def kind(self) -> str:
+        """Of all its devices: `cpu` or `gpu`."""
+        return self.device.kind
+
+    @property
+    def parts(self) -> tuple[Cluster, ...]:
+        """Clusters of one kind each that it is made of, in the order of their devices: itself, unless it is mixed."""
+        return (self,)
+
+    def on(self, ranks: Sequence[int]) -> Cluster:
+        """The cluster of one kind on which all these ranks stand: itself, unless it is mixed."""
+        return self
+
+    def joining(self, ranks: Sequence[int]) -> Level:
+        """The innermost level that has all these ranks."""
+        whole = [
+            level for level, n in zip(self.levels, self.unit_devices, strict=True) if len({r // n for r in ranks}) == 1
+        ]
+        return whole[0] if whole else self.levels[-1]
+
     def fits(self, mesh: Mesh) -> None:
         """Refuse a mesh with more ranks than there are devices."""
         if mesh.ranks > self.devices:
@@ -181,6 +204,9 @@ class Cluster:
         inside a node, `ib400` (InfiniBand, Gbit/s) or `eth100` (Ethernet) across, with `/k` where k devices share a
         network card: `16x8xh100@pcie+eth100/8`. InfiniBand has a card per device and Ethernet one per
         node unless told. `2xcpu` is two cores of one machine, `4x2xcpu` two of each of four.
+
+        `8xh100+8xa100` has two kinds, joined by the slower of what usually joins nodes of each, or as told behind a
+        double @: `8xh100+2x4xa100@@eth100`. Devices are numbered part by part.
         """
         from laminar.ir.devices import preset
 
@@ -192,6 +218,11 @@ class Cluster:
         from laminar.ir.devices import detect
 
         return detect()
+
+    @staticmethod
+    def named(text: str) -> Cluster:
+        """A cluster by its file or its short name."""
+        return Cluster.load(text) if Path(text).is_file() or text.endswith(".json") else Cluster.preset(text)
 
     @staticmethod
     def load(path: str | Path) -> Cluster:
@@ -223,19 +254,10 @@ class Cluster:
                 "kind": d.kind,
                 "flops_per_s": {dtype: _figure_json(f) for dtype, f in d.flops_per_s.items()},
                 **{key: _figure_json(getattr(d, key)) for key in DEVICE_FIGURES},
+                "host_bytes_per_s": _figure_json(d.host_bytes_per_s),
                 "efficiency": {family: [list(p) for p in points] for family, points in d.efficiency.items()},
             },
-            "levels": [
-                {
-                    "name": level.name,
-                    "size": level.size,
-                    "latency_s": _figure_json(level.latency_s),
-                    "bytes_per_s": _figure_json(level.bytes_per_s),
-                    "shared": level.shared,
-                    "switch_bytes_per_s": level.switch_bytes_per_s and _figure_json(level.switch_bytes_per_s),
-                }
-                for level in self.levels
-            ],
+            "levels": [level_json(level) for level in self.levels],
             "backend": self.backend,
             "collective_s": _figure_json(self.collective_s),
             "profile": dict(self.profile),
@@ -251,6 +273,10 @@ class Cluster:
                 allowed=f"version {VERSION}",
                 next="measure anew with `laminar profile`",
             )
+        if "parts" in data:
+            from laminar.ir.mixed import mixed_from
+
+            return mixed_from(data)
         d = _get(data, "device", "")
         device = Device(
             name=_get(d, "name", "device."),
@@ -264,6 +290,7 @@ class Cluster:
                 for family, points in _items(d.get("efficiency", {}), "device.efficiency")
             },
             **{key: _figure(_get(d, key, "device."), f"device.{key}") for key in DEVICE_FIGURES},
+            **{key: _figure(d[key], f"device.{key}") for key in ("host_bytes_per_s",) if key in d},
         )
         levels = _get(data, "levels", "")
         if not isinstance(levels, list):
@@ -271,19 +298,7 @@ class Cluster:
         return Cluster(
             name=_get(data, "name", ""),
             device=device,
-            levels=tuple(
-                Level(
-                    _get(x, "name", f"levels[{k}]."),
-                    _get(x, "size", f"levels[{k}]."),
-                    _figure(_get(x, "latency_s", f"levels[{k}]."), f"levels[{k}].latency_s"),
-                    _figure(_get(x, "bytes_per_s", f"levels[{k}]."), f"levels[{k}].bytes_per_s"),
-                    x.get("shared", 1),
-                    _figure(x["switch_bytes_per_s"], f"levels[{k}].switch_bytes_per_s")
-                    if x.get("switch_bytes_per_s")
-                    else None,
-                )
-                for k, x in enumerate(levels)
-            ),
+            levels=tuple(level_from(x, f"levels[{k}]") for k, x in enumerate(levels)),
             backend=_get(data, "backend", ""),
             profile=dict(_items(data.get("profile", {}), "profile")),
             collective_s=_figure(data.get("collective_s", [0.0, "assumed", ""]), "collective_s"),
@@ -299,6 +314,30 @@ class Cluster:
 
 
 DEVICE_FIGURES = ("memory_bytes", "bytes_per_s", "launch_s", "kernel_s")
+
+
+def level_json(level: Level) -> dict[str, Any]:
+    """A level as plain data."""
+    return {
+        "name": level.name,
+        "size": level.size,
+        "latency_s": _figure_json(level.latency_s),
+        "bytes_per_s": _figure_json(level.bytes_per_s),
+        "shared": level.shared,
+        "switch_bytes_per_s": level.switch_bytes_per_s and _figure_json(level.switch_bytes_per_s),
+    }
+
+
+def level_from(data: Any, path: str) -> Level:
+    """The inverse; `path` is told in errors."""
+    return Level(
+        _get(data, "name", f"{path}."),
+        _get(data, "size", f"{path}."),
+        _figure(_get(data, "latency_s", f"{path}."), f"{path}.latency_s"),
+        _figure(_get(data, "bytes_per_s", f"{path}."), f"{path}.bytes_per_s"),
+        data.get("shared", 1),
+        _figure(data["switch_bytes_per_s"], f"{path}.switch_bytes_per_s") if data.get("switch_bytes_per_s") else None,
+    )
 
 
 def _figure_json(figure: Figure) -> list[Any]:
@@ -346,6 +385,7 @@ def _check(cluster: Cluster) -> None:
     _number(d.bytes_per_s, "device.bytes_per_s")
     _number(d.launch_s, "device.launch_s", least=0.0)
     _number(d.kernel_s, "device.kernel_s", least=0.0)
+    _number(d.host_bytes_per_s, "device.host_bytes_per_s")
     for family, points in d.efficiency.items():
         _curve(points, f"device.efficiency[{family}]")
     if not cluster.levels:

@@ -22,7 +22,11 @@ from laminar.ir.cluster import Cluster, Device, Figure, Level
 
 NODE = 8
 """Devices a node has unless told."""
-GRAMMAR = "[NODESx][COUNTx]DEVICE[@FABRIC[+FABRIC]], as in 64xh100, 16x4xa100-40g, 16x8xh100@pcie+eth100/8"
+GRAMMAR = (
+    "[NODESx][COUNTx]DEVICE[@FABRIC[+FABRIC]], as in 64xh100, 16x4xa100-40g, 16x8xh100@pcie+eth100/8; "
+    "of several kinds with + between them and @@FABRIC behind: 8xh100+8xa100@@ib200"
+)
+ACROSS = r"(ib|eth)[1-9]\d{0,4}(/[1-9]\d*)?"
 FABRICS = "nvlink  pcie  ib<Gbit/s>[/sharers]  eth<Gbit/s>[/sharers]"
 
 
@@ -46,7 +50,7 @@ def assumed(value: float, note: str = "") -> Figure:
 
 def _gpu(
     name: str, sheet_name: str, tera: Mapping[str, float], memory_gb: float, memory_tb_per_s: float,
-    matmul: Figure, memory: Figure,
+    matmul: Figure, memory: Figure, host: Figure,
 ) -> Device:  # fmt: skip
     """A GPU by its datasheet, and by the best fraction of it that products and memory-bound ops were seen to reach."""
     top, flow = matmul.value, memory.value
@@ -65,6 +69,7 @@ def _gpu(
             "attention": tuple((size, 0.7 * part) for size, part in product),
             "memory": ((1e5, 0.2 * flow), (1e6, 0.5 * flow), (1e7, 0.85 * flow), (1e8, flow)),
         },
+        host_bytes_per_s=host,
     )
 
 
@@ -72,31 +77,34 @@ _A100 = {"f64": 9.7, "f32": 19.5, "tf32": 156.0, "bf16": 312.0, "f16": 312.0}
 _HOPPER = {"f64": 33.5, "f32": 66.9, "tf32": 494.7, "bf16": 989.4, "f16": 989.4, "f8": 1978.9}
 _COPY_A100 = measured(0.79, "copy on the device, 1.58 of 2.0 TB/s")
 _COPY_H100 = measured(0.755, "copy on the device, 2.53 of 3.35 TB/s")
+_PCIE3 = assumed(12e9, "PCIe 3, 16 lanes, pinned memory")
+_PCIE4 = assumed(25e9, "PCIe 4, 16 lanes, pinned memory")
+_PCIE5 = assumed(50e9, "PCIe 5, 16 lanes, pinned memory")
 _BEST_H100 = measured(0.803, "best bf16 product found by search, 794.5 Tflop/s")
 
 DEVICES: dict[str, Device] = {
     "v100-16g": _gpu(
         "v100-16g", "NVIDIA V100 SXM2 datasheet", {"f64": 7.8, "f32": 15.7, "f16": 125.0}, 16, 0.9,
-        assumed(0.8, "like A100"), assumed(0.8, "like A100"),
+        assumed(0.8, "like A100"), assumed(0.8, "like A100"), _PCIE3,
     ),
     "v100-32g": _gpu(
         "v100-32g", "NVIDIA V100 SXM2 datasheet", {"f64": 7.8, "f32": 15.7, "f16": 125.0}, 32, 0.9,
-        assumed(0.8, "like A100"), assumed(0.8, "like A100"),
+        assumed(0.8, "like A100"), assumed(0.8, "like A100"), _PCIE3,
     ),
     "a100-40g": _gpu(
         "a100-40g", "NVIDIA A100 SXM 40 GB datasheet", _A100, 40, 1.555,
-        measured(0.869, "of the 80 GB part"), _COPY_A100,
+        measured(0.869, "of the 80 GB part"), _COPY_A100, _PCIE4,
     ),
     "a100-80g": _gpu(
         "a100-80g", "NVIDIA A100 SXM 80 GB datasheet", _A100, 80, 2.039,
-        measured(0.869, "best bf16 product found by search, 271.2 Tflop/s"), _COPY_A100,
+        measured(0.869, "best bf16 product found by search, 271.2 Tflop/s"), _COPY_A100, _PCIE4,
     ),
-    "h100": _gpu("h100", "NVIDIA H100 SXM datasheet", _HOPPER, 80, 3.35, _BEST_H100, _COPY_H100),
-    "h200": _gpu("h200", "NVIDIA H200 SXM datasheet", _HOPPER, 141, 4.8, _BEST_H100, _COPY_H100),
+    "h100": _gpu("h100", "NVIDIA H100 SXM datasheet", _HOPPER, 80, 3.35, _BEST_H100, _COPY_H100, _PCIE5),
+    "h200": _gpu("h200", "NVIDIA H200 SXM datasheet", _HOPPER, 141, 4.8, _BEST_H100, _COPY_H100, _PCIE5),
     "b200": _gpu(
         "b200", "NVIDIA HGX B200 datasheet",
         {"f64": 37.0, "f32": 75.0, "tf32": 1125.0, "bf16": 2250.0, "f16": 2250.0, "f8": 4500.0}, 180, 8.0,
-        measured(0.776, "best bf16 product found by search, 1745 Tflop/s"), assumed(0.755, "like H100"),
+        measured(0.776, "best bf16 product found by search, 1745 Tflop/s"), assumed(0.755, "like H100"), _PCIE5,
     ),
 }  # fmt: skip
 """GPUs by name. A dtype that is missing (bf16 on V100, f8 before Hopper) has no units of its own there."""
@@ -201,7 +209,7 @@ def _fabrics(text: str, whole: str) -> tuple[str, str]:
     for token in text.split("+") if text else ():
         if token in ("nvlink", "pcie") and not inside:
             inside = token
-        elif re.fullmatch(r"(ib|eth)[1-9]\d{0,4}(/[1-9]\d*)?", token) and not across:
+        elif re.fullmatch(ACROSS, token) and not across:
             across = token
         else:
             raise ClusterError(
@@ -214,6 +222,45 @@ def _fabrics(text: str, whole: str) -> tuple[str, str]:
 
 def preset(text: str) -> Cluster:
     """A cluster by its short name; `Cluster.preset` says how it is written."""
+    whole, at, outer = text.strip().lower().partition("@@")
+    kinds = _kinds(whole)
+    if len(kinds) > 1:
+        return _mixed(text.strip().lower(), kinds, outer)
+    if at:
+        raise ClusterError(f"fabric: @@{outer} in {text!r} joins kinds of device, and there is one", allowed=GRAMMAR)
+    return _of_one_kind(text)
+
+
+def _kinds(text: str) -> list[str]:
+    """The parts of a name: a + begins a new one where a number or a device follows, else it is one of fabrics."""
+    out: list[str] = []
+    for token in text.split("+"):
+        head = token.strip().split("@")[0]
+        if not out or re.match(r"\d", head) or head in {*DEVICES, *ALIASES, "cpu"}:
+            out.append(token.strip())
+        else:
+            out[-1] += f"+{token}"
+    return out
+
+
+def _mixed(text: str, kinds: list[str], outer: str) -> Cluster:
+    """Parts of one kind each, joined by the fabric told or by the slowest of those that usually join their nodes."""
+    from laminar.ir.mixed import Mixed, slowest
+
+    parts = [_of_one_kind(kind) for kind in kinds]
+    each = min(part.levels[0].size for part in parts)
+    if outer and not re.fullmatch(ACROSS, outer):
+        raise ClusterError(f"fabric: {outer!r} in {text!r} can't join parts", allowed="ib<Gbit/s>  eth<Gbit/s>")
+    ways = []
+    for kind, part in zip(kinds, parts, strict=True):
+        usual = _fabrics(kind.partition("@")[2], text)[1] or HABIT.get(part.device.name.split("-")[0], "eth10")
+        wire, _, sharers = usual.partition("/")
+        usual = f"{wire}/{min(int(sharers), each)}" if sharers else wire
+        ways.append(_joined(outer or usual, each, len(parts), text))
+    return Mixed(text, parts, slowest(ways))
+
+
+def _of_one_kind(text: str) -> Cluster:
     match = re.fullmatch(r"(?:(\d+)x)?(?:(\d+)x)?([a-z]\w*(?:-\w+)?)(?:@(.+))?", text.strip().lower())
     if match is None:
         raise ClusterError(f"{text!r} is not the name of a cluster", allowed=GRAMMAR)
@@ -311,7 +358,7 @@ def _from_gpus(gpus: list[tuple[str, int]]) -> Cluster:
         base, fabric = DEVICES[known.get(family, family)], "nvlink"
     else:
         guess = assumed(0.5, "unknown device")
-        base = _gpu("unknown", "", {"f64": 0.5, "f32": 20.0, "bf16": 80.0, "f16": 80.0}, 1, 0.8, guess, guess)
+        base = _gpu("unknown", "", {"f64": 0.5, "f32": 20.0, "bf16": 80.0, "f16": 80.0}, 1, 0.8, guess, guess, _PCIE4)
         note = f"{name} is not in the tables: measure it with `laminar profile`"
         rates = {dtype: assumed(f.value, note) for dtype, f in base.flops_per_s.items()}
         base = replace(base, name=text, flops_per_s=rates, bytes_per_s=assumed(base.bytes_per_s.value, note))

@@ -70,6 +70,23 @@ def pick(graph: Graph, patterns: Sequence[str]) -> Picked:
     return Picked(frozenset(outer), frozenset(values), frozenset(exchanging))
 
 
+def apart(graph: Graph, recompute: Sequence[str], offload: Sequence[str]) -> tuple[Picked, Picked]:
+    """What is made again and what waits in the host's memory; whatever both name is refused."""
+    again, away = pick(graph, recompute), pick(graph, offload)
+    if not (again.blocks or again.values) or not (away.blocks or away.values):
+        return again, away
+    both = [b for b in sorted(away.blocks) if again.block_of(b)] + [b for b in sorted(again.blocks) if away.block_of(b)]
+    both += [f"%{v}" for v in sorted(away.values & again.values)]
+    for values, other in ((away.values, again), (again.values, away)):
+        both += [f"%{v}" for v in sorted(values) if other.block_of(graph.by_name[v].module)]
+    if both:
+        raise PlanError(
+            f"{both[0]} is both made again in backward and sent to the host",
+            next="name it in recompute or in offload, not in both",
+        )
+    return again, away
+
+
 def known(graph: Graph, patterns: Sequence[str]) -> tuple[str, ...]:
     """Those patterns that name something in a graph: a stage has only some of the blocks."""
     names = _Names(graph) if patterns else None

@@ -18,7 +18,9 @@ from laminar.errors import LaminarError, PlanError
 from laminar.ir.codec import content_hash
 from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh
-from laminar.ir.patterns import as_patterns, pick
+from laminar.ir.patterns import apart, as_patterns
+from laminar.ir.planned import Origin, Planned, searched
+from laminar.ir.rewrites import Steps, described, rewrites_from, rewrites_json
 from laminar.ir.sbp import NdSbp, check, parse_nd, show
 
 VERSION = 1
@@ -44,7 +46,7 @@ def _nd(text: str) -> NdSbp:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Planned):
     """How to spread one graph over one mesh."""
 
     mesh: Mesh
@@ -60,6 +62,14 @@ class Plan:
     """What the plan costs, filled in by whoever made it: for `explain`, not part of the identity."""
     recompute: tuple[str, ...] = ()
     """What backward makes again instead of keeping it: patterns of modules and values, see `ir/patterns.py`."""
+    origin: Origin | None = field(default=None, compare=False, repr=False)
+    """What it was made from, where known: not saved, and no part of the identity."""
+    rewrites: Steps = ()
+    """What makes the graph that is placed of the one that was captured, see `ir/rewrites.py`."""
+    captured_hash: str = ""
+    """Of the graph that rewrites start from, where that is known."""
+    offload: tuple[str, ...] = ()
+    """What waits in the host's memory between forward and backward: patterns, as for `recompute`."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain data; `from_json` is the inverse."""
@@ -73,6 +83,8 @@ class Plan:
             "state": {k: _text(v) for k, v in self.state.items()},
             "ops": {k: [[_text(p) for p in c.ins], [_text(p) for p in c.outs]] for k, c in self.ops.items()},
             **({"recompute": list(self.recompute)} if self.recompute else {}),
+            **({"offload": list(self.offload)} if self.offload else {}),
+            **rewrites_json(self.rewrites, self.captured_hash),
             "account": self.account,
         }
 
@@ -88,6 +100,7 @@ class Plan:
                 next="upgrade laminar, or make the plan again",
             )
         try:
+            rewrites, captured = rewrites_from(data)
             return Plan(
                 mesh=Mesh(data["mesh"]),
                 graph_hash=data["graph"],
@@ -98,6 +111,9 @@ class Plan:
                 name=data["name"],
                 account=data["account"],
                 recompute=as_patterns(data.get("recompute")),
+                rewrites=rewrites,
+                captured_hash=captured,
+                offload=as_patterns(data.get("offload")),
             )
         except LaminarError as error:
             raise PlanError(f"corrupt plan: {error}") from error
@@ -124,27 +140,13 @@ class Plan:
         """Identity of the decision; its name and its account do not count."""
         return content_hash({k: v for k, v in self.to_json().items() if k not in ("account", "name")})
 
-    @property
-    def step_s(self) -> float | None:
-        """Predicted seconds of a step, where known."""
-        return self.account.get("step_s")
-
-    @property
-    def peak_bytes(self) -> int | None:
-        """Predicted bytes on the fullest rank, where known."""
-        return self.account.get("peak_bytes")
-
-    @property
-    def bound_s(self) -> float | None:
-        """No plan in the space searched is faster than this, where known."""
-        return self.account.get("bound_s")
-
     def fits(self, graph: Graph) -> None:
         """Refuse a graph this plan was not made for, or placements its tensors can't have."""
         if graph.hash != self.graph_hash:
+            again = "capture the same model with the same batch shape, or plan again"
             raise PlanError(
                 f"plan {self.hash[:12]} is for graph {self.graph_hash[:12]}, not {graph.hash[:12]}",
-                next="capture the same model with the same batch shape, or plan again",
+                next="laminar.rewritten(graph, plan)" if graph.hash == self.captured_hash else again,
             )
         for item in graph.inputs:
             if item.name not in self.inputs:
@@ -153,14 +155,21 @@ class Plan:
         for node in graph.nodes:
             if node.name not in self.ops:
                 raise PlanError(f"plan {self.hash[:12]} does not place op %{node.name}")
-        pick(graph, self.recompute)
+        apart(graph, self.recompute, self.offload)
 
     def with_recompute(self, *patterns: str) -> Plan:
         """The same plan with these modules and values made again in backward, and no others; its account is empty."""
         return replace(self, recompute=as_patterns(patterns), account={})
 
-    def explain(self) -> str:
-        """What is spread how, which collectives follow and why, and what was not split."""
+    def with_offload(self, *patterns: str) -> Plan:
+        """The same plan with what these modules make kept in the host's memory, and no others; its account is empty."""
+        return replace(self, offload=as_patterns(patterns), account={})
+
+    def explain(self, price: float | None = None) -> str:
+        """What is spread how, which collectives follow and why, what was not split, and what a search has to say.
+
+        `price` is that of a device-hour, in any currency.
+        """
         lines = [
             f"plan {self.hash[:12]} ({self.name}), graph {self.graph_hash[:12]}, {self.mesh}, {self.mesh.ranks} ranks"
         ]
@@ -175,6 +184,12 @@ class Plan:
         account = self.account
         if self.recompute:
             lines += ["", f"made again in backward: {', '.join(self.recompute)}", *_again(account)]
+        if self.offload:
+            lines += ["", f"kept in the host's memory: {', '.join(self.offload)}", *_away(account)]
+        if self.rewrites:
+            lines += ["", f"rewritten before it is spread: {described(self.rewrites)}"]
+        if "proof" in account:
+            lines.append(f"  {account['proof']}")
         if "collectives" in account:
             lines += ["", f"collectives per step: {account['count']}, {account['bytes']:,} bytes received per rank"]
             for row in account["collectives"]:
@@ -194,7 +209,7 @@ class Plan:
             lines.append(account["solver"])
         if "step_s" in account:
             lines += ["", self.forecast()]
-        lines += searched(account)
+        lines += searched(account, price)
         if account.get("unsplit"):
             lines += ["", "computed whole on every rank, because nothing says how to split them"]
             for row in account["unsplit"]:
@@ -216,25 +231,6 @@ class Plan:
         return f"Plan({self.hash[:12]}, {self.name}, {self.mesh}, {len(self.ops)} ops)"
 
 
-def searched(account: dict[str, Any]) -> list[str]:
-    """What a search has proved, and the plans that lost, if the plan comes from one."""
-    proof = account.get("certificate")
-    if not proof:
-        return []
-    cells, mine = proof["cells"], account["choice"]
-    lines = ["", f"searched: {mine['plan']}", f"  {proof['sentence']}"]
-    lines.append(
-        f"  {cells['all']} cells: {cells['looked_at']} looked at, {cells['pruned']} ruled out by their bounds, "
-        f"{cells['unfit']} too large, {cells['unfinished']} left; {account['search_s']:.1f} s"
-    )
-    lines += [f"  outside: {text}" for text in proof["outside"]]
-    for row in account["runners_up"]:
-        slower = 100 * (row["step_s"] / mine["step_s"] - 1)
-        why = f"{slower:.1f} % slower" if slower >= 0 else f"{-slower:.1f} % faster, but less simple"
-        lines.append(f"  instead of it: {row['plan']}: {row['step_s'] * 1e3:.3f} ms, {why}")
-    return lines
-
-
 def _again(account: dict[str, Any]) -> list[str]:
     """What recompute saves and costs, where known."""
     if "again" not in account:
@@ -242,5 +238,16 @@ def _again(account: dict[str, Any]) -> list[str]:
     a = account["again"]
     return [
         f"  {a['blocks']} blocks and {a['values']} values: {a['lines']} lines run twice, "
+        f"{a['kept_bytes']:,} instead of {a['whole_bytes']:,} bytes of activations kept per rank"
+    ]
+
+
+def _away(account: dict[str, Any]) -> list[str]:
+    """What offload takes off the device, where known."""
+    if "offload" not in account:
+        return []
+    a = account["offload"]
+    return [
+        f"  {a['tensors']} tensors of {a['blocks']} blocks, {a['bytes']:,} bytes there and back in a step; "
         f"{a['kept_bytes']:,} instead of {a['whole_bytes']:,} bytes of activations kept per rank"
     ]

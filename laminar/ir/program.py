@@ -15,11 +15,17 @@ from typing import Any
 from laminar.ir.codec import Ref, content_hash, encode
 from laminar.ir.graph import Constant
 from laminar.ir.mesh import Mesh
+from laminar.ir.patterns import Picked
 from laminar.ir.sbp import NdSbp, local_spec, show
 from laminar.ir.tensor import TensorSpec
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 LOCAL_STEPS = ("slice", "pad")
+SEND, BRING = "host.send", "host.bring"
+"""Lines that copy values to the host's memory, and back to the device. Both give what they are given, value by value;
+what a line reads beyond that only says what must have arrived before it starts (see `lower/offload.py`)."""
+HOSTS = frozenset((SEND, BRING))
+NOTHING = Picked()
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +80,7 @@ class Instr:
     phase: str = "forward"
     why: str = ""
     bytes: int = 0
-    """For a collective: bytes the busiest rank receives."""
+    """For a collective: bytes the busiest rank receives; for a copy to or from the host, bytes of a rank."""
 
     @property
     def kind(self) -> str:
@@ -85,6 +91,11 @@ class Instr:
     def moves(self) -> bool:
         """Whether ranks talk to each other here."""
         return self.kind in COLLECTIVES
+
+    @property
+    def hosts(self) -> bool:
+        """Whether values go to the host's memory here, or come back."""
+        return self.op in HOSTS
 
     @property
     def cause(self) -> str:
@@ -130,6 +141,8 @@ class Program:
     outputs: tuple[ProgramOutput, ...]
     graph_hash: str
     plan_hash: str
+    offload: Picked = NOTHING
+    """What waits in the host's memory between forward and backward."""
 
     @property
     def collectives(self) -> list[Instr]:
@@ -201,7 +214,9 @@ class Program:
                 lines.append(f"# {module or '(loss)'}")
             outs = ", ".join(f"{p.local(self.mesh)} {show(p.nd)}" if p else "-" for p in instr.outs)
             names = ", ".join(map(str, instr.refs))
-            if instr.kind:
+            if instr.hosts:
+                lines.append(f"  %{instr.name}: {outs} = {instr.op}({names}) {instr.bytes:,} B  <- {instr.why}")
+            elif instr.kind:
                 axes = self.axis_names(instr)
                 size = f" {instr.bytes:,} B" if instr.moves else ""
                 lines.append(f"  %{instr.name}: {outs} = {instr.kind}[{axes}]({names}){size}  <- {instr.why}")

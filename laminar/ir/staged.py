@@ -19,7 +19,9 @@ from laminar.errors import LaminarError, PlanError
 from laminar.ir.codec import content_hash
 from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh, Place
-from laminar.ir.plan import Plan, searched
+from laminar.ir.plan import Plan
+from laminar.ir.planned import Origin, Planned, searched
+from laminar.ir.rewrites import Steps, described, rewrites_from, rewrites_json
 
 VERSION = 1
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zero-bubble-level", "backward-first")
@@ -34,7 +36,7 @@ class StagePlan:
 
 
 @dataclass(frozen=True)
-class Staged:
+class Staged(Planned):
     """How to spread one graph over several sets of ranks."""
 
     graph_hash: str
@@ -56,6 +58,12 @@ class Staged:
     name: str = "hand"
     account: dict[str, Any] = field(default_factory=dict)
     """What the plan costs, filled in by whoever made it: for `explain`, not part of the identity."""
+    origin: Origin | None = field(default=None, compare=False, repr=False)
+    """What it was made from, where known: not saved, and no part of the identity."""
+    rewrites: Steps = ()
+    """What makes the graph that is cut into stages of the one that was captured, see `ir/rewrites.py`."""
+    captured_hash: str = ""
+    """Of the graph that rewrites start from, where that is known."""
 
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
@@ -100,6 +108,7 @@ class Staged:
             "stash": self.stash,
             "registers": self.registers,
             "coupled": self.coupled,
+            **rewrites_json(self.rewrites, self.captured_hash),
             "account": self.account,
         }
 
@@ -110,6 +119,7 @@ class Staged:
         if version != VERSION:
             raise PlanError(f"staged plan of version {version}, this laminar reads version {VERSION}")
         try:
+            rewrites, captured = rewrites_from(data)
             return Staged(
                 graph_hash=data["graph"],
                 places=tuple(Place(tuple(p["ranks"]), Mesh(p["mesh"])) for p in data["places"]),
@@ -124,6 +134,8 @@ class Staged:
                 coupled=data["coupled"],
                 name=data["name"],
                 account=data["account"],
+                rewrites=rewrites,
+                captured_hash=captured,
             )
         except LaminarError as error:
             raise PlanError(f"corrupt plan: {error}") from error
@@ -143,19 +155,27 @@ class Staged:
     def fits(self, graph: Graph) -> None:
         """Refuse a graph this plan was not made for."""
         if graph.hash != self.graph_hash:
+            again = "capture the same model with the same shape of micro-batch, or plan again"
             raise PlanError(
                 f"plan {self.hash[:12]} is for graph {self.graph_hash[:12]}, not {graph.hash[:12]}",
-                next="capture the same model with the same shape of micro-batch, or plan again",
+                next="laminar.rewritten(graph, plan)" if graph.hash == self.captured_hash else again,
             )
 
-    def explain(self) -> str:
-        """What runs where, in which order, and what each stage moves."""
+    def explain(self, price: float | None = None) -> str:
+        """What runs where, in which order, what each stage moves, and what a search has to say.
+
+        `price` is that of a device-hour, in any currency.
+        """
         window = "any order" if self.window is None else f"window {self.window}" if self.window else "fixed order"
         lines = [
             f"plan {self.hash[:12]} ({self.name}), graph {self.graph_hash[:12]}, {len(self.stages)} stages at "
             f"{len(self.places)} places, {self.ranks} ranks",
             f"{self.micro_batches} micro-batches, {self.schedule}, {window}",
         ]
+        if self.rewrites:
+            lines.append(f"rewritten before it is cut: {described(self.rewrites)}")
+        if "proof" in self.account:
+            lines.append(f"  {self.account['proof']}")
         for s, stage in enumerate(self.stages):
             about = self.account.get("stages", [{}] * len(self.stages))[s]
             share = f", {about['share']:.1%} of the work" if "share" in about else ""
@@ -168,22 +188,7 @@ class Staged:
                 lines.append(f"  sends {about['sends']:,} bytes per micro-batch")
         if "step_s" in self.account:
             lines += ["", self.forecast()]
-        return "\n".join([*lines, *searched(self.account)])
-
-    @property
-    def step_s(self) -> float | None:
-        """Predicted seconds of a step, where known."""
-        return self.account.get("step_s")
-
-    @property
-    def peak_bytes(self) -> int | None:
-        """Predicted bytes on the fullest rank, where known."""
-        return self.account.get("peak_bytes")
-
-    @property
-    def bound_s(self) -> float | None:
-        """No plan in the space searched is faster than this, where known."""
-        return self.account.get("bound_s")
+        return "\n".join([*lines, *searched(self.account, price)])
 
     def forecast(self) -> str:
         """Seconds, bubbles and bytes of a step as predicted, with the 90 % interval."""
@@ -206,4 +211,9 @@ def load_plan(path: str | Path) -> Plan | Staged:
         data = json.loads(Path(path).read_text())
     except (OSError, ValueError):
         return Plan.load(path)  # says what is wrong with the file
-    return Staged.from_json(data) if isinstance(data, dict) and "laminar_staged_plan" in data else Plan.load(path)
+    return plan_of(data) if isinstance(data, dict) and "laminar_staged_plan" in data else Plan.load(path)
+
+
+def plan_of(data: dict[str, Any]) -> Plan | Staged:
+    """A plan from its plain data, with stages or without."""
+    return Staged.from_json(data) if "laminar_staged_plan" in data else Plan.from_json(data)

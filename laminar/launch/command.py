@@ -21,6 +21,7 @@ from typing import Any
 
 from laminar import events
 from laminar.errors import MeshError, PlanError, RecipeError
+from laminar.ir.cluster import Cluster
 from laminar.ir.staged import Staged, load_plan
 from laminar.launch import rundir
 from laminar.launch.blame import Verdict
@@ -61,6 +62,10 @@ def options(p: argparse.ArgumentParser) -> None:
     add = p.add_argument_group("where and how").add_argument
     add("--workers", type=whole, metavar="N", help="ranks on this machine (default: as many as the mesh has, or 1)")
     add("--plan", default="auto", metavar="PLAN", help="  ".join(PLANS) + ", or a plan file (default: auto)")
+    add(
+        "--cluster",
+        help="for --plan auto: search the fastest plan for this machine, a file of `laminar profile` or a name",
+    )
     add("--mesh", help="axes and sizes, such as dp=2,tp=2 (default: dp=N; tp=N for --plan tensor)")
     add("--device", choices=["cpu", "cuda"], help="default: a GPU for each rank if there are enough")
     add("--precision", default="f32", choices=PRECISIONS, help="default: f32")
@@ -136,6 +141,8 @@ def world_of(args: argparse.Namespace, place: Place | None) -> int:
         mesh = loaded.mesh
     elif args.plan not in PLANS:
         raise PlanError(f"there is no plan {args.plan!r}", allowed="  ".join(PLANS) + "  FILE.json")
+    if args.cluster is not None and mesh is None and not args.workers and place is None:
+        return Cluster.named(args.cluster).devices
     world = place.world if place is not None else args.workers or (mesh.ranks if mesh else 1)
     if args.workers and args.workers != world:
         raise MeshError(f"--workers {args.workers} among {world} ranks", next="leave out --workers under torchrun")
@@ -179,8 +186,8 @@ def be_a_rank(args: argparse.Namespace, place: Place, train: Callable[..., Any])
     def body() -> None:
         outcome = train(
             args.recipe, steps=args.steps, seed=args.seed, log_every=args.log_every, checkpoint=args.checkpoint,
-            resume=args.resume, plan_file=where.plan, plan=args.plan, mesh=args.mesh, device=args.device,
-            precision=args.precision, micro_batches=args.micro_batches, clip_norm=args.clip_norm,
+            resume=args.resume, plan_file=where.plan, plan=args.plan, cluster=args.cluster, mesh=args.mesh,
+            device=args.device, precision=args.precision, micro_batches=args.micro_batches, clip_norm=args.clip_norm,
             clip_value=args.clip_value, ema=args.ema, compile=args.compile, detect_anomaly=args.detect_anomaly,
             timeout_s=max(args.timeout, 1.0), timeline_steps=args.timeline_steps,
             prefetch=args.prefetch, checkpoint_every=args.checkpoint_every,

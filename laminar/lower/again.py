@@ -60,10 +60,13 @@ def saved(without: Program, program: Program, picked: Picked) -> dict[str, int]:
 
 
 def boundary(program: Program) -> dict[Ref, Placed]:
-    """Forward values that later instructions read: what has to lie in memory between the two, views as themselves."""
+    """Forward values that later instructions read: what has to lie in memory between the two, views as themselves.
+
+    What waits in the host's memory does not.
+    """
     first = early(program)
     makers = {i.name: i for i in program.instrs}
-    crossing = {r for i in program.instrs if i.name not in first for r in i.refs if r.name in first}
+    crossing = {r for i in program.instrs if i.name not in first and not i.hosts for r in i.refs if r.name in first}
     return {r: p for r in sorted(crossing, key=str) if (p := makers[r.name].outs[r.index]) is not None}
 
 

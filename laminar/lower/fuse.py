@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple
 
-from laminar.cost.forms import MOVES, Forms
+from laminar.cost.forms import APART, Forms
 from laminar.cost.uncollected import uncollected
 from laminar.cost.work import FREE
 from laminar.ir.program import Instr, Program
@@ -200,7 +200,7 @@ class _Grouping:
             product = self.facts[self.forms.of[found[made].lines[0]]]
             if product.op == "aten.mm" and self.uses[ins[0]] == 1:
                 return made  # a product that is only made to be widened comes out wide
-        found.append(Kernel(fact.fused, fact.op in MOVES, fact.size, part))
+        found.append(Kernel(fact.fused, fact.op in APART, fact.size, part))
         return len(found) - 1
 
     def _between(self, first: int, makers: list[int]) -> bool:
@@ -248,7 +248,7 @@ def _parts(forms: Forms) -> list[int]:
     """Values of collectives that nobody has read yet, each with all of its collective."""
     out = []
     for instr, reads, first in zip(forms.program.instrs, forms.reads, forms.makes, strict=True):
-        moves = cut = instr.op in MOVES
+        moves = cut = instr.op in APART
         if flying:
             for v in reads:
                 if v in flying:

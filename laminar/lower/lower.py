@@ -25,6 +25,7 @@ from laminar.ir.sbp import B, NdSbp, Partial, check, show
 from laminar.ir.tensor import TensorSpec
 from laminar.lower.again import made_again
 from laminar.lower.merge import BUCKET_BYTES, merged
+from laminar.lower.offload import offloaded
 from laminar.lower.order import drop_unused, overlap
 from laminar.rules.boxing import Step, boxing, chain_s, step_bytes
 from laminar.rules.expand import LAZY, expand
@@ -171,7 +172,7 @@ class _Writer:
 
 def lower(graph: Graph, plan: Plan, *, bucket_bytes: int = BUCKET_BYTES, schedule: bool = True) -> Program:
     """The program every rank of the plan's mesh runs."""
-    return arranged(written(graph, plan), bucket_bytes, schedule)
+    return offloaded(arranged(written(graph, plan), bucket_bytes, schedule))
 
 
 def arranged(program: Program, bucket_bytes: int = BUCKET_BYTES, schedule: bool = True) -> Program:
@@ -215,6 +216,7 @@ def written(graph: Graph, plan: Plan) -> Program:
         tuple(outputs),
         graph.hash,
         plan.hash,
+        pick(graph, plan.offload),
     )
     return made_again(program, pick(graph, plan.recompute)) if plan.recompute else program
 

@@ -42,6 +42,7 @@ from laminar.lower.again import boundary as boundary
 from laminar.lower.again import boundary_bytes as boundary_bytes
 from laminar.lower.again import early as early
 from laminar.lower.again import run_again
+from laminar.lower.offload import offloaded, without
 from laminar.lower.order import drop_unused
 from laminar.rules.expand import Sheet, expand
 from laminar.rules.notation import call_of
@@ -146,7 +147,8 @@ def _sink_side(nodes: int, edges: list[tuple[int, int, float]], source: int, sin
 
 
 def recompute(program: Program, *, traffic: float = TRAFFIC, reach: int = REACH) -> Program:
-    """The same program, with what is cheap made again in backward instead of kept."""
+    """The same program, with what is cheap made again in backward instead of kept, or sent to the host."""
+    program = without(program)
     first = early(program)
     forward = [i for i in program.instrs if i.name in first]
     lying = {Ref(i.name, k): p for i in forward for k, p in enumerate(i.outs) if p is not None}
@@ -171,7 +173,7 @@ def recompute(program: Program, *, traffic: float = TRAFFIC, reach: int = REACH)
     moved, wanted = _readers(program, first, makers, size)
     rewrite = {number[r]: traffic * nbytes for r, nbytes in moved.items()}
     _, again = choose(ops, keep, rewrite, {number[r] for r in wanted})
-    return drop_unused(run_again(program, {forward[i].name for i in again}, ".again"))
+    return offloaded(drop_unused(run_again(program, {forward[i].name for i in again}, ".again")))
 
 
 def _far(forward: Sequence[Instr], reach: int) -> set[str]:

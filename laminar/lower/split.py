@@ -325,18 +325,9 @@ class _Cutter:
     def _built(self, outputs: list[list[Output]], extra: list[list[Node]], dropped: set[str]) -> Split:
         graph = self.graph
         edges: dict[tuple[Ref, int], Edge] = {}
-        needed: list[set[str]] = []
+        needed = [self._needed(stage, names, outputs, extra) for stage, names in enumerate(self._by_stage())]
         for stage in range(self.stages):
-            mine = {n for n, s in self.of.items() if s == stage}
-            for node in reversed([*graph.nodes, *extra[stage]]):
-                wanted = {r.name for o in outputs[stage] for r in (o.ref,)}
-                if node.name in self.light and (node.name in wanted or node.name in mine):
-                    mine.add(node.name)
-                if node.name in mine or node in extra[stage]:
-                    mine |= {r.name for r in node.ins if r.name in self.light}
-            needed.append(mine)
-        for stage in range(self.stages):
-            reads = [(r, n.phase) for n in graph.nodes if n.name in needed[stage] for r in n.ins]
+            reads = [(r, n.phase) for n in needed[stage] for r in n.ins]
             reads += [(r, n.phase) for n in extra[stage] for r in n.ins]
             reads += [(o.ref, "backward") for o in outputs[stage]]
             for ref, phase in reads:
@@ -348,28 +339,61 @@ class _Cutter:
                 known = edges.get((ref, stage))
                 if known is None or (known.first == "backward" and first == "forward"):
                     edges[ref, stage] = Edge(ref, src, stage, made, first)
-        graphs = [self._graph(s, needed[s], extra[s], outputs[s], list(edges.values())) for s in range(self.stages)]
-        tied = {}
-        for item in graph.of_kind("param"):
-            readers = tuple(s for s, g in enumerate(graphs) if any(i.name == item.name for i in g.inputs))
-            if len(readers) > 1:
-                tied[item.name] = readers
+        into: list[list[Edge]] = [[] for _ in range(self.stages)]
+        out: list[list[Edge]] = [[] for _ in range(self.stages)]
+        for edge in edges.values():
+            into[edge.dst].append(edge)
+            out[edge.src].append(edge)
+        graphs = [self._graph(needed[s], extra[s], outputs[s], into[s], out[s]) for s in range(self.stages)]
+        readers: dict[str, list[int]] = {}
+        for s, own in enumerate(graphs):
+            for item in own.inputs:
+                readers.setdefault(item.name, []).append(s)
+        tied = {i.name: tuple(where) for i in graph.of_kind("param") if len(where := readers.get(i.name, [])) > 1}
         return Split(tuple(graphs), tuple(edges.values()), dict(self.of), dict(self.like), tied)
 
-    def _graph(self, stage: int, names: set[str], extra: list[Node], outs: list[Output], edges: list[Edge]) -> Graph:
+    def _by_stage(self) -> list[list[int]]:
+        """For each stage the numbers of its ops, in order, and those of light ones, which any may need."""
+        mine: list[list[int]] = [[] for _ in range(self.stages)]
+        light = [k for k, n in enumerate(self.graph.nodes) if n.name in self.light and n.name not in self.of]
+        for k, node in enumerate(self.graph.nodes):
+            if node.name in self.of:
+                mine[self.of[node.name]].append(k)
+        return [sorted(mine[s] + light) for s in range(self.stages)]
+
+    def _needed(
+        self, stage: int, numbers: list[int], outputs: list[list[Output]], extra: list[list[Node]]
+    ) -> list[Node]:
+        """The ops of a stage, and the light ones that they or its outputs read, in order."""
+        nodes = [self.graph.nodes[k] for k in numbers]
+        wanted = {o.ref.name for o in outputs[stage]}
+        mine = {n.name for n in nodes if self.of.get(n.name) == stage}
+        own = {n.name for n in extra[stage]}
+        for node in reversed([*nodes, *extra[stage]]):
+            if node.name in self.light and node.name in wanted:
+                mine.add(node.name)
+            if node.name in mine or node.name in own:
+                mine |= {r.name for r in node.ins if r.name in self.light}
+        return [n for n in nodes if n.name in mine]
+
+    def _graph(
+        self, needed: list[Node], extra: list[Node], outs: list[Output], into: list[Edge], out: list[Edge]
+    ) -> Graph:
         graph = self.graph
-        taken = {e.ref: e.name for e in edges if e.dst == stage}
+        taken = {e.ref: e.name for e in into}
 
         def moved(ref: Ref) -> Ref:
             return Ref(taken[ref]) if ref in taken else ref
 
-        nodes = [replace(n, args=map_refs(n.args, moved)) for n in graph.nodes if n.name in names]
-        nodes += [replace(n, args=map_refs(n.args, moved)) for n in extra]
+        nodes = [
+            replace(n, args=map_refs(n.args, moved)) if any(r in taken for r in n.ins) else n for n in [*needed, *extra]
+        ]
         read = {r.name for n in nodes for r in n.ins} | {moved(o.ref).name for o in outs}
         kept: list[Any] = [self.inputs[name] for name in self.inputs if name in read]
         given = [Input(name, "given", graph.specs[ref]) for ref, name in taken.items()]
-        sent = dict.fromkeys(e.ref for e in edges if e.src == stage)
+        sent = dict.fromkeys(e.ref for e in out)
         outputs = [replace(o, ref=moved(o.ref)) for o in outs] + [Output(value_name(r), "sent", r) for r in sent]
+        names = {n.name for n in needed}
         return Graph(
             inputs=(*(i for i in kept if isinstance(i, Input)), *given),
             constants=tuple(c for c in kept if isinstance(c, Constant)),

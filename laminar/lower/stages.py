@@ -24,6 +24,7 @@ from laminar.ir.program import Instr, Placed, Program, ProgramInput, ProgramOutp
 from laminar.ir.sbp import B, NdSbp, Partial
 from laminar.ir.staged import Staged
 from laminar.lower.lower import arranged, written
+from laminar.lower.offload import refuse_stages
 from laminar.lower.split import Edge, Split, split, value_name
 
 KEPT = "kept"
@@ -97,6 +98,7 @@ def stages(graph: Graph, staged: Staged, like: Stages | None = None) -> Stages:
     for s, (own, stage) in enumerate(zip(cut.graphs, staged.stages, strict=True)):
         if stage.plan.graph_hash != own.hash:
             raise PlanError(f"the plan of stage {s} is for another graph", next="make the staged plan again")
+        refuse_stages(stage.plan)
         terms = unfinished(own, stage.plan) if like is None else like.terms[s]
         if other := terms.keys() ^ unfinished(own, stage.plan).keys():
             raise PlanError(f"with micro-batches of another size stage {s} gives, or does not give, {sorted(other)[0]}",

@@ -2,8 +2,9 @@
 
 A cell leaves open how each tensor lies on the mesh; everything else is fixed. Meshes are factorisations of the ranks of
 a stage into two axes, `dp` outside and `tp` inside, where `tp` stays within the innermost level of the machine unless
-it has one level only: groups that move activations are never spread over a slower network than they need. Micro-batches
-are the divisors of the batch from one per stage to `DEEPEST` per stage, in powers of two.
+it has one level only: groups that move activations are never spread over a slower network than they need. A batch is
+cut into from one micro-batch per stage to `DEEPEST` per stage, so that every data parallel rank gets as many samples of
+each; there is a power of two of them, or a rank has a power of two of samples.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from dataclasses import dataclass
 
 from laminar.errors import PlanError
 from laminar.ir.mesh import Mesh
+from laminar.planner.pinned import axes_named
 from laminar.planner.request import Request
 
 DEEPEST = 16
 """Micro-batches per stage beyond which the bubble is below a sixteenth."""
-CHUNKS = (1, 2, 4)
+CHUNKS = (1, 2, 3, 4, 6)
 """Virtual stages per place."""
 
 
@@ -96,7 +98,7 @@ def _cells(request: Request, samples: int, cuts: int, recompute: bool) -> Iterat
                 continue
             if dp > 1 and not (request.allows("data") or request.allows("zero")):
                 continue
-            for micro in _micro_batches(request, samples, stages):
+            for micro in _micro_batches(request, samples, stages, dp):
                 for virtual in CHUNKS if stages > 1 else (1,):
                     if virtual != pin.get("virtual", virtual) or stages * virtual > max(cuts, stages):
                         continue
@@ -104,17 +106,27 @@ def _cells(request: Request, samples: int, cuts: int, recompute: bool) -> Iterat
                         continue
                     for again in (False, True) if recompute and request.allows("recompute") else (False,):
                         if int(again) == pin.get("recompute", int(again)):
-                            yield Cell(stages, micro, virtual, dp, tp, again)
+                            cell = Cell(stages, micro, virtual, dp, tp, again)
+                            if axes_named(request.place) <= set(cell.mesh.names):
+                                yield cell
 
 
-def _micro_batches(request: Request, samples: int, stages: int) -> list[int]:
+def _micro_batches(request: Request, samples: int, stages: int, dp: int) -> list[int]:
     pinned = request.pin.get("microbatches")
     if pinned is not None:
         return [pinned] if samples % pinned == 0 else []
     if not request.allows("pipeline"):
         return [1]
-    most = stages * DEEPEST
-    return [m for m in divisors(samples) if (m & (m - 1)) == 0 and (stages if stages > 1 else 1) <= m <= most]
+    some = [m for m in divisors(samples) if stages <= m <= stages * DEEPEST]
+    even = [m for m in some if samples // m % dp == 0 and (_power(m) or _power(samples // m // dp))]
+    if stages == 1 and 1 not in even:
+        even = [1, *even]  # a batch that does not divide is run at once
+    return even or [m for m in some if _power(m)]
+
+
+def _power(n: int) -> bool:
+    """Of two."""
+    return n & (n - 1) == 0
 
 
 def _asked(request: Request) -> str:

@@ -29,6 +29,7 @@ def space(graph: Graph, request: Request, cells: Sequence[Cell]) -> dict[str, An
         "memory_bytes": request.room_bytes,
         "placements": PLACEMENTS,
         "cuts": CUTS,
+        **({"pinned": dict(request.place)} if request.place else {}),
         "zero": [0, 1, 2, 3] if request.allows("zero") else [0],
         "cells": [cell.to_json() for cell in cells],
     }

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+
 from laminar.cost.families import COMPUTES, family_of
 from laminar.cost.prices import ALONE, Machine
 from laminar.cost.work import FREE
 from laminar.ir.mesh import Mesh
+from laminar.ir.sbp import Sbp
 from laminar.ir.tensor import TensorSpec
 from laminar.rules.boxing import Step
 from laminar.rules.notation import Call
@@ -25,9 +28,20 @@ FUSED_SHARE = 0.5
 class PricedAxis(AxisCosts):
     """The costs of one axis of a mesh on a cluster."""
 
-    def __init__(self, machine: Machine, mesh: Mesh, axis: int, hidden: float = 0.0) -> None:
-        """`hidden` is the share of the gradients' reduction that other work is taken to hide."""
+    def __init__(
+        self, machine: Machine, mesh: Mesh, axis: int, hidden: float = 0.0, like: PricedAxis | None = None
+    ) -> None:
+        """`hidden`: the share of the gradients' reduction that other work hides; the rest is as in `like`."""
         super().__init__(mesh.sizes[axis])
+        if like is not None:
+            own, self.signature_s = self.table, like.signature_s
+
+            def table(
+                spec: TensorSpec, rows: tuple[Sbp, ...], columns: tuple[Sbp, ...], bucketed: bool = False
+            ) -> np.ndarray:
+                return (own if bucketed else like.table)(spec, rows, columns, bucketed)
+
+            self.table = table  # type: ignore[assignment]
         self.machine, self.mesh, self.axis, self.hidden = machine, mesh, axis, hidden
         self.rest = math.prod(mesh.sizes[axis + 1 :])
 

@@ -1,117 +1,100 @@
-"""The search: cells in the order of their bounds, the best placements of each, and the finalists simulated in full.
+"""The search: cells in the order of what they promise, placements of each, and the finalists simulated in full.
 
-A cell waits with the cheapest bound that is known of it, and gets a better one when its turn comes; when that one, too,
-is below what has been found, its placements are scored. A score that would be the best is simulated at full depth, and
-counts only then. The search is over when the next bound is not below the best plan, or when its time is. Then those
-near the best are simulated too, with those that have a name (data parallel, ZeRO, tensor parallel), and of plans that
-are as good as equal the simplest wins.
+A cell waits with the cheapest bound that is known of it, and gets a better one when its turn comes. Cells also get a
+guess (`planner/look.py`) where that is cheap; it orders them, and rules nothing out. When a cell's bound is below what
+has been found, its placements are scored. Scores wait, too: once no cell promises more than the best of them, that one
+is simulated at full depth, and counts only then. When no cell is left that promises to be better, or when time is up,
+those near the best are simulated too, with those that have a name (data parallel, ZeRO, tensor parallel), and of plans
+that are as good as equal the simplest wins. Then the lowest bounds of what is left are raised as far as they go: they
+are the certificate.
+
+A graph that computes the same in another way (`planner/rewrites.py`) is searched like the captured one, in the same
+cells, with placements and bounds of its own: whatever is the best so far counts for all of them, and the certificate
+vouches for those that were searched to the end.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
 
 from laminar.cost.calibrate import interval
-from laminar.errors import LaminarError, PlanError
+from laminar.cost.uncollected import uncollected
+from laminar.errors import LaminarError
 from laminar.forecast import predict, predict_staged
 from laminar.ir.graph import Graph
-from laminar.ir.plan import Plan
-from laminar.ir.staged import Staged
+from laminar.ir.rewrites import Steps
 from laminar.planner.bound import Bounds
-from laminar.planner.cells import Cell, cells
+from laminar.planner.cells import CHUNKS, Cell, cells
 from laminar.planner.certificate import Certificate, hashed, space
-from laminar.planner.placing import ZERO, styles
+from laminar.planner.finals import Final, Found, described
+from laminar.planner.look import Looker
+from laminar.planner.parts import share_of, work_by_op
 from laminar.planner.request import Request
+from laminar.planner.rewrites import Variants
 from laminar.planner.score import Model, Score, feasible, no_room, scored
 from laminar.rules.samples import samples_of
+from laminar.search.micro import micro
+from laminar.search.rewrite import carrying
 from laminar.staging import pipeline, refuse_coupled
 
-FINALISTS = 2
-"""Plans that are simulated at full depth in the end, and as many that have a name."""
+FINALISTS = 1
+"""Plans near the best that are simulated at full depth in the end, and as many that have a name."""
 NEAR = 1.03
 """How far the score of a finalist may be from the best one's."""
-HOPELESS = 1.25
-"""A placement that is so much slower than the best is not tried with everything in pieces."""
-PLENTY = 5
+PLENTY = 10
 """How many times what a rank holds at least must fit for memory not to be asked about before the end."""
 EQUAL = 1.005
 """Plans within this of the best are as good as it: the simplest of them is taken."""
+LATE = 0.5
+"""Share of the budget at which there should be a plan: until then, a cell that promises more is looked at first."""
+WORTH = 0.998
+"""A score is simulated if it is below this of the best."""
+SAME = 0.98
+"""Two estimates of memory within this are the same."""
+PROMISING = 1.03
+"""How much slower than the best a cell may be guessed to be, to be looked at."""
 
 Progress = Callable[[str], None]
 
 
-@dataclass(frozen=True)
-class Final:
-    """A plan simulated at full depth."""
-
-    score: Score
-    plan: Plan | Staged
-    seconds: float
-    peak_bytes: int
-    account: dict[str, Any]
-
-    @property
-    def simple(self) -> tuple[int, ...]:
-        """The smaller, the simpler."""
-        cell, style = self.score.cell, self.score.style
-        ways = ("data", "inner", "tensor", "free", "hidden")
-        return (cell.stages, cell.micro_batches > 1, cell.virtual, max(map(ways.index, style)), cell.tp > 1,
-                self.score.zero, cell.recompute)  # fmt: skip
-
-    def row(self) -> dict[str, Any]:
-        """For `explain`."""
-        return {"plan": described(self.score), "step_s": self.seconds, "peak_bytes": self.peak_bytes,
-                **self.score.cell.to_json(), "zero": self.score.zero}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Found:
-    """What a search has to say."""
-
-    plan: Plan | Staged
-    certificate: Certificate
-    finals: tuple[Final, ...]
-    """All that were simulated in full, best first."""
-    scores: tuple[Score, ...]
-    """All placements that were looked at, best first."""
-    space: dict[str, Any]
-
-
-def described(score: Score) -> str:
-    """A plan in a few words."""
-    names = {"data": "data parallel", "inner": "pieces within a node", "tensor": "tensor parallel",
-             "free": "placed freely"}  # fmt: skip
-    ways = dict.fromkeys(names[s] for s in score.style if s in names)
-    cell = score.cell
-    mesh = " x ".join(f"{n}={s}" for n, s in zip(cell.mesh.names, cell.mesh.sizes, strict=True))
-    out = f"{' and '.join(ways)} on {mesh}"
-    if score.zero:
-        out += f", ZeRO {score.zero}"
-    if not cell.plain:
-        out += f", {cell.stages} stages" if cell.stages > 1 else ""
-        out += f", {cell.micro_batches} micro-batches"
-        out += f", {cell.virtual} virtual stages each" if cell.virtual > 1 else ""
-    return out + (", blocks made again in backward" if cell.recompute else "")
-
-
 def find(graph: Graph, request: Request, progress: Progress | None = None) -> Found:
     """The fastest plan of the space that fits, and how far it can be from the best there is."""
-    search = _Search(graph, request, progress or (lambda text: None))
-    search.run()
-    return search.result()
+    with uncollected():
+        captured = _Search(graph, request, progress or (lambda text: None))
+        captured.begin()
+        worth = Variants(graph, request)
+        others = [_Search(made, request, captured.progress, captured, steps) for steps, made in worth if steps]
+        for other in others[:1]:
+            other.follow()  # where that is faster, it rules out most cells of the captured graph
+            captured.until_s -= captured.left() / 2
+        captured.run()
+        captured.until_s = request.budget_s
+        for other in others:
+            if other is others[0] or captured.left() > 0:
+                other.follow()
+                other.run()
+        captured.raise_bound()
+        return captured.result(others, worth.unexplored)
 
 
 class _Search:
-    def __init__(self, graph: Graph, request: Request, progress: Progress) -> None:
-        self.began = time.process_time()
+    def __init__(
+        self, graph: Graph, request: Request, progress: Progress, captured: _Search | None = None, steps: Steps = ()
+    ) -> None:
+        """`steps` made the graph of the captured one, with whose search this one shares its time and what is found."""
+        self.began: float = captured.began if captured else time.process_time()
+        self.until_s = request.budget_s
+        self.captured: Graph = captured.captured if captured else graph
+        self.steps = steps
         self.request, self.progress = request, progress
         self.model = Model(graph, request)
-        self.bounds = Bounds(self.model)
-        self.outside = ["rewrites of the graph", "stages cut elsewhere, or of different meshes", "other schedules"]
+        self.bounds, self.looker = Bounds(self.model), Looker(self.model)
+        self.outside = ["stages cut elsewhere, or of different meshes", "other schedules"]
         samples = samples_of(graph)
         try:
             refuse_coupled(self.model.small(1, self.model.keeps[-1]))
@@ -120,97 +103,193 @@ class _Search:
             self.outside.append(f"micro-batches: {str(error).splitlines()[0]}")
         self.cells = cells(request, samples, self.model.cuts if samples > 1 else 1, self.model.blocks is not None)
         self.scores: list[Score] = []
-        self.finals: list[Final] = []
+        self.waiting: list[tuple[float, int, Score]] = []
+        """Scores that would be the best, to be simulated: a heap."""
+        self.done: list[Score] = []
+        """Those that have been."""
+        self.finals: list[Final] = captured.finals if captured else []
+        """Of all graphs."""
         self.at: dict[Cell, float] = {}
         """The best bound that is known of each cell."""
+        self.known: dict[Cell, int] = {}
+        """Which that is: 0 rough, 1 quick, 2 full."""
         self.looked_at: set[Cell] = set()
         self.unfit: set[Cell] = set()
         """Cells in which nothing can fit."""
+        self.bias: dict[bool, float] = {}
+        """The least that a simulation at full depth came to, of its score; with micro-batches and without."""
+        self.confirm_s = 0.0
+        """Processor seconds of the last one."""
+        self.bound_s = 0.0
+        self.through = False
+        """Whether all was done that can be: time has ended nothing."""
 
     # --- the loop
 
     def left(self) -> float:
         """Processor seconds that are left."""
-        return self.request.budget_s - (time.process_time() - self.began)
+        return self.until_s - (time.process_time() - self.began)
 
     @property
     def best_s(self) -> float:
         """Of what was simulated at full depth, and fits."""
-        return min((f.seconds for f in self.finals), default=float("inf"))
+        return min((f.seconds for f in self.finals), default=math.inf)
 
     def run(self) -> None:
-        """Bounds and placements until nothing can be better, or time is up."""
-        first = [c for c in self.cells if c.plain and not c.recompute]
-        if first and self.least_bytes(first[0]) <= self.request.room_bytes:
-            self.look(max(first, key=lambda c: c.dp))
-        queue: list[tuple[float, int, Cell, int]] = []
-        for k, cell in enumerate(self.cells):
-            self.at[cell] = self.bounds.rough(cell)
-            queue.append((self.at[cell], k, cell, 0))
+        """Better plans until nothing promises more or time is up, and then the bound."""
+        for cell in self.cells:
+            self.at[cell], self.known[cell] = self.bounds.rough(cell), 0
+        self.explore()
+        self.settle(math.inf)
+        self.finalists()
+        self.raise_bound()
+
+    def begin(self) -> None:
+        """What people would try first, if there is room for it without any doubt: data parallel, simulated at once.
+
+        Where a machine has nodes, then also with pieces in each node: a good plan early leaves less to be looked at.
+        """
+        plain = [c for c in self.cells if c.plain and not c.recompute and self.roomy(c)]
+        for cell in (c for c in plain if c.tp == 1):
+            zero = self.looker.zeros(cell)[-1]
+            self.confirmed(Score(cell, ("data",), zero, None, 0.0, 0.0, rewrites=self.steps))
+        node = self.request.cluster.levels[0].size
+        for cell in (c for c in plain if c.dp > 1 and 1 < c.tp == node and self.looker.zeros(c)[-1]):
+            with suppress(LaminarError):
+                zero = self.looker.zeros(cell)[-1]
+                self.wait([scored(self.model, cell, ("data", "inner"), zero, roomy=self.roomy(cell))])
+                self.settle(math.inf)
+
+    def follow(self) -> None:
+        """What is the best so far, done to this graph: its tensors are placed anew, in the same cell and style."""
+        best = min(self.finals, key=lambda f: f.seconds, default=None)
+        if best is not None and best.score.rewrites != self.steps:
+            like = best.score
+            self.confirmed(Score(like.cell, like.style, like.zero, None, 0.0, 0.0, rewrites=self.steps))
+
+    def roomy(self, cell: Cell) -> float:
+        """What a rank holds at least where that fits many times over, else 0."""
+        least = self.least_bytes(cell)
+        return least if PLENTY * least < self.request.room_bytes else 0.0
+
+    def explore(self) -> None:
+        """Cells in the order of what they promise; before a cell is looked at, the cheapest questions come first."""
+        queue = [(self.at[cell], k, cell, 0) for k, cell in enumerate(self.cells)]
         heapq.heapify(queue)
         while queue:
-            bound_s, k, cell, known = heapq.heappop(queue)
-            if bound_s >= self.best_s or (self.left() < 0 and self.finals):
+            promise_s, k, cell, turn = heapq.heappop(queue)
+            late = not self.finals and self.left() < LATE * self.request.budget_s
+            self.settle(math.inf if late else promise_s)
+            if promise_s > PROMISING * self.best_s or self.out_of_time():
                 break
-            if known == 0 and self.least_bytes(cell) > self.request.room_bytes:
-                self.unfit.add(cell)
-                self.at[cell] = float("inf")
+            if self.at[cell] >= self.best_s or cell in self.looked_at:
                 continue
-            if known < 2:
-                better = (self.bounds.quick, self.bounds.of)[known](cell).seconds
-                self.at[cell] = max(bound_s, better)
-                heapq.heappush(queue, (self.at[cell], k, cell, known + 1))
-            elif cell.recompute and self.fits_without(cell):
-                self.looked_at.add(cell)  # what is made again costs time, and here nothing has to be
-            elif cell not in self.looked_at:
+            asked = self.questions()
+            if turn < len(asked):
+                promise_s = max(promise_s, asked[turn](cell))
+                if math.isfinite(promise_s):
+                    heapq.heappush(queue, (promise_s, k, cell, turn + 1))
+            else:
                 self.look(cell)
-        self.bound_s = min((b for b in self.at.values()), default=0.0)
+
+    def questions(self) -> tuple[Callable[[Cell], float], ...]:
+        """What is asked about a cell before its placements are scored.
+
+        Guesses come first where cells with micro-batches are in the lead: they have much in common, bounds less.
+        """
+        if not self.finals or not min(self.finals, key=lambda f: f.seconds).score.cell.plain:
+            return self.looker.guess, self.room, self.quick, self.full
+        return self.room, self.quick, self.full
+
+    def room(self, cell: Cell) -> float:
+        """Its bound, or infinity where nothing fits."""
+        if self.least_bytes(cell) <= self.request.room_bytes:
+            return self.at[cell]
+        self.unfit.add(cell)
+        self.at[cell] = math.inf
+        return math.inf
+
+    def quick(self, cell: Cell) -> float:
+        """A better bound."""
+        return self.bounded(cell, 1)
+
+    def full(self, cell: Cell) -> float:
+        """The best bound there is."""
+        return self.bounded(cell, 2)
+
+    def bounded(self, cell: Cell, known: int) -> float:
+        """At least so good a bound."""
+        if self.known[cell] < known:
+            # With more virtual stages a pipe is filled sooner: what is below the one's time is below the other's.
+            twins = [t for v in CHUNKS if v > cell.virtual and (t := replace(cell, virtual=v)) in self.at]
+            self.at[cell] = max([self.at[cell], *(self.at[t] for t in twins if t not in self.unfit)])
+            if self.at[cell] >= self.best_s:
+                return self.at[cell]
+            better = (self.bounds.quick(cell) if known == 1 else self.bounds.of(cell, self.best_s)).seconds
+            self.at[cell], self.known[cell] = max(self.at[cell], better), known
+        return self.at[cell]
+
+    def out_of_time(self) -> bool:
+        """Whether all that is left of the budget is needed to simulate the best, and there is one."""
+        reserve = self.confirm_s if self.waiting else 0.0
+        return self.left() < reserve and bool(self.finals or self.waiting)
 
     def look(self, cell: Cell) -> None:
         """Score the placements of a cell."""
         self.looked_at.add(cell)
-        graph = self.model.small(cell.micro_batches, self.model.keeps[-1])
-        wanted = styles(cell.mesh, self.request.allows("tensor"), self.left() > 0)
-        placer = self.model.placer(cell.mesh)
-        found: list[Score] = []
-        best_s = self.best_s
-        least = self.least_bytes(cell)
-        roomy = least if PLENTY * least < self.request.room_bytes else 0.0
-        for style, plan in placer.plans(graph, wanted):
-            for zero in self.zeros(cell):
-                if "inner" in style and not zero:
-                    continue  # that is data parallel on one axis
-                try:
-                    pieces = placer.pieces(graph, plan, style, zero)
-                    one = scored(self.model, cell, style, zero, pieces, HOPELESS * best_s, roomy)
-                except LaminarError:
-                    continue
-                found.append(one)
-                if feasible(one, self.request):
-                    best_s = min(best_s, one.seconds)
-                # Pieces save memory; besides, they save updates, but never a quarter of a step.
-                slow = not cell.plain or one.seconds > HOPELESS * best_s or self.left() < 0
-                if slow and not one.peak_bytes > self.request.room_bytes:
-                    break
-        found.sort(key=lambda s: s.seconds)
-        for k, one in enumerate(found):
-            if one.seconds < self.best_s and feasible(one, self.request):
-                found[k] = self.confirmed(one)
-                if found[k].seconds == self.best_s:
-                    break
-        self.scores += found
+        if cell.recompute and self.fits_without(cell):
+            return  # what is made again costs time, and here nothing has to be
+        if cell.plain:
+            best_s = min(self.best_s, self.waiting[0][0] if self.waiting else math.inf)
+            found = self.looker.plain(cell, best_s, self.roomy(cell), self.left() > 0)
+        else:
+            found = self.looker.staged(cell, self.left() > 0, not (self.finals or self.waiting))
+        self.wait(found)
 
-    def confirmed(self, score: Score) -> Score:
-        """A score that would be the best, simulated at full depth: only what was simulated may win."""
+    def wait(self, found: Iterable[Score]) -> None:
+        """Keep scores; those that would be the best wait to be simulated."""
+        done = {(s.cell, s.style, s.zero) for s in self.done}
+        for score in (one for one in found if (one.cell, one.style, one.zero) not in done):
+            one = replace(score, rewrites=self.steps)
+            self.scores.append(one)
+            if one.seconds < self.best_s and self.looker.worth(one):
+                heapq.heappush(self.waiting, (one.seconds, len(self.scores), one))
+
+    def settle(self, promise_s: float) -> None:
+        """Simulate the scores that wait, as far as no cell promises to be better."""
+        while self.waiting and self.waiting[0][0] <= promise_s:
+            seconds, _, score = heapq.heappop(self.waiting)
+            hoped_s = seconds * min(1.0, self.bias.get(score.cell.plain, 1.0))
+            if self.told(score):
+                continue
+            if hoped_s < WORTH * self.best_s and (self.left() > 0 or not self.finals):
+                self.confirmed(score)
+
+    def told(self, score: Score) -> bool:
+        """Whether a plan of the same cell was simulated that was expected to take no more, of time and memory."""
+        return any(
+            s.cell == score.cell and s.zero == score.zero and s.seconds <= score.seconds
+            and s.peak_bytes <= score.peak_bytes / SAME for s in self.done
+        )  # fmt: skip
+
+    def confirmed(self, score: Score) -> None:
+        """Simulate a plan at full depth: only what was simulated may win."""
+        self.done.append(score)
+        begun = time.process_time()
         final = self.simulated(score)
+        self.confirm_s = time.process_time() - begun
+        known = math.inf if final is None else float(final.peak_bytes)
+        now = replace(score, peak_bytes=known, seconds=final.seconds if final else score.seconds)
+        self.scores = [s for s in self.scores if s is not score] + [now]
         if final is None:
-            return replace(score, peak_bytes=float("inf"))
-        score = replace(score, seconds=final.seconds, peak_bytes=float(final.peak_bytes))
-        if feasible(score, self.request):
-            self.finals.append(replace(final, score=score))
+            return
+        if score.seconds:
+            plain = score.cell.plain
+            self.bias[plain] = min(self.bias.get(plain, math.inf), final.seconds / score.seconds)
+        if feasible(now, self.request):
+            self.finals.append(replace(final, score=now))
             if self.best_s == final.seconds:
-                self.progress(f"{final.seconds * 1e3:.3f} ms: {described(score)}")
-        return score
+                self.progress(f"{final.seconds * 1e3:.3f} ms: {described(now)}")
 
     def least_bytes(self, cell: Cell) -> float:
         """What a rank holds at least; where the batch at once leaves plenty of room, micro-batches do too."""
@@ -220,67 +299,93 @@ class _Search:
     def fits_without(self, cell: Cell) -> bool:
         """Whether the fastest placement of a cell fits without making anything again."""
         twin = replace(cell, recompute=False)
-        if twin not in self.looked_at and twin in self.at:
+        if twin not in self.looked_at and self.at.get(twin, math.inf) < self.best_s:
             self.look(twin)
         mine = [s for s in self.scores if s.cell == twin]
         return bool(mine) and feasible(min(mine, key=lambda s: s.seconds), self.request)
 
-    def zeros(self, cell: Cell) -> tuple[int, ...]:
-        """Stages of ZeRO that are asked for."""
-        pinned = self.request.pin.get("zero")
-        if pinned is not None:
-            return (pinned,)
-        return ZERO if self.request.allows("zero") and cell.ranks > 1 else (0,)
-
     # --- the end
 
-    def finalists(self) -> list[Final]:
-        """What was the best at its time, those near it, and those of them with a name, all at full depth."""
+    def finalists(self) -> None:
+        """Those near the best, and those of them with a name, at full depth."""
         done = {f.score for f in self.finals}
         near = sorted((s for s in self.scores if feasible(s, self.request) and s not in done), key=lambda s: s.seconds)
         near = [s for s in near if s.seconds <= NEAR * self.best_s]
-        named = [s for s in near if set(s.style) <= {"data", "inner", "tensor"}]
+        named = [s for s in near if set(s.style) <= {"data", "inner", "tensor", "sequence"}]
         for score in dict.fromkeys([*near[:FINALISTS], *named[:FINALISTS]]):
-            self.confirmed(score)
+            if self.left() > self.confirm_s or not self.finals:
+                self.confirmed(score)
         if not self.finals:
-            raise no_room(self.request, min((s.peak_bytes for s in self.scores), default=float("inf")))
-        return sorted(self.finals, key=lambda f: f.seconds)
+            raise no_room(self.request, min((s.peak_bytes for s in self.scores), default=math.inf))
+
+    def raise_bound(self) -> None:
+        """The lowest bounds of cells that the best plan does not rule out, made as good as they can be."""
+        queue = [(bound_s, k, cell) for k, (cell, bound_s) in enumerate(self.at.items())]
+        heapq.heapify(queue)
+        self.bound_s = self.best_s
+        while queue:
+            bound_s, k, cell = heapq.heappop(queue)
+            self.bound_s = min(bound_s, self.best_s)
+            self.through = bound_s >= self.best_s or self.known[cell] == 2
+            if self.through or self.left() < 0:
+                break
+            better = self.room(cell) if self.known[cell] == 0 else bound_s
+            if math.isfinite(better):
+                better = self.bounded(cell, self.known[cell] + 1)
+            heapq.heappush(queue, (better, k, cell))
 
     def simulated(self, score: Score) -> Final | None:
         """A score's plan at full depth; nothing if it can't be written after all."""
-        request, cell = self.request, score.cell
+        request, cell, model = self.request, score.cell, self.model
         try:
-            plan = self.model.unfolded(score)
+            plan = model.unfolded(score)
             if cell.plain:
-                found = predict(self.model.graph, plan, request.cluster, optimizer=request.optimizer)
+                found = predict(model.graph, plan, request.cluster, optimizer=request.optimizer)
                 account = {**found.account(), "sigma": found.sigma}
-                return Final(score, plan, found.seconds, found.memory.peak_bytes, account)
-            deep = self.model.whole(cell.micro_batches)
-            staged = pipeline(deep, cell.stages, cell.micro_batches, cell.virtual, plan)
-            staged = replace(staged, name="searched")
+                plan = carrying(plan, self.captured, self.steps)
+                return Final(score, plan, found.seconds, found.memory.peak_bytes, account, found)
+            deep = model.whole(cell.micro_batches)
+            work = work_by_op(model, share_of(model, cell, score.style, score.zero), deep)
+            staged = pipeline(
+                deep,
+                cell.stages,
+                cell.micro_batches,
+                cell.virtual,
+                plan,
+                couple="microbatch",
+                speeds=[work] * cell.stages,
+            )
+            staged = replace(staged, name="searched", coupled=False)
             ran = predict_staged(deep, staged, request.cluster, optimizer=request.optimizer)
             account = {**staged.account, **ran.account(), "sigma": ran.sigma}
-            return Final(score, staged, ran.seconds, max(ran.peaks), account)
-        except PlanError:
+            if self.steps:
+                staged = carrying(staged, micro(self.captured, cell.micro_batches), self.steps)
+            return Final(score, staged, ran.seconds, max(ran.peaks), account, ran)
+        except LaminarError:
             return None
 
-    def result(self) -> Found:
-        """The choice, and what is known about it."""
-        finals = self.finalists()
+    def result(self, others: Sequence[_Search] = (), unexplored: int = 0) -> Found:
+        """The choice among plans of all graphs, and what is known about it; so many rewrites were not made at all."""
+        finals = sorted(self.finals, key=lambda f: f.seconds)
         best = min((f for f in finals if f.seconds <= EQUAL * finals[0].seconds), key=lambda f: (f.simple, f.seconds))
+        sure = [self, *(s for s in others if s.through or s.steps == best.plan.rewrites)]
         about = space(self.model.graph, self.request, self.cells)
-        bound_s = min(self.bound_s, *(f.seconds for f in finals))
+        about["rewrites"] = [[step.to_json() for step in s.steps] for s in sure]
+        left = unexplored + 1 + len(others) - len(sure)
+        outside = [f"rewrites of the graph that were not searched to the end: {left}"] if left else []
+        bound_s = min(*(s.bound_s for s in sure), *(f.seconds for f in finals))
+        bounds = [(s, cell, at_s) for s in sure for cell, at_s in s.at.items()]
         known = best.account.get("known") or {}
         certificate = Certificate(
             space=hashed(about),
             step_s=best.seconds,
             bound_s=bound_s,
-            cells=len(self.cells),
-            looked_at=len(self.looked_at),
-            pruned=sum(1 for c, b in self.at.items() if b >= best.seconds and c not in self.looked_at | self.unfit),
-            unfit=len(self.unfit),
-            unfinished=sum(1 for c, b in self.at.items() if b < best.seconds and c not in self.looked_at),
-            outside=tuple(self.outside),
+            cells=len(bounds),
+            looked_at=sum(len(s.looked_at) for s in sure),
+            pruned=sum(at_s >= best.seconds and c not in s.looked_at | s.unfit for s, c, at_s in bounds),
+            unfit=sum(len(s.unfit) for s in sure),
+            unfinished=sum(at_s < best.seconds and c not in s.looked_at for s, c, at_s in bounds),
+            outside=(*outside, *self.outside),
             interval=interval(best.seconds, best.account.pop("sigma")),
             known="prices " + (", ".join(f"{v:.0%} {k}" for k, v in known.items() if v >= 0.01) or "from peaks"),
         )
@@ -293,5 +398,8 @@ class _Search:
             "runners_up": [f.row() for f in finals if f is not best],
             "search_s": time.process_time() - self.began,
         }
-        scores = tuple(sorted(self.scores, key=lambda s: s.seconds))
+        scores = tuple(sorted((x for s in (self, *others) for x in s.scores), key=lambda x: x.seconds))
         return Found(replace(best.plan, account=account), certificate, tuple(finals), scores, about)
+
+
+__all__ = ["Final", "Found", "described", "find"]

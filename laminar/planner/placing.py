@@ -3,6 +3,7 @@
     data      the batch split over an axis, weights whole
     inner     the same on both axes, where ZeRO cuts pieces along the inner one only: nodes hold the same
     tensor    weights split, the residual stream whole (Megatron's way)
+    sequence  the same, with the residual stream in pieces of the sequence between products: leaner, and nearly as fast
     free      whatever is cheapest: every tensor of the graph is placed at least cost, exactly on each axis
 
 Each comes without ZeRO, with state in pieces, and with everything in pieces. A free axis may find any of the others.
@@ -12,25 +13,32 @@ is simulated; so free placements are asked for twice, as if all of it were hidde
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import replace
 
 from laminar.cost.prices import Machine
 from laminar.errors import LaminarError
 from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh
 from laminar.ir.plan import Plan
+from laminar.ir.sbp import Split
 from laminar.planner.costs import PricedAxis
+from laminar.planner.pinned import pinned
 from laminar.search import presets
-from laminar.search.complete import Pins, completed
+from laminar.search.complete import Pins, Solved, completed
 
+HIDDEN = 0.9
+"""Share of the gradients' reduction that other work is taken to hide, where it is taken to hide any."""
 ZERO = (0, 1, 3)
 """Stages of ZeRO that differ: gradients leave a step in pieces wherever state is in pieces."""
 
 
-def styles(mesh: Mesh, tensor: bool, free: bool) -> list[tuple[str, ...]]:
-    """Which style each axis may have, the best known first."""
+def styles(mesh: Mesh, tensor: bool, free: bool, lean: bool = False) -> list[tuple[str, ...]]:
+    """Which style each axis may have, the best known first; with `lean`, also those that only save memory."""
     names = mesh.names
     out = [tuple("tensor" if n == "tp" else "data" for n in names)] if tensor or "tp" not in names else []
+    if lean and tensor and "tp" in names:
+        out.append(tuple("sequence" if n == "tp" else "data" for n in names))
     if len(names) == 2:
         out.append(("data", "inner"))
     if free and tensor and mesh.ranks > 1:
@@ -41,14 +49,26 @@ def styles(mesh: Mesh, tensor: bool, free: bool) -> list[tuple[str, ...]]:
     return out
 
 
+def sequence_pins(graph: Graph) -> Pins:
+    """What tensor parallel means on one axis if the residual stream is cut along the sequence."""
+    pins = presets.tensor_pins(graph)
+    for ref in presets.residual_stream(graph):
+        dims = len(graph.specs[ref].shape)
+        if dims > 2:
+            pins.values[ref] = Split(dims - 2)
+            pins.read.pop(ref, None)
+    return pins
+
+
 class Placer:
     """Placements on one mesh; prices are asked once."""
 
-    def __init__(self, machine: Machine, mesh: Mesh) -> None:
-        self.mesh = mesh
-        self.costs = {
-            hidden: [PricedAxis(machine, mesh, a, hidden) for a in range(len(mesh.sizes))] for hidden in (0.0, 0.9)
-        }
+    def __init__(self, machine: Machine, mesh: Mesh, place: Mapping[str, str] | None = None) -> None:
+        """`place` holds placements of tensors that are fixed, by pattern."""
+        self.mesh, self.place = mesh, place or {}
+        open_ = [PricedAxis(machine, mesh, a) for a in range(len(mesh.sizes))]
+        self.costs = {0.0: open_, HIDDEN: [PricedAxis(machine, mesh, a, HIDDEN, one) for a, one in enumerate(open_)]}
+        self.solved: dict[Hashable, Solved] = {}
 
     def plan(self, graph: Graph, style: tuple[str, ...]) -> Plan:
         """The graph spread in one style."""
@@ -58,13 +78,24 @@ class Placer:
             if one in ("data", "inner"):
                 pins.append(presets.data_pins(graph, self.mesh, axis))
             else:
-                pins.append(presets.tensor_pins(graph) if one == "tensor" else Pins())
-        costs = self.costs[0.9 if "hidden" in style else 0.0]
-        return completed(graph, self.mesh, pins, "+".join(axes), costs)
+                pins.append(
+                    {"tensor": presets.tensor_pins, "sequence": sequence_pins}.get(one, lambda _: Pins())(graph)
+                )
+        for here, fixed in zip(pins, pinned(graph, self.mesh, self.place), strict=True):
+            here.inputs.update(fixed)
+        hidden = HIDDEN if "hidden" in style else 0.0
+        names = []
+        for axis in range(len(axes)):
+            # "inner" pins what "data" does; what is hidden makes no difference where nothing is left open.
+            before = tuple("data" if one == "inner" else one for one in axes[: axis + 1])
+            names.append((graph.hash, before, hidden if "free" in before else 0.0))
+        return completed(graph, self.mesh, pins, "+".join(axes), self.costs[hidden], names, self.solved)
 
     def pieces(self, graph: Graph, plan: Plan, style: tuple[str, ...], zero: int) -> Plan:
         """The plan with a stage of ZeRO."""
-        return presets.in_pieces(graph, plan, zero, (1,) if "inner" in style else None)
+        found = presets.in_pieces(graph, plan, zero, (1,) if "inner" in style else None)
+        fixed = {n: plan.inputs[n] for here in pinned(graph, self.mesh, self.place) for n in here}
+        return replace(found, inputs={**found.inputs, **fixed}) if fixed else found
 
     def plans(self, graph: Graph, wanted: list[tuple[str, ...]]) -> Iterator[tuple[tuple[str, ...], Plan]]:
         """All that can be had; a style that a model has no rules for is left out."""

@@ -1,7 +1,8 @@
 """What is asked of a search: the machine, limits, pins, and which dimensions may be used.
 
-Pins fix a number (`pin={"tp": 8, "stages": 4}`), `only` names the dimensions that may be used at all, `memory_bytes` is
-what a rank may fill. Everything is checked here, by name, before any work is done.
+Pins fix a number (`pin={"tp": 8, "stages": 4}`) or how tensors lie (`pin={"blocks.*.mlp.up.weight": "S(0)"}`), `only`
+names the dimensions that may be used at all, `memory_bytes` is what a rank may fill. Everything is checked here, by
+name, before any work is done.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from laminar.cost.prices import UPDATES
 from laminar.errors import PlanError
 from laminar.ir.cluster import Cluster
 
-DIMENSIONS = ("data", "tensor", "pipeline", "zero", "recompute")
+DIMENSIONS = ("data", "tensor", "pipeline", "zero", "recompute", "rewrite")
 """`data`: the batch in parts. `tensor`: any other split of tensors. `pipeline`: stages and micro-batches. `zero`:
-state, gradients and parameters in pieces. `recompute`: activations made again."""
+state, gradients and parameters in pieces. `recompute`: activations made again. `rewrite`: other graphs that compute the
+same."""
 PINS = ("dp", "tp", "stages", "microbatches", "virtual", "zero", "recompute")
 MARGIN = 0.08
 """Share of a device's memory that a plan leaves free unless asked otherwise: fragments, libraries, other processes."""
@@ -33,6 +35,8 @@ class Request:
     optimizer: str = "adamw"
     pin: Mapping[str, int] = field(default_factory=dict)
     only: tuple[str, ...] = DIMENSIONS
+    place: Mapping[str, str] = field(default_factory=dict)
+    """Placements of tensors by pattern, see `planner/pinned.py`."""
 
     def __post_init__(self) -> None:
         if self.budget_s < 0:
@@ -66,3 +70,17 @@ def dimensions(text: str | Sequence[str] | None) -> tuple[str, ...]:
     if text is None:
         return DIMENSIONS
     return tuple(t.strip() for t in text.split(",")) if isinstance(text, str) else tuple(text)
+
+
+def asking(
+    cluster: Cluster,
+    memory_bytes: float | None = None,
+    budget_s: float = 10.0,
+    optimizer: str = "adamw",
+    pin: Mapping[str, int | str] | None = None,
+    only: str | Sequence[str] | None = None,
+) -> Request:
+    """A request from what users write: pins of numbers and of tensors in one table, dimensions in one text."""
+    place = {k: v for k, v in (pin or {}).items() if k not in PINS and isinstance(v, str)}
+    numbers = {k: v for k, v in (pin or {}).items() if k not in place}
+    return Request(cluster, memory_bytes, budget_s, optimizer, numbers, dimensions(only), place)  # type: ignore[arg-type]

@@ -1,9 +1,8 @@
 """What a placement takes, quickly: a shallow model is simulated, a deep one follows.
 
-The whole way of a prediction is walked (lowering, prices, simulation, memory), on the folded graph with four and with
-six layers; what two layers add, every further two add. That is an estimate, good for ranking: finalists are simulated
-at full depth. With stages, a micro-batch's parts are simulated in the same way and composed as 1F1B has them:
-the slowest stage works on every micro-batch, the others are waited for once.
+Without micro-batches the whole way of a prediction is walked (lowering, prices, simulation, memory), on the folded
+graph with two and with four layers; what two layers add, every further two add. With micro-batches the parts of one are
+put together (`planner/parts.py`). Both are estimates, good for ranking: what is to win is simulated at full depth.
 """
 
 from __future__ import annotations
@@ -11,27 +10,32 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
+
+import numpy as np
 
 from laminar.cost.families import COMPUTES, family_of
-from laminar.cost.memory import memory
 from laminar.cost.prices import UPDATES, Machine
 from laminar.errors import PlanError
-from laminar.forecast import CONTROL_S, MEETING_S, held_by, machine, predict_staged, timed
-from laminar.ir.graph import Graph
+from laminar.forecast import held_by, inside, machine, timed
+from laminar.ir.graph import Graph, Node
 from laminar.ir.mesh import Mesh
 from laminar.ir.plan import Plan
+from laminar.ir.rewrites import Steps
+from laminar.ir.sbp import local_spec
 from laminar.lower.step import step_programs
 from laminar.planner.cells import Cell
+from laminar.planner.parts import Parts, Share, held_bytes, parts_of, pipelined_s, share_of
 from laminar.planner.placing import Placer
 from laminar.planner.request import Request
+from laminar.rules.samples import samples_of
 from laminar.search.fold import Fold, fold
 from laminar.search.micro import micro
-from laminar.staging import pipeline
+from laminar.staging import cuttable
 
 KEPT = 3
 """Layers of the folded graph on which placements are decided."""
-DEPTHS = (4, 6)
+DEPTHS = (2, 4)
 """Depths that are simulated. Gradients of a layer may share a bucket with those of the next: an even difference."""
 
 
@@ -42,10 +46,14 @@ class Score:
     cell: Cell
     style: tuple[str, ...]
     zero: int
-    plan: Plan
-    """Of the folded graph of a micro-batch."""
+    plan: Plan | None
+    """Of the folded graph of a micro-batch; if it is not there, `Model.placed` makes it."""
     seconds: float
     peak_bytes: float
+    behind_s: float = 0.0
+    """Of the seconds, those behind the last op: gradients still on their way, updates."""
+    rewrites: Steps = ()
+    """What the graph was made by that it places, see `planner/rewrites.py`."""
 
     def __str__(self) -> str:
         zero = f" zero{self.zero}" if self.zero else ""
@@ -61,6 +69,30 @@ class Model:
         self._placers: dict[Mesh, Placer] = {}
         self._micro: dict[tuple[int, int], Graph] = {}
         self._deep: dict[int, Graph] = {}
+        self._plans: dict[tuple[int, Mesh, tuple[str, ...]], Plan] = {}
+        self.parts: dict[Share, Parts] = {}
+        """What micro-batches were found to take."""
+        self.modules: dict[Share, dict[str, float]] = {}
+        """And what each module took of that, in the folded graph."""
+        self.sums: dict[Share, np.ndarray] = {}
+        """Seconds before each op that belongs to one stage."""
+        self.uneven: dict[tuple[Share, int], float] = {}
+        """How much longer the slowest of so many stages takes than the mean."""
+
+    @cached_property
+    def cuttable(self) -> tuple[list[Node], np.ndarray]:
+        """The ops that stages are cut from, and where."""
+        return cuttable(self.graph)
+
+    @cached_property
+    def samples(self) -> int:
+        """Of a batch."""
+        return samples_of(self.graph)
+
+    @cached_property
+    def inside(self) -> Machine:
+        """Prices of parts, all ranks of the cluster being at work."""
+        return inside(self.request.cluster, self.request.cluster.devices, self.request.optimizer)
 
     @cached_property
     def fold(self) -> Fold:
@@ -110,7 +142,7 @@ class Model:
     def placer(self, mesh: Mesh) -> Placer:
         """Placements on a mesh."""
         if mesh not in self._placers:
-            self._placers[mesh] = Placer(self.machine(mesh), mesh)
+            self._placers[mesh] = Placer(self.machine(mesh), mesh, self.request.place)
         return self._placers[mesh]
 
     @cached_property
@@ -126,9 +158,52 @@ class Model:
                     break
         return max(found, key=lambda n: found[n]) if found else None
 
+    def planned(self, micro_batches: int, mesh: Mesh, style: tuple[str, ...]) -> Plan:
+        """The folded graph of a micro-batch spread over a mesh in one style, without ZeRO."""
+        key = (micro_batches, mesh, style)
+        if key not in self._plans:
+            self._plans[key] = self.placer(mesh).plan(self.small(micro_batches, self.keeps[-1]), style)
+        return self._plans[key]
+
+    def placed(self, score: Score) -> Plan:
+        """The plan of a score, of the folded graph of its micro-batch."""
+        if score.plan is not None:
+            return score.plan
+        cell, graph = score.cell, self.small(score.cell.micro_batches, self.keeps[-1])
+        plan = self.planned(cell.micro_batches, cell.mesh, score.style)
+        plan = self.placer(cell.mesh).pieces(graph, plan, score.style, score.zero)
+        return replace(plan, recompute=self.again(cell, score.style))
+
+    def again(self, cell: Cell, style: tuple[str, ...]) -> tuple[str, ...]:
+        """Patterns of what backward makes again; where the stream is in pieces, what is gathered from them too."""
+        if not cell.recompute or self.blocks is None:
+            return ()
+        return (f"{self.blocks}+collectives" if "sequence" in style else self.blocks,)
+
     def unfolded(self, score: Score) -> Plan:
         """Its placement on the micro-batch's graph at full depth."""
-        return replace(self.deepened(score.plan, self.whole(score.cell.micro_batches)), name="searched")
+        return replace(self.deepened(self.placed(score), self.whole(score.cell.micro_batches)), name="searched")
+
+    @cached_property
+    def alike(self) -> dict[str, int]:
+        """For how many parameters of the model each one of the folded graph stands."""
+        out = {i.name: 1 for i in self.small(1, self.keeps[-1]).of_kind("param")}
+        if len(self.keeps) > 1:
+            for name, other in self.fold.standing(self.keeps[-1]).items():
+                if name not in out:
+                    out[other] = out.get(other, 1) + 1
+        return out
+
+    def stays_bytes(self, plan: Plan) -> float:
+        """Parameters, gradients and state that a rank holds by a plan of the folded graph, at full depth."""
+        optimizer, sizes, total = UPDATES[self.request.optimizer], plan.mesh.sizes, 0.0
+        for item in self.small(1, self.keeps[-1]).of_kind("param"):
+            nbytes = local_spec(item.spec, plan.inputs[item.name], sizes).nbytes
+            if item.trainable:
+                mine = local_spec(item.spec, plan.state.get(item.name, plan.inputs[item.name]), sizes)
+                nbytes += int(mine.nbytes + optimizer * mine.numel)
+            total += nbytes * self.alike[item.name]
+        return total
 
     def deepened(self, plan: Plan, graph: Graph) -> Plan:
         """A placement of the folded graph for one with more layers."""
@@ -150,82 +225,40 @@ def scored(
     cell: Cell,
     style: tuple[str, ...],
     zero: int,
-    plan: Plan,
+    plan: Plan | None = None,
     worth_s: float = math.inf,
     roomy: float = 0.0,
 ) -> Score:
     """Seconds and bytes of a placement of the folded graph, at full depth.
 
-    What takes longer than `worth_s` is not asked how much it holds: nan. Nor is any where there is plenty of room: it
-    is taken to hold `roomy` bytes.
+    Without a plan, that of the style. Where there are no micro-batches, what takes longer than `worth_s` is not asked
+    how much it holds: nan. Nor is any where there is plenty of room: it is taken to hold `roomy` bytes.
     """
-    if cell.recompute and model.blocks:
-        plan = replace(plan, recompute=(model.blocks,))
-    parts = {keep: model.deepened(plan, model.small(cell.micro_batches, keep)) for keep in model.depths}
-    if cell.plain:
-        ran = {keep: _plain(model, part, keep) for keep, part in parts.items()}
-        seconds = extrapolated({keep: found[0] for keep, found in ran.items()}, model.layers)
-        if roomy or seconds > worth_s:
-            return Score(cell, style, zero, plan, seconds, roomy or math.nan)
-        held = {keep: found[1]() for keep, found in ran.items()}
-        return Score(cell, style, zero, plan, seconds, extrapolated(held, model.layers))
-    found = {keep: _staged(model, cell, part, keep) for keep, part in parts.items()}
-    whole = {key: extrapolated({k: v[key] for k, v in found.items()}, model.layers) for key in found[model.depths[-1]]}
-    return Score(cell, style, zero, plan, _composed(model, cell, whole), _held(cell, whole))
+    if not cell.plain:
+        parts = parts_of(model, share_of(model, cell, style, zero))
+        return Score(cell, style, zero, plan, pipelined_s(model, cell, parts, zero),
+                     held_bytes(model, cell, parts, zero))  # fmt: skip
+    if plan is None:
+        plan = model.placed(Score(cell, style, zero, None, 0.0, 0.0))
+    else:
+        plan = replace(plan, recompute=model.again(cell, style))
+    ran = {keep: _plain(model, model.deepened(plan, model.small(1, keep)), keep) for keep in model.depths}
+    seconds = extrapolated({keep: found[0] for keep, found in ran.items()}, model.layers)
+    behind_s = extrapolated({keep: found[1] for keep, found in ran.items()}, model.layers)
+    if roomy or seconds > worth_s:
+        return Score(cell, style, zero, plan, seconds, roomy or math.nan, behind_s)
+    held = {keep: found[2]() for keep, found in ran.items()}
+    return Score(cell, style, zero, plan, seconds, extrapolated(held, model.layers), behind_s)
 
 
-def _plain(model: Model, plan: Plan, keep: int) -> tuple[float, Callable[[], float]]:
-    """Seconds of a step, and how to find out what it holds."""
+def _plain(model: Model, plan: Plan, keep: int) -> tuple[float, float, Callable[[], float]]:
+    """Seconds of a step, those behind the last op, and how to find out what it holds."""
     cluster, prices = model.request.cluster, model.machine(plan.mesh)
     program, then = step_programs(model.small(1, keep), plan)
-    program, groups, _, times = timed(program, then, cluster, prices)
-    return times.step / 1e9, lambda: float(held_by(program, groups, cluster, prices.optimizer).peak_bytes)
-
-
-def _staged(model: Model, cell: Cell, plan: Plan, keep: int) -> dict[str, float]:
-    """The parts of one micro-batch through the whole model on one stage's ranks."""
-    graph = model.small(cell.micro_batches, keep)
-    staged = pipeline(graph, 1, cell.micro_batches, 1, plan, couple="microbatch")
-    found = predict_staged(graph, staged, model.request.cluster, optimizer=model.request.optimizer)
-    kind = "cuda" if model.request.cluster.device.kind == "gpu" else "cpu"
-    part = found.pipe.made.parts[0][-1].program
-    held = memory(part, optimizer=UPDATES[model.request.optimizer], allocator=kind,
-                  backend=model.request.cluster.backend)  # fmt: skip
-    stash = float(found.pipe.net.bound_bytes(0))
-    return {
-        "work": sum(s for n, s in found.part_s.items() if n[0] in "FBIW"),
-        "reduce": found.part_s.get("R0", 0.0),
-        "update": found.part_s.get("O0", 0.0),
-        "stash": stash,
-        "stays": float(found.peaks[0]) - stash - held.peak_activations,
-        "works": float(held.peak_activations),
-    }
-
-
-def _composed(model: Model, cell: Cell, whole: dict[str, float]) -> float:
-    """1F1B over equal stages: the slowest works on every micro-batch, the rest is filled and emptied once."""
-    each = whole["work"] / cell.stages
-    deepest = math.ceil(model.layers / cell.stages) / (model.layers / cell.stages) if model.layers > 1 else 1.0
-    fill = (cell.stages - 1) * each / cell.virtual
-    sends = 2 * (cell.stages - 1) * _hop_s(model, cell) + MEETING_S[model.request.cluster.device.kind]
-    return cell.micro_batches * each * deepest + fill + sends + (whole["reduce"] + whole["update"]) / cell.stages
-
-
-def _hop_s(model: Model, cell: Cell) -> float:
-    """A micro-batch's residual stream from one stage to the next: the largest value that every layer passes on."""
-    graph = model.small(cell.micro_batches, model.keeps[-1])
-    cluster = model.request.cluster
-    level = cluster.levels[-1] if cluster.devices // cell.stages >= cluster.unit_devices[0] else cluster.levels[0]
-    first = next((n for n in graph.nodes if n.phase == "forward" and n.name in model.fold.at), graph.nodes[0])
-    nbytes = max((graph.specs[r].nbytes for r in first.ins), default=0)
-    wait_s = level.latency_s.value + CONTROL_S[cluster.device.kind]
-    return wait_s + nbytes / cell.ranks / level.bytes_per_s.value
-
-
-def _held(cell: Cell, whole: dict[str, float]) -> float:
-    """The first stage holds a micro-batch for every stage behind it."""
-    under_way = min(cell.micro_batches, cell.stages + (cell.stages - 1 if cell.virtual > 1 else 0))
-    return (whole["stays"] + whole["stash"] * under_way + whole["works"]) / cell.stages
+    program, groups, made, times = timed(program, then, cluster, prices)
+    last = max((int(times.end[k]) for k, line in enumerate(made.lines) if line.instr and not line.part), default=0)
+    held = partial(held_by, program, groups, cluster, prices.optimizer)
+    return times.step / 1e9, (times.step - last) / 1e9, lambda: float(held().peak_bytes)
 
 
 def feasible(score: Score, request: Request) -> bool:

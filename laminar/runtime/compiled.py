@@ -11,7 +11,8 @@ and backward are never one part: a compiler would share what recomputation is th
     replay    on a GPU, a program without collectives is recorded as a CUDA graph after its first run and
               replayed from then on. Inputs named `static` are read where they lie, others are copied into
               place. All recordings of a process share one pool of memory; so, as with `Step`, outputs are
-              good until the next call. Loss and metrics are copies and stay good.
+              good until the next call. Loss and metrics are copies and stay good. A program that sends values to
+              the host is not recorded: parts end there as at collectives.
     cache     compiled kernels are kept in $XDG_CACHE_HOME/laminar/inductor (~/.cache by default), unless
               TORCHINDUCTOR_CACHE_DIR says otherwise: a second process compiles in a fraction of the time.
 
@@ -23,7 +24,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -36,11 +37,12 @@ from laminar.capture.torch_ops import DTYPES, constant_tensor, find_op
 from laminar.cost.work import FREE
 from laminar.events import emit
 from laminar.ir.codec import Dtype, Ref
-from laminar.ir.program import Instr, Program
+from laminar.ir.program import BRING, Instr, Program
 from laminar.lower.recompute import TRAFFIC, early, recompute, written_out
 from laminar.runtime.boxes import Box
 from laminar.runtime.fusable import FORMS
 from laminar.runtime.local import prepare
+from laminar.runtime.offload import Bring, Send, exchange_of
 from laminar.runtime.record import Recordable, described, now
 from laminar.runtime.recorded import Recorded
 from laminar.runtime.transport import Bucket, Exchange, Groups, Null
@@ -58,6 +60,10 @@ def uncompiled(fn: Callable[..., Any], inputs: list[Tensor], late: bool, mine: l
 
 class Compiled:
     """One rank's compiled step: call it with local inputs in order, get local outputs in order."""
+
+    adding = None
+    sums: frozenset[int] = frozenset()
+    """No product adds to a sum here, as some of `Step` do."""
 
     def __init__(
         self,
@@ -82,6 +88,7 @@ class Compiled:
         self.program = program
         cuda = transport.device.type == "cuda"
         self.replays = cuda and not program.collectives if replay is None else replay
+        self.replays = self.replays and not any(i.hosts for i in program.instrs)
         _keep_cache()
         cutter = _Cutter(program, transport, constants or {}, compiler)
         self.events, self.constants = cutter.events(), cutter.constants
@@ -117,6 +124,9 @@ class Compiled:
                 phase = "backward" if event.late else "forward"
                 lines.append((Instr(f"part{parts}", "fused.part", (), (), (), (), phase=phase), ""))
                 parts += 1
+            elif isinstance(event, _Start | _Finish) and by_name[event.name].hosts:
+                ending = "" if isinstance(event, _Start) else "/wait"
+                lines.append((replace(by_name[event.name], name=event.name + ending), ""))
             elif isinstance(event, _Start | _Finish):
                 lines.append((by_name[event.name], "start" if isinstance(event, _Start) else "finish"))
                 exchanges[event.name] = event.exchange
@@ -175,7 +185,7 @@ class _Part:
     """Inputs that nobody needs afterwards."""
     shown: list[int] = field(default_factory=list)
     own: frozenset[Ref] = frozenset()
-    """Inputs that were made by other parts."""
+    """Inputs that were made by other parts, or have come back from the host."""
     like: dict[Ref, Ref] = field(default_factory=dict)
     """Gradients, and the parameters they must lie like."""
     strides: dict[Ref, tuple[int, ...]] = field(default_factory=dict)
@@ -234,7 +244,7 @@ def _fill(arg: Any, env: Mapping[Ref, Any]) -> Any:
 class _Start:
     """Hand tensors over to a collective."""
 
-    exchange: Exchange
+    exchange: Exchange | Send | Bring
     refs: list[Ref]
     last: list[Ref]
     flying: dict[str, Any]
@@ -244,6 +254,8 @@ class _Start:
         given = [memory[r] for r in self.refs]
         for ref in self.last:
             del memory[ref]
+        if isinstance(self.exchange, Send):  # seen here, so that no part overwrites what is still being copied
+            memory.update({Ref(f"{self.name}/sent", k): t for k, t in enumerate(given)})
         self.flying[self.name] = self.exchange.start(*given)
 
 
@@ -251,15 +263,18 @@ class _Start:
 class _Finish:
     """Wait for a collective."""
 
-    exchange: Exchange
+    exchange: Exchange | Send | Bring
     count: int
     flying: dict[str, Any]
     name: str
 
     def __call__(self, memory: Memory) -> None:
         out = self.exchange.finish(self.flying.pop(self.name))
-        several = isinstance(out, (tuple, list))
-        memory.update({Ref(self.name, i): t for i, t in enumerate(out)} if several else {Ref(self.name): out})
+        if isinstance(self.exchange, Send):
+            for ref in [r for r in memory if r.name == f"{self.name}/sent"]:
+                del memory[ref]
+        outs = out if isinstance(out, (tuple, list)) else [out]
+        memory.update({Ref(self.name, i): t for i, t in enumerate(outs)})
 
 
 class _Cutter:
@@ -304,9 +319,9 @@ class _Cutter:
             if instr.name not in first and not late:
                 close()
                 late = True
-            if instr.moves:
+            if instr.moves or instr.hosts:
                 close()
-                exchange = self._exchange(instr)
+                exchange = self._exchange(instr) if instr.moves else exchange_of(instr, self.device)
                 out.append(_Start(exchange, list(instr.refs), [], self.flying, instr.name))
                 waiting[instr.name] = _Finish(exchange, len(instr.outs), self.flying, instr.name)
             else:
@@ -324,23 +339,29 @@ class _Cutter:
         made = {Ref(line.name, k): p for p in parts for line in p.lines for k in range(self._outs(line.name))}
         needed: set[Ref] = set(leaving)
         shown: set[Ref] = set(leaving)
-        grads = {o.ref: Ref(o.name) for o in self.program.outputs if o.kind == "grad"}
+        given = {i.name for i in self.program.inputs}  # a stage's backward need not read what it makes a gradient of
+        grads = {o.ref: Ref(o.name) for o in self.program.outputs if o.kind == "grad" and o.name in given}
         for event in reversed(events):
             if isinstance(event, _Part):
                 event.like = {r: p for r, p in grads.items() if made.get(r) is event}
                 mine = {r for r in needed if made.get(r) is event}
                 event.outs = sorted(mine, key=str)
                 event.shown = [i for i, r in enumerate(event.outs) if r in shown]
-                event.own = frozenset(r for r in event.ins if r in made)
+                event.own = frozenset(r for r in event.ins if r in made or self._brought(r))
                 event.last = [r for r in event.ins if r not in needed]
                 needed |= set(event.ins)
             elif isinstance(event, _Start):
                 event.last = [r for r in dict.fromkeys(event.refs) if r not in needed]
                 needed |= set(event.refs)
-                shown |= set(event.refs)
+                if not isinstance(event.exchange, Send | Bring):  # these copy however values lie
+                    shown |= set(event.refs)
         for event in events:
             if not isinstance(event, _Finish):  # inputs and constants of the program stay
                 event.last = [r for r in event.last if r in made or r.name in self.makers]
+
+    def _brought(self, ref: Ref) -> bool:
+        """Whether a value has come back from the host, into memory that nobody else knows."""
+        return ref.name in self.makers and self.makers[ref.name].op == BRING
 
     def _outs(self, name: str) -> int:
         return len(self.makers[name].outs)

@@ -275,9 +275,14 @@ def exchange(
 
     `held` is what a source rank holds, `crossing.before` done; what comes back is what a destination rank holds. Every
     rank of both places must call it. Receives are posted before sends, all at once, so nobody waits in a circle. On a
-    rank that holds nothing, the result is on `device` and of the dtype that the crossing was made for.
+    rank that holds nothing, the result is on `device` and of the dtype that the crossing was made for. Gloo sends
+    nothing from a GPU: there it goes through the host.
     """
     rank = dist.get_rank()
+    device = torch.device(device) if held is None else held.device
+    if device.type == "cuda" and dist.get_backend(group) == "gloo":
+        got = exchange(crossing, None if held is None else held.cpu(), group, tag)
+        return None if got is None else got.to(device)
     posted = []
     receiver = room = None
     if rank in crossing.dst.ranks:

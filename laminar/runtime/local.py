@@ -67,6 +67,8 @@ def prepare(
     args = instr.args
     ins = tuple(p.local(mesh, rank) for p in instr.ins)
     outs = tuple(p.local(mesh, rank) if p else None for p in instr.outs)
+    if instr.hosts:  # in one memory both are identities
+        return (lambda *given: given[: len(outs)]), args, {}
     if len(args) >= 4 and args[-4] == "offset":
         side, which, dim = args[-3:]
         placed = instr.ins[which] if side == "in" else instr.outs[which]

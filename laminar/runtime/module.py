@@ -23,6 +23,7 @@ from laminar.ir.program import Instr, Program
 from laminar.ir.sbp import local_shape
 from laminar.runtime.boxes import Box
 from laminar.runtime.local import prepare
+from laminar.runtime.offload import exchange_of
 from laminar.runtime.record import Recordable, stamped
 from laminar.runtime.transport import PASSING, Bucket, Groups, Null
 
@@ -190,6 +191,8 @@ class _Build:
                 box = Box.of(instr, self.mesh, self.rank)
                 holder = self.keep(f"{instr.name}_box", box)
                 self._name(self.graph.call_method(instr.kind, (holder, self.env[instr.refs[0]])), instr)
+            elif instr.hosts:
+                self._copy(instr)
             elif instr.kind:
                 self._start(instr)
             else:
@@ -242,6 +245,13 @@ class _Build:
         handle.meta["line"] = (instr.name, "start")
         self.waiting[instr.name] = (instr, handle, f"{instr.name}_x")
 
+    def _copy(self, instr: Instr) -> None:
+        """A copy to the host or back: started here, awaited like a collective."""
+        holder = self.keep(f"{instr.name}_x", exchange_of(instr, self.device))
+        handle = self.graph.call_method("start", (holder, *[self.env[r] for r in instr.refs]))
+        handle.meta["line"] = (instr.name, "")
+        self.waiting[instr.name] = (instr, handle, f"{instr.name}_x")
+
     def _donated(self, ref: Ref) -> bool:
         """Whether a collective may reduce a tensor where it lies: nobody else reads it, and it is no view."""
         maker = self.makers.get(ref.name)
@@ -258,8 +268,10 @@ class _Build:
         instr, handle, holder = self.waiting.pop(ref.name)
         node = self.graph.call_method("finish", (self.graph.get_attr(holder), handle))
         self._name(node, instr)
-        if len(instr.refs) > 1 or instr.name in self.buckets:
-            for i in range(len(instr.refs)):
+        if instr.hosts:
+            del node.meta["line"]  # where it was started
+        if len(instr.refs) > 1 or instr.name in self.buckets or instr.hosts:
+            for i in range(len(instr.outs)):
                 self.env[Ref(instr.name, i)] = self.graph.call_function(operator.getitem, (node, i))
 
     def _fill(self, arg: Any) -> Any:

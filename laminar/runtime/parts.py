@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ from laminar.rules.crossing import Crossing, crossing
 from laminar.runtime.crossings import Window, identity
 from laminar.runtime.direct import MAY_ALIAS
 from laminar.runtime.edges import ALIGN, Edge, Value
-from laminar.runtime.module import Adding, Step
+from laminar.runtime.module import Adding
 
 Feed = Callable[[int, int], Mapping[str, Tensor]]
 """A stage and a micro-batch, to this rank's share of what comes from outside: batch, key, scale."""
@@ -39,12 +40,27 @@ Key = tuple[str, int]
 """A queue and the place that reads it."""
 
 
+class Code(Protocol):
+    """A program that can be run: `module.Step` or `compiled.Compiled`."""
+
+    @property
+    def adding(self) -> Adding | None:
+        """Whether its sums begin anew, if it makes any."""
+
+    @property
+    def sums(self) -> frozenset[int]:
+        """Outputs that are summed over runs where they lie."""
+
+    def __call__(self, *inputs: Tensor) -> list[Tensor]:
+        """Local inputs in order, to local outputs in order."""
+
+
 @dataclass
 class Size:
     """What micro-batches of one size need: programs as code, and how their values travel."""
 
     piped: Piped
-    code: dict[str, Step]
+    code: dict[str, Code]
     borrowed: dict[str, set[int]]
     freight: dict[Key, Freight]
 
@@ -53,7 +69,7 @@ class Parts:
     """The parts that one rank runs. `sizes`, `feed` and `weights` are set for every step, `sums` are read behind it."""
 
     def __init__(
-        self, pipes: Sequence[Piped], rank: int, held: Mapping[str, Tensor], build: Callable[[Program, Adding], Step]
+        self, pipes: Sequence[Piped], rank: int, held: Mapping[str, Tensor], build: Callable[[Program, Adding], Code]
     ) -> None:
         """`pipes`: one for each size of micro-batch to begin with, in one net; `held`: this rank's parameters and
         buffers by name; `build` makes code of a program."""
@@ -63,6 +79,8 @@ class Parts:
         self.stages = [s for s, stage in here if rank in staged.places[stage.place].ranks]
         self._adding: dict[str, Adding] = {}
         self.feed: Feed = lambda stage, micro: {}
+        self.settle: Callable[[], None] | None = None
+        """Called at the end of every firing, if given."""
         self.weights: Sequence[float] = ()
         """What each micro-batch counts in losses and metrics."""
         self.sums: dict[tuple[int, str], Tensor] = {}
@@ -109,6 +127,8 @@ class Parts:
         for queue in net.fills[name]:
             tensors = [made[n] if n in made else have[n] for n in carries.get(queue.name, ())]
             out[queue.name] = [Value(tensors, k)] * queue.gives
+        if self.settle is not None:
+            self.settle()
         return out
 
     def _run(self, size: Size, part: Part, k: int, have: Mapping[str, Tensor]) -> dict[str, Tensor]:

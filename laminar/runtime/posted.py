@@ -14,8 +14,7 @@ NCCL has no tags and takes no short messages. There each direction of a pair of 
 the receiver posts its receives when the line announces a message, with the sizes it announces: announcements of one
 sender arrive in order, so both ends issue the same calls in the same order.
 
-Not covered: NCCL and tensors on GPUs have not run on several real ranks; the order of NCCL's calls is tested on a
-recording stand-in.
+Not covered: NCCL has not run on several real ranks; the order of its calls is tested on a recording stand-in.
 """
 
 from __future__ import annotations

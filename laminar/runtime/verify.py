@@ -27,6 +27,7 @@ from laminar.runtime import lockstep, pipe
 from laminar.runtime.processes import run_processes
 from laminar.runtime.reference import constants_of, run_graph
 from laminar.runtime.shards import assemble
+from laminar.search.rewrite import rewritten
 
 TOLERANCE = {"f64": 1e-9, "f32": 1e-5}
 SMALL = 1e-3
@@ -95,9 +96,10 @@ def verify_program(
     """Compare a plan's program with one device, on whole inputs given by name."""
     wide = dtype == "f64"
     tol = TOLERANCE[dtype] if tolerance is None else tolerance
-    subject = widen(graph) if wide else graph
-    plan.fits(graph)
-    program = change(lower(subject, replace(plan, graph_hash=subject.hash)))
+    subject, placed = widen(graph) if wide else graph, rewritten(graph, plan)
+    plan.fits(placed)
+    placed = widen(placed) if wide else placed
+    program = change(lower(placed, replace(plan, graph_hash=placed.hash)))
     constants = constants_of(subject, wide)
     report = Report(True, 0.0, tol, "", ranks=plan.mesh.ranks, batches=len(batches))
     for batch in batches:

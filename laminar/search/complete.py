@@ -10,7 +10,7 @@ memory limit: this completes a decision, it does not search for one.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
@@ -57,8 +57,20 @@ class Pins:
     """Ops of which every rank must do only a part, where there is any way."""
 
 
-def completed(graph: Graph, mesh: Mesh, pins: list[Pins], name: str, costs: Sequence[AxisCosts] | None = None) -> Plan:
-    """A plan that holds every pin, one `Pins` per axis; without `costs` by axis, those of an assumed machine."""
+def completed(
+    graph: Graph,
+    mesh: Mesh,
+    pins: list[Pins],
+    name: str,
+    costs: Sequence[AxisCosts] | None = None,
+    solved_as: Sequence[Hashable] = (),
+    solved: dict[Hashable, Solved] | None = None,
+) -> Plan:
+    """A plan that holds every pin, one `Pins` per axis; without `costs` by axis, those of an assumed machine.
+
+    Who asks for many plans that are the same on their first axes keeps them in `solved`; `solved_as` has for each axis
+    a name that stands for all that was asked for on it, and on those before it.
+    """
     calls = {n.name: call_of(n, graph.specs) for n in graph.nodes}
     chosen: dict[str, list[Signature]] = {n.name: [] for n in graph.nodes}
     inputs: dict[str, list[Sbp]] = {i.name: [] for i in graph.inputs}
@@ -74,15 +86,20 @@ def completed(graph: Graph, mesh: Mesh, pins: list[Pins], name: str, costs: Sequ
             continue
         specs = {i.name: local_spec(i.spec, tuple(inputs[i.name]), mesh.sizes[:axis]) for i in graph.inputs}
         here = costs[axis] if costs is not None else assumed(parts)
-        solved = _Axis(graph, calls, specs, here, pins[axis], mesh.names[axis]).solve()
-        total, exact = solved.cost, exact and solved.exact
+        key = solved_as[axis] if solved is not None else None
+        one = solved.get(key) if solved is not None else None
+        if one is None:
+            one = _Axis(graph, calls, specs, here, pins[axis], mesh.names[axis]).solve()
+            if solved is not None:
+                solved[key] = one
+        total, exact = one.cost, exact and one.exact
         for node in graph.nodes:
-            signature = solved.signatures[node.name]
+            signature = one.signatures[node.name]
             chosen[node.name].append(signature)
             calls[node.name] = localise(calls[node.name], signature, parts)
         for item in graph.inputs:
-            inputs[item.name].append(solved.inputs[item.name])
-            grads[item.name].append(pins[axis].grads.get(item.name, solved.inputs[item.name]))
+            inputs[item.name].append(one.inputs[item.name])
+            grads[item.name].append(pins[axis].grads.get(item.name, one.inputs[item.name]))
     outputs: dict[str, NdSbp] = {}
     for out in graph.outputs:
         key = f"{out.kind}:{out.name}"
@@ -119,7 +136,9 @@ def _unsplit(graph: Graph) -> list[dict[str, object]]:
 
 
 @dataclass
-class _Solved:
+class Solved:
+    """What one axis came to."""
+
     signatures: dict[str, Signature]
     inputs: dict[str, Sbp]
     cost: float
@@ -234,7 +253,7 @@ class _Axis:
             for i, ref in enumerate(node.ins):
                 self.readers.setdefault(ref, []).append((node, i))
 
-    def solve(self) -> _Solved:
+    def solve(self) -> Solved:
         self.partials: dict[Ref, set[str]] = {}
         """Which kinds of partial each value can be made in without zero-padding."""
         signatures = {}
@@ -290,7 +309,7 @@ class _Axis:
         if not np.isfinite(solution.cost):
             raise NoRuleError(f"no plan holds all placements asked for on axis {self.axis}={self.parts}",
                               next="drop one of the seeds; plan with fewer to see which")  # fmt: skip
-        return _Solved(
+        return Solved(
             {n.name: signatures[n.name][solution.values[self.vars[n.name]]] for n in self.graph.nodes},
             {name: domain[solution.values[self.vars[name]]] for name, domain in stored.items()},
             solution.cost,

@@ -38,6 +38,7 @@ class Fold:
     at: dict[str, tuple[int, str, int]]
     """Op -> layer, direction (f or b), place within it."""
     _small: dict[int, Graph] = field(default_factory=dict, repr=False)
+    _standing: dict[int, dict[str, str]] = field(default_factory=dict, repr=False)
 
     @cached_property
     def ops(self) -> dict[tuple[int, str, int], Node]:
@@ -102,7 +103,7 @@ class Fold:
         if keep >= self.layers or self.layers < LEAST:
             return plan
         graph = graph or self.graph
-        ops, like = {}, self._parameters(keep)
+        ops, like = {}, self.standing(keep)
         for node in graph.nodes:
             place = self.at.get(node.name)
             if node.name in plan.ops or place is None:
@@ -130,10 +131,13 @@ class Fold:
             plan.name,
             {},
             plan.recompute,
+            offload=plan.offload,
         )
 
-    def _parameters(self, keep: int) -> dict[str, str]:
+    def standing(self, keep: int) -> dict[str, str]:
         """For inputs of layers that are taken out, what stands in their place in the layer kept for them."""
+        if keep in self._standing:
+            return self._standing[keep]
         inputs = {i.name for i in self.graph.inputs}
         like: dict[str, str] = {}
         for (layer, way, k), node in self.ops.items():
@@ -142,27 +146,44 @@ class Fold:
                 like.update(
                     {a.name: b.name for a, b in zip(node.ins, other.ins, strict=True) if a.name in inputs and a != b}
                 )
+        self._standing[keep] = like
         return like
 
 
 def fold(graph: Graph) -> Fold:
     """The layers of a graph; none where there is nothing that repeats, or where it can't be taken apart."""
-    none = Fold(graph, 0, {})
-    letters = [_letter(n, graph) for n in graph.nodes]
-    begun = next((k for k, n in enumerate(graph.nodes) if n.phase != "forward"), len(graph.nodes))
+    found = _folded(graph, graph.nodes)
+    if found is None and (shared := _tables(graph)):
+        found = _folded(graph, [n for n in graph.nodes if n.name not in shared])
+    return found or Fold(graph, 0, {})
+
+
+def _folded(graph: Graph, ops: Sequence[Node]) -> Fold | None:
+    letters = [_letter(n, graph) for n in ops]
+    begun = next((k for k, n in enumerate(ops) if n.phase != "forward"), len(ops))
     forward = _repeats(letters[:begun])
-    if forward is None:
-        return none
-    start, period, count = forward
     backward = _repeats(letters[begun:])
-    if backward is None:
-        return none
+    if forward is None or backward is None:
+        return None
+    start, period, count = forward
     for shift in range(period):
         # Where a layer begins is a matter of taste, so that the two stretches may be cut at different places.
-        found = _laid_out(graph, (start + shift, period), (begun + backward[0], backward[1]), count, backward[2])
+        found = _laid_out(graph, ops, (start + shift, period), (begun + backward[0], backward[1]), count, backward[2])
         if found is not None:
             return found
-    return none
+    return None
+
+
+def _tables(graph: Graph) -> set[str]:
+    """Ops that read nothing but buffers and constants: tables (rotary angles, masks), made where the first layer wants
+    them, and read by all."""
+    still = {i.name for i in graph.of_kind("buffer")} | {c.name for c in graph.constants}
+    found: set[str] = set()
+    for node in graph.nodes:
+        if node.ins and all(r.name in still for r in node.ins) and not node.op.startswith("laminar."):
+            still.add(node.name)
+            found.add(node.name)
+    return found
 
 
 def _letter(node: Node, graph: Graph) -> Any:
@@ -194,10 +215,12 @@ def _repeats(letters: Sequence[Any]) -> tuple[int, int, int] | None:
     return best
 
 
-def _laid_out(graph: Graph, forward: tuple[int, int], backward: tuple[int, int], count: int, again: int) -> Fold | None:
+def _laid_out(
+    graph: Graph, ops: Sequence[Node], forward: tuple[int, int], backward: tuple[int, int], count: int, again: int
+) -> Fold | None:
     """Layers numbered as forward has them; backward's by what they read; nothing if they are wired differently."""
     (start, period), (behind, length) = forward, backward
-    names = [n.name for n in graph.nodes]
+    names = [n.name for n in ops]
     at: dict[str, tuple[int, str, int]] = {}
     for layer in range(count):
         for k in range(period):
@@ -207,7 +230,7 @@ def _laid_out(graph: Graph, forward: tuple[int, int], backward: tuple[int, int],
     reads: list[set[int]] = []
     for block in range(again):
         first = behind + block * length
-        reads.append({at[r.name][0] for n in graph.nodes[first : first + length] for r in n.ins if r.name in at})
+        reads.append({at[r.name][0] for n in ops[first : first + length] for r in n.ins if r.name in at})
     layers = {max(found) + block for block, found in enumerate(reads) if found}
     if len(layers) != 1 or any(not found for found in reads):
         return None

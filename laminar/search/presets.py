@@ -18,7 +18,7 @@ from laminar.errors import MeshError, PlanError
 from laminar.ir.codec import Ref
 from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh
-from laminar.ir.patterns import as_patterns, known, pick
+from laminar.ir.patterns import apart, as_patterns, known
 from laminar.ir.plan import Plan
 from laminar.ir.sbp import B, NdSbp, Partial, Sbp, Split, no_rank_empty
 from laminar.ir.tensor import TensorSpec
@@ -29,24 +29,27 @@ PRODUCTS = {"aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten.convoluti
             "laminar.attention", "laminar.attention_backward"}  # fmt: skip
 """The ops whose work tensor parallelism divides."""
 Patterns = str | Sequence[str]
-"""What to make again in backward, such as "blocks.*"; see `ir/patterns.py`."""
+"""What to make again in backward or to keep in the host's memory, such as "blocks.*"; see `ir/patterns.py`."""
 DATA_AXES = ("dp", "data", "batch", "fsdp", "zero")
 
 
-def data_parallel(graph: Graph, mesh: Mesh, recompute: Patterns = ()) -> Plan:
+def data_parallel(graph: Graph, mesh: Mesh, recompute: Patterns = (), offload: Patterns = ()) -> Plan:
     """The batch split over every axis, parameters whole, gradients summed."""
     pins = [data_pins(graph, mesh, a) for a in range(len(mesh.sizes))]
-    return again(graph, completed(graph, mesh, pins, "data_parallel"), recompute)
+    return again(graph, completed(graph, mesh, pins, "data_parallel"), recompute, offload)
 
 
-def again(graph: Graph, plan: Plan, recompute: Patterns) -> Plan:
-    """The plan with these modules and values made again in backward; a pattern that names nothing is refused."""
-    patterns = as_patterns(recompute)
-    pick(graph, patterns)
-    return replace(plan, recompute=patterns)
+def again(graph: Graph, plan: Plan, recompute: Patterns, offload: Patterns = ()) -> Plan:
+    """The plan with these modules and values made again in backward, and those kept in the host's memory.
+
+    A pattern that names nothing is refused, and so is what both name.
+    """
+    made, away = as_patterns(recompute), as_patterns(offload)
+    apart(graph, made, away)
+    return replace(plan, recompute=made, offload=away)
 
 
-def zero(graph: Graph, mesh: Mesh, stage: int = 3, recompute: Patterns = ()) -> Plan:
+def zero(graph: Graph, mesh: Mesh, stage: int = 3, recompute: Patterns = (), offload: Patterns = ()) -> Plan:
     """Data parallel with optimizer state (1), gradients (2) and parameters (3) in pieces."""
     if stage not in (1, 2, 3):
         raise PlanError(f"zero has no stage {stage!r}", allowed="1  2  3")
@@ -63,7 +66,7 @@ def zero(graph: Graph, mesh: Mesh, stage: int = 3, recompute: Patterns = ()) -> 
             if stage >= 3:
                 pins[axis].inputs[name] = placement
     plan = completed(graph, mesh, pins, f"zero({stage})")
-    return again(graph, replace(plan, state=pieces), recompute)
+    return again(graph, replace(plan, state=pieces), recompute, offload)
 
 
 def in_pieces(graph: Graph, plan: Plan, stage: int, axes: Sequence[int] | None = None) -> Plan:
@@ -119,7 +122,9 @@ def _pieces(spec, mesh: Mesh) -> NdSbp:  # type: ignore[no-untyped-def]
     return tuple(out)
 
 
-def tensor_parallel(graph: Graph, mesh: Mesh, axis: str | None = None, recompute: Patterns = ()) -> Plan:
+def tensor_parallel(
+    graph: Graph, mesh: Mesh, axis: str | None = None, recompute: Patterns = (), offload: Patterns = ()
+) -> Plan:
     """Weights split over one axis (`tp` unless named), the residual stream whole; other axes data parallel."""
     if axis is None:
         others = [n for n in mesh.names if n not in DATA_AXES]
@@ -130,10 +135,10 @@ def tensor_parallel(graph: Graph, mesh: Mesh, axis: str | None = None, recompute
         axis = "tp" if "tp" in mesh.names else others[0]
     at = mesh.axis(axis)
     pins = [tensor_pins(graph) if a == at else data_pins(graph, mesh, a) for a in range(len(mesh.sizes))]
-    return again(graph, completed(graph, mesh, pins, "tensor_parallel"), recompute)
+    return again(graph, completed(graph, mesh, pins, "tensor_parallel"), recompute, offload)
 
 
-def seeded(graph: Graph, mesh: Mesh, seeds: Seeds, recompute: Patterns = ()) -> Plan:
+def seeded(graph: Graph, mesh: Mesh, seeds: Seeds, recompute: Patterns = (), offload: Patterns = ()) -> Plan:
     """A few tensors placed by name pattern, the rest completed at least cost.
 
     A split that is asked for is used: ops it reaches by itself are not computed whole on every rank,
@@ -148,14 +153,15 @@ def seeded(graph: Graph, mesh: Mesh, seeds: Seeds, recompute: Patterns = ()) -> 
         if not any(here.inputs.get(name) == Split(0) for name in batch):
             here.split = _weights(graph, {n for n, p in here.inputs.items() if isinstance(p, Split)} - batch)
             here.spread |= {n.name for n in graph.nodes if n.op in PRODUCTS and any(r in here.split for r in n.ins)}
-    return again(graph, completed(graph, mesh, pins, "seeded"), recompute)
+    return again(graph, completed(graph, mesh, pins, "seeded"), recompute, offload)
 
 
 def like(graph: Graph, plan: Plan) -> Plan:
     """A plan's decisions about parameters, gradients and state, for another graph of the same model.
 
     Another batch size, micro-batches, evaluation: the tensors that live from step to step must lie
-    as they do, and what backward makes again stays; everything else is completed anew, in the pattern of the plan.
+    as they do, and what backward makes again or the host keeps stays; everything else is completed anew, in the
+    pattern of the plan.
     """
     mesh = plan.mesh
     batch = [nd for n, nd in plan.inputs.items() if n.split(".")[0] == "batch"]
@@ -174,8 +180,8 @@ def like(graph: Graph, plan: Plan) -> Plan:
                 if made is not None:
                     here.grads[item.name] = made[axis]
         pins.append(here)
-    recompute = known(graph, plan.recompute)
-    return replace(completed(graph, mesh, pins, plan.name), state=plan.state, recompute=recompute)
+    recompute, offload = known(graph, plan.recompute), known(graph, plan.offload)
+    return replace(completed(graph, mesh, pins, plan.name), state=plan.state, recompute=recompute, offload=offload)
 
 
 def data_pins(graph: Graph, mesh: Mesh, axis: int) -> Pins:

@@ -11,7 +11,9 @@ is nothing else left to try. Moves are made in the order of what the roofline of
 nothing of placements, so it only says what to look at first. `unexplored` counts the moves that were seen and not
 made, those ruled out as too slow included: what the search has not looked at, and so can't vouch for.
 
-A plan keeps `applied`; `replay` makes the same rewrite of a freshly captured graph, of another batch size too.
+A plan keeps `applied`; `replay` makes the same rewrite of a freshly captured graph, of another batch size too, and
+`rewritten` gives the graph that a plan places for one that was captured: whoever has a plan and a captured graph asks
+it first, and lowers what it gives.
 """
 
 from __future__ import annotations
@@ -19,41 +21,24 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from laminar.errors import PlanError
 from laminar.ir.graph import Graph
+from laminar.ir.plan import Plan
+from laminar.ir.rewrites import Applied, Steps
+from laminar.ir.staged import Staged
 from laminar.search.rewrite_rule import Rule, Site, Work, rewrite, work_of
 from laminar.search.rewrite_rules import RULES
 from laminar.search.rewrite_writer import Lookup
 
-__all__ = ["RULES", "Applied", "Rule", "Site", "Variant", "Variants", "Work", "replay", "tidied", "variants", "work_of"]
+__all__ = ["RULES", "Applied", "Rule", "Site", "Variant", "Variants", "Work", "carrying", "replay", "replayed",
+           "rewritten", "tidied", "variants", "work_of"]  # fmt: skip
 
 SLACK = 1.1
 """Moves that a roofline expects to make a step slower than this times the best are not made. Chosen: splitting every
 packed projection costs the smallest GPT of the examples 9 % by that roofline, and a GPT-2 medium 0.04 %."""
-
-
-@dataclass(frozen=True, slots=True)
-class Applied:
-    """One step of a rewrite: a rule, a class of sites, and how many there were."""
-
-    rule: str
-    key: str
-    sites: int
-
-    def to_json(self) -> list[Any]:
-        """Plain data; `from_json` is the inverse."""
-        return [self.rule, self.key, self.sites]
-
-    @staticmethod
-    def from_json(data: Sequence[Any]) -> Applied:
-        """A step from `to_json`'s data."""
-        return Applied(str(data[0]), str(data[1]), int(data[2]))
-
-    def __str__(self) -> str:
-        return f"{self.rule} x{self.sites}"
 
 
 @dataclass(frozen=True)
@@ -87,11 +72,11 @@ Move = tuple[tuple[Rule, str], ...]
 class Variants(Iterator[Variant]):
     """Equivalent graphs one by one; `unexplored` is up to date, after the last one too."""
 
-    def __init__(self, graph: Graph, rules: Sequence[Rule], limit: int, slack: float) -> None:
-        self.rules, self.limit, self.slack = rules, limit, slack
+    def __init__(self, graph: Graph, rules: Sequence[Rule], limit: int, slack: float, apart: bool) -> None:
+        self.rules, self.limit, self.slack, self.apart = rules, limit, slack, apart
         self.waiting: list[tuple[int, float, int, _State, Move]] = []
         self.pruned = 0
-        """Moves that were expected to be too slow."""
+        """Moves that were expected to be too slow, or that nobody wants."""
         self.best_s = float("inf")
         self._count = itertools.count()
         self._found = self._search(graph)
@@ -128,15 +113,20 @@ class Variants(Iterator[Variant]):
         self.best_s = min(self.best_s, state.work.seconds)
         for move, gain_s, lone in _moves(state.look, self.rules):
             expected_s = state.work.seconds - gain_s
-            if expected_s > self.slack * self.best_s:
+            if expected_s > self.slack * self.best_s or (lone and not self.apart):
                 self.pruned += 1
             else:
                 heapq.heappush(self.waiting, (state.lone + lone, expected_s, next(self._count), state, move))
 
 
-def variants(graph: Graph, rules: Sequence[Rule] = RULES, limit: int = 64, slack: float = SLACK) -> Variants:
-    """Equivalent graphs, at most `limit`, this one first; ends early if there are no more."""
-    return Variants(graph, rules, limit, slack)
+def variants(
+    graph: Graph, rules: Sequence[Rule] = RULES, limit: int = 64, slack: float = SLACK, apart: bool = True
+) -> Variants:
+    """Equivalent graphs, at most `limit`, this one first; ends early if there are no more.
+
+    Unless `apart`, moves that take apart what belongs together are not made, and count as not looked at.
+    """
+    return Variants(graph, rules, limit, slack, apart)
 
 
 def tidied(graph: Graph, rules: Iterable[Rule] = RULES) -> tuple[Graph, tuple[Applied, ...]]:
@@ -173,20 +163,66 @@ def replay(graph: Graph, applied: Iterable[Applied], rules: Iterable[Rule] = RUL
     `other_depth`: as many sites as there are, but some. A model of two blocks then stands for one of a hundred, whose
     rewrites take longer to look through.
     """
-    named = {r.name: r for r in rules}
-    look = Lookup(graph)
-    for step in applied:
-        if step.rule not in named:
-            raise PlanError(f"no rewrite rule is called {step.rule}", allowed="  ".join(named))
-        rule = named[step.rule]
-        sites = [s for s in rule.find(look) if s.key == step.key]
-        look, done = rewrite(look, rule, sites) if sites else (look, 0)
+    steps = tuple(applied)
+    made, counts = _replayed(graph, steps, rules)
+    for step, done in zip(steps, counts, strict=True):
         if done != step.sites and not (other_depth and done):
             raise PlanError(
                 f"rewrite {step.rule} was made at {step.sites} places of class {step.key}, this graph has {done}",
                 next="plan for this model again",
             )
-    return look.graph
+    return made
+
+
+def replayed(graph: Graph, applied: Iterable[Applied], rules: Iterable[Rule] = RULES) -> tuple[Graph, Steps]:
+    """As many of these steps as there are places for, and those that were made, each with its number of places.
+
+    A graph for evaluation has no backward pass, one in another precision has casts in between: what does not fit there
+    is left as it was captured.
+    """
+    steps = tuple(applied)
+    made, counts = _replayed(graph, steps, rules)
+    return made, tuple(replace(s, sites=done) for s, done in zip(steps, counts, strict=True) if done)
+
+
+def _replayed(graph: Graph, steps: Steps, rules: Iterable[Rule]) -> tuple[Graph, list[int]]:
+    named = {r.name: r for r in rules}
+    look, counts = Lookup(graph), []
+    for step in steps:
+        if step.rule not in named:
+            raise PlanError(f"no rewrite rule is called {step.rule}", allowed="  ".join(named))
+        rule = named[step.rule]
+        sites = [s for s in rule.find(look) if s.key == step.key]
+        look, done = rewrite(look, rule, sites) if sites else (look, 0)
+        counts.append(done)
+    return look.graph, counts
+
+
+def rewritten(graph: Graph, plan: Plan | Staged) -> Graph:
+    """The graph that a plan places, from one that was captured; with no rewrites in the plan, that itself.
+
+    On the graph that the plan was made from every step must be made as it was, and the plan's graph come out. Of other
+    graphs of the model (another batch size, evaluation) as much is rewritten as fits.
+    """
+    if not plan.rewrites or graph.hash == plan.graph_hash:
+        return graph
+    if graph.hash != plan.captured_hash:
+        return replayed(graph, plan.rewrites)[0]
+    made = replay(graph, plan.rewrites)
+    if made.hash != plan.graph_hash:
+        raise PlanError(
+            f"the rewrites of plan {plan.hash[:12]} make graph {made.hash[:12]}, it is for {plan.graph_hash[:12]}",
+            next="its rules have changed since: plan for this model again",
+        )
+    return made
+
+
+AnyPlan = TypeVar("AnyPlan", Plan, Staged)
+
+
+def carrying(plan: AnyPlan, captured: Graph, steps: Steps) -> AnyPlan:
+    """A plan for the graph that these steps have made of a captured one, with the steps in it."""
+    return replace(plan, rewrites=steps, captured_hash=captured.hash if steps else "")
 
 
 def _classes(rule: Rule, look: Lookup) -> list[tuple[str, list[Site]]]:

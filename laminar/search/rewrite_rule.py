@@ -2,8 +2,9 @@
 
 A graph goes in, an equivalent one with the same inputs and outputs comes out; whether it is equivalent,
 `runtime/prove.py` finds out by running both. A *site class* is the key of all sites that look alike: ops, phases,
-parameters' shapes, but neither names nor sizes that hang on the batch. So the same step of a rewrite means the same
-in every block of a model and in a graph of another batch size, and is all that a plan has to remember.
+parameters' shapes, but neither names, nor dtypes, nor sizes that hang on the batch. So the same step of a rewrite means
+the same in every block of a model, at another batch size and in another precision, and is all that a plan has to
+remember.
 """
 
 from __future__ import annotations
@@ -340,18 +341,18 @@ def _class_of(look: Lookup, rule: str, match: Match) -> str:
 
 
 def _looks(node: Node) -> list[Any]:
-    return [node.op, node.phase, [[len(o.shape), o.dtype] if o else None for o in node.outs]]
+    return [node.op, node.phase, [len(o.shape) if o else None for o in node.outs]]
 
 
 def _face(look: Lookup, value: Any) -> Any:
-    """What a name stands for, without names and without sizes that hang on the batch."""
+    """What a name stands for, without names, sizes that hang on the batch, and dtypes, which hang on the precision."""
     if isinstance(value, Seen):
         ref = look.behind(value.ref)
         spec = look.specs[ref]
         item = look.inputs.get(ref.name)
         if item is not None and item.kind in ("param", "buffer"):
-            return [item.kind, str(spec), look.specs[value.ref].dtype]
-        return [len(spec.shape), spec.dtype]
+            return [item.kind, list(spec.shape)]
+        return len(spec.shape)
     if isinstance(value, tuple):
         return [_face(look, v) for v in value]
     return value if isinstance(value, (str, float, bool)) or value is None else "n"

@@ -14,6 +14,7 @@ from laminar.ir.mesh import Mesh
 from laminar.ir.plan import Plan
 from laminar.ir.staged import load_plan
 from laminar.search import presets
+from laminar.search.rewrite import carrying, replayed
 
 NAMES = ("auto", "data", "zero1", "zero2", "zero3", "tensor", "ddp")
 FULL = 0.6
@@ -50,7 +51,10 @@ def chosen(plan: Any, graph: Graph, mesh: Mesh, device: torch.device) -> Plan:
         if missing:
             raise PlanError(f"plan {plan.hash[:12]} does not place parameter {missing[0]}",
                             next="make the plan from this model")  # fmt: skip
-        return plan if plan.graph_hash == graph.hash else presets.like(graph, plan)
+        if graph.hash in (plan.graph_hash, plan.captured_hash):
+            return plan
+        made, steps = replayed(graph, plan.rewrites)
+        return carrying(presets.like(made, plan), graph, steps)
     if callable(plan):
         made = plan(graph, mesh)
         if not isinstance(made, Plan):

@@ -40,6 +40,7 @@ from laminar.runtime.probe import probe
 from laminar.runtime.shards import shard
 from laminar.runtime.transport import Groups, Null
 from laminar.search.presets import like
+from laminar.search.rewrite import rewritten
 
 MOST = 16
 """Shapes of batches that are kept compiled: each has buffers for its gradients."""
@@ -266,8 +267,9 @@ class Engine:
         leaves = self.together(leaves)
         key = self._key(leaves, backward)
         if key not in self._ready:
-            graph = self._captured.pop(key, None) or self.capture(leaves, backward)
             assert self.plan is not None
+            captured = self._captured.pop(key, None) or self.capture(leaves, backward)
+            graph = rewritten(captured, self.plan)
             plan = self.plan if graph.hash == self.plan.graph_hash else like(graph, self.plan)
             while len(self._ready) >= MOST:
                 del self._ready[next(iter(self._ready))]  # the one used longest ago, the same on every rank

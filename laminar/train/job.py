@@ -33,7 +33,7 @@ from laminar.runtime.module import Step
 from laminar.runtime.record import Tape
 from laminar.runtime.shards import shard
 from laminar.runtime.transport import Groups, Null
-from laminar.train import choose, storage
+from laminar.train import auto, choose, storage
 from laminar.train import optimizer as optim
 from laminar.train.anomaly import Watched
 from laminar.train.engine import Engine, Leaves, Ready
@@ -96,6 +96,7 @@ class Job(Recorded, storage.Stored):
         compile: bool | None = None,
         detect_anomaly: bool = False,
         timeout_s: float = 600.0,
+        cluster: Any = None,
     ) -> None:
         if micro_batches < 1:
             raise LaminarError(f"micro_batches is {micro_batches}", allowed="a whole number of at least 1")
@@ -105,9 +106,13 @@ class Job(Recorded, storage.Stored):
         emit("phase", name="preparing")
         self.rank, self.world, self.device = self._world.rank, self._world.size, self._world.device
         plan = choose.loaded(plan)
-        self.mesh = choose.mesh_for(plan, mesh, self.world)
         self._model = model
         self.precision = Precision.of(precision)
+        if cluster is not None:
+            first = self._leaves(batch).split(micro_batches)[0]
+            machine = auto.cluster_of(cluster, self.world)
+            plan = auto.searched(self._world, machine, model, self.precision.around(loss, self.device), first)
+        self.mesh = choose.mesh_for(plan, mesh, self.world)
         self.clip_norm, self.clip_value, self.seed = clip_norm, clip_value, seed
         self.steps = 0
         self._scaler = Scaler() if self.precision.scaled else None

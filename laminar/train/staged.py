@@ -9,7 +9,8 @@ others are still at work.
 
 Ranks outside of a weight's places do not hold it. Whole weights are assembled where they are held, and sent to all.
 
-Not covered: GPUs; these are refused by name.
+On GPUs parts go through Inductor unless asked otherwise, and what one place gives another goes through memory of the
+host, or by NCCL where every rank has a GPU of its own.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 
 from laminar.capture.private import foreach_lerp
 from laminar.capture.torch_ops import spec_of
-from laminar.errors import BatchError, CaptureError, LaminarError, MeshError
+from laminar.errors import BatchError, CaptureError, MeshError
 from laminar.events import emit
 from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh
@@ -39,6 +40,7 @@ from laminar.runtime.pipe_record import PipeTape
 from laminar.runtime.record import Tape
 from laminar.runtime.shards import shard
 from laminar.runtime.transport import Groups, Null
+from laminar.search.rewrite import rewritten
 from laminar.staging import again
 from laminar.train import optimizer as optim
 from laminar.train import storage
@@ -69,6 +71,7 @@ class StagedJob(Recorded, StagedPipes, StagedState):
         clip_value: float | None = None,
         ema: float | None = None,
         seed: int = 0,
+        compile: bool | None = None,
         timeout_s: float = 600.0,
     ) -> None:
         if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
@@ -76,8 +79,6 @@ class StagedJob(Recorded, StagedPipes, StagedState):
         self._world = World(device, timeout_s)
         emit("phase", name="preparing")
         self.rank, self.world, self.device = self._world.rank, self._world.size, self._world.device
-        if self.device.type != "cpu":
-            raise LaminarError("plans with stages run on CPU ranks only", next='device="cpu", or a plan without stages')
         if plan.ranks != self.world:
             raise MeshError(f"the plan has {plan.ranks} ranks, the world has {self.world}",
                             next=f"start {plan.ranks} processes")  # fmt: skip
@@ -85,6 +86,7 @@ class StagedJob(Recorded, StagedPipes, StagedState):
         self.clip_norm, self.clip_value, self.seed, self.steps = clip_norm, clip_value, seed, 0
         self._scaler = Scaler() if self.precision.scaled else None
         self._scale = 1.0
+        self._compile = self.device.type == "cuda" if compile is None else compile
         self._model = model
         self._engine = Engine(
             model, self.precision.around(loss, self.device), Mesh({"dp": 1}), Null(Mesh({"dp": 1})),
@@ -97,7 +99,7 @@ class StagedJob(Recorded, StagedPipes, StagedState):
         optim.refuse_unknown(self.optimizer, {id(s.tensor): s.name for s in self._slots})
         optim.faster(self.optimizer, self.device)
         first = self._leaves(batch).split(plan.micro_batches)[0]
-        self.graph: Graph = self._engine.begin(first)
+        self.graph: Graph = rewritten(self._engine.begin(first), plan)
         emit("phase", name="planning")
         self.plan = again(self.graph, plan)
         made = stages(self.graph, self.plan)
@@ -206,6 +208,7 @@ class StagedJob(Recorded, StagedPipes, StagedState):
         tape = self._tape if isinstance(self._tape, PipeTape) and self._tape.active else None
         self._mark("batch")
         pipe.actors.record(tape is not None)
+        pipe.parts.settle = self._settle if tape is not None else None
         lr = float(self.optimizer.param_groups[0].get("lr", math.nan))
         number, self.steps = self.steps, self.steps + 1
         grads: dict[str, Tensor] = {}
@@ -218,11 +221,11 @@ class StagedJob(Recorded, StagedPipes, StagedState):
             self._mark("gradients")
             said = self._said(pipe, grads)
             if alone:  # nothing to learn from the others: updated while they may still be at work
-                self._update(grads, number, torch.zeros(()), 1.0)
+                self._update(grads, number, torch.zeros((), device=self.device), 1.0)
             return said
 
         pipe.actors.run(1, last)
-        raw, loss, weight = (torch.tensor(x, dtype=torch.float64) for x in pipe.actors.sums)
+        raw, loss, weight = torch.tensor(pipe.actors.sums, dtype=torch.float64, device=self.device).unbind()
         self._mark("norm")
         raw = raw.sqrt()
         if alone:
@@ -306,11 +309,11 @@ class StagedJob(Recorded, StagedPipes, StagedState):
             return None
         a, b = self.plan.places[src], self.plan.places[dst]
         way = crossing(self._grad_specs[name], a, self._owned_nd[name, src], b, self._owned_nd[name, dst])
-        return exchange(way, x if self._at == src else None)
+        return exchange(way, x if self._at == src else None, device=self.device)
 
     def _said(self, pipe: Pipe, grads: Mapping[str, Tensor]) -> list[float]:
         """This rank's share of the square of the gradient's norm, of the loss and of its weight."""
-        square = torch.zeros((), dtype=torch.float64)
+        square = torch.zeros((), dtype=torch.float64, device=self.device)
         for name, g in grads.items():
             if self._homes[name][0] == self._at:
                 nd = self._owned_nd[name, self._at]
@@ -337,7 +340,8 @@ class StagedJob(Recorded, StagedPipes, StagedState):
         pieces = [grads[n] for n in names]
         norm = scale_and_clip(pieces, raw, inverse, self.clip_norm, self.clip_value)
         updates = [(self._by_name[n], g) for n, g in zip(names, pieces, strict=True)]
-        key, here = torch.tensor([self.seed, number]), self._place.ranks.index(self.rank)
+        key = torch.tensor([self.seed, number], device=self.device)
+        here = self._place.ranks.index(self.rank)
         update(self.optimizer, updates, self.precision.rounding, key, self.mesh, here, self._numbers)
         self._mark("optimizer")
         split = [k for k in self._kept if k.gathered]
@@ -349,6 +353,11 @@ class StagedJob(Recorded, StagedPipes, StagedState):
         if self._ema_decay is not None:
             foreach_lerp(list(self._ema.values()), [k.owned.detach().float() for k in self._kept], 1 - self._ema_decay)
         return norm
+
+    def _settle(self) -> None:
+        """Wait for the device, so that a recorded firing ends when its work does."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def _new_tape(self, steps: int | None) -> Tape:
         return PipeTape(self.rank, self.world, steps)

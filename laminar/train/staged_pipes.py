@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -31,8 +31,12 @@ from laminar.runtime.joined import join
 from laminar.runtime.module import Adding, Step
 from laminar.runtime.parts import Parts, Size
 from laminar.runtime.transport import Groups, Null
+from laminar.search.rewrite import rewritten
 from laminar.staging import again
 from laminar.train.engine import Engine, Leaves
+
+if TYPE_CHECKING:
+    from laminar.runtime.compiled import Compiled
 
 SIZES = 8
 """Sizes of micro-batches that one step may have."""
@@ -76,6 +80,8 @@ class StagedPipes:
     plan: Staged
     seed: int
     timeout_s: float
+    _compile: bool
+    """Whether parts go through Inductor."""
     _engine: Engine
     _transport: Groups | Null
     _held: dict[str, Tensor]
@@ -145,7 +151,7 @@ class StagedPipes:
         if key not in self._graphs:
             while len(self._graphs) >= MOST:
                 del self._graphs[next(iter(self._graphs))]
-            self._graphs[key] = self._engine.capture(leaves, backward)
+            self._graphs[key] = rewritten(self._engine.capture(leaves, backward), self.plan)
         graph = self._graphs[key]
         made = stages(graph, again(graph, self.plan), like)
         for s, own in enumerate(made.cut.graphs):
@@ -159,8 +165,13 @@ class StagedPipes:
                     )
         return made
 
-    def _build(self, program: Program, adding: Adding) -> Step:
+    def _build(self, program: Program, adding: Adding) -> Step | Compiled:
         constants = {c.name: constant_tensor(c) for c in program.constants}
+        if self._compile:
+            from laminar.runtime.compiled import Compiled
+
+            # What is kept between parts is decided; a recording's outputs would be overwritten by the next micro-batch.
+            return Compiled(program, self._transport, constants, replay=False, traffic=None)
         return Step(program, self._transport, constants, adding=adding)
 
     def _feed(self, pipe: Pipe, stage: int, k: int) -> dict[str, Tensor]:
@@ -170,12 +181,16 @@ class StagedPipes:
         plan = made.staged.stages[stage].plan
         for item in made.cut.graphs[stage].inputs:
             if item.kind == "batch":
-                out[item.name] = self._cut(self._micros[k].tensors[item.name], plan.inputs[item.name])
+                mine = self._cut(self._micros[k].tensors[item.name], plan.inputs[item.name])
+                out[item.name] = mine.to(self.device, non_blocking=True)
             elif item.kind == "rng":
                 samples = [m.samples for m in self._micros]
-                key = torch.tensor([self.seed, self._draws, sum(samples[:k]), sum(samples)][: item.spec.numel])
+                told = [self.seed, self._draws, sum(samples[:k]), sum(samples)][: item.spec.numel]
+                key = torch.tensor(told, device=self.device)
                 out[item.name] = self._cut(key, plan.inputs[item.name])
             elif item.kind == "scale":
-                scale = torch.tensor(self._scale * pipe.parts.weights[k], dtype=DTYPES[item.spec.dtype])
+                scale = torch.tensor(
+                    self._scale * pipe.parts.weights[k], dtype=DTYPES[item.spec.dtype], device=self.device
+                )
                 out[item.name] = self._cut(scale, plan.inputs[item.name])
         return out

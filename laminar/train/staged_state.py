@@ -101,7 +101,7 @@ class StagedState(storage.Stored):
             (out,) = self._move([(name, like, nd, everywhere)], f"a whole {like.dtype}", [piece])
             out = out.clone(memory_format=torch.contiguous_format)
         else:
-            out = torch.empty(spec.shape, dtype=dtype or DTYPES[spec.dtype])
+            out = torch.empty(spec.shape, dtype=dtype or DTYPES[spec.dtype], device=self.device)
         if self.world > 1:
             dist.broadcast(out.view(torch.uint8) if out.dtype == torch.bool else out, home.ranks[0])
         return out

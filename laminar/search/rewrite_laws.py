@@ -1,7 +1,7 @@
 """Rules standing alone: the left side of a rewrite rule written down as a graph, with tensors of given shapes.
 
 What a rule looks for need not occur in any model at hand. Here it is made to occur, nothing simplified, so that every
-rule, right or wrong, can be tried. Collects nothing itself.
+rule, right or wrong, can be tried on numbers (`runtime/prove.py`) before it is used.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 from laminar.ir.codec import Ref
 from laminar.ir.graph import Graph, Input, Node, Output, map_refs
 from laminar.ir.tensor import TensorSpec
-from laminar.search.rewrite import Rule
 from laminar.search.rewrite_forms import Seen
 from laminar.search.rewrite_match import Group, value
+from laminar.search.rewrite_rule import Rule
 from laminar.search.rewrite_terms import Term, starred, words
 from laminar.search.rewrite_writer import Lookup, Writer
 

@@ -1,0 +1,93 @@
+"""Captured graphs and found plans, kept from one command to the next under names made of their content.
+
+A graph follows from the user's code: its name is made of every module that a recipe has loaded from outside of the
+installed packages, of the recipe's own name and of the versions of what it stands on. A plan follows from a graph and a
+request. Laminar's own code is part of both names, so nothing old is ever taken for something new. What can't be read is
+made again; the oldest files make room.
+
+    LAMINAR_CACHE    the folder (default: $XDG_CACHE_HOME/laminar or ~/.cache/laminar); `off` keeps nothing
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import sys
+import sysconfig
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any, TypeVar
+
+MOST = 64
+"""Files of a kind that are kept."""
+BESIDE = ("torch", "transformers", "numpy")
+"""Packages on which graphs depend."""
+T = TypeVar("T")
+
+
+def folder() -> Path | None:
+    """Where things are kept; nothing if they are not to be."""
+    told = os.environ.get("LAMINAR_CACHE", "")
+    if told == "off":
+        return None
+    return Path(told) if told else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "laminar"
+
+
+def kept(
+    kind: str, parts: Mapping[str, Any], make: Callable[[], T], out: Callable[[T], Any], back: Callable[[Any], T]
+) -> T:
+    """What is kept under a name made of `parts`, else what `make` makes; `out` and `back` go to plain data and back."""
+    home = folder()
+    if home is None:
+        return make()
+    text = json.dumps({**parts, "laminar": own_code()}, sort_keys=True, default=str)
+    path = home / kind / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
+    try:
+        found = back(json.loads(path.read_text()))
+        path.touch()
+        return found
+    except Exception:  # not there, cut off, or written by hand: whatever it is, it can be made again
+        made = make()
+    with contextlib.suppress(OSError):  # a full or read-only disk is no reason to fail
+        _write(path, json.dumps(out(made)))
+    return made
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(f".{os.getpid()}.part")
+    part.write_text(text)
+    part.replace(path)
+    files = sorted(path.parent.glob("*.json"), key=lambda p: p.stat().st_mtime)
+    for old in files[: max(0, len(files) - MOST)]:
+        old.unlink(missing_ok=True)
+
+
+def sources() -> dict[str, Any]:
+    """Digests of everything that was loaded and is no installed package, and versions of what graphs depend on."""
+    installed = {Path(p).resolve() for p in (*sysconfig.get_paths().values(), sys.prefix, sys.base_prefix)}
+    own = Path(__file__).parent
+    files = {Path(f).resolve() for m in list(sys.modules.values()) if (f := getattr(m, "__file__", None))}
+    mine = [f for f in files if own not in f.parents and not any(i in f.parents for i in installed) and f.is_file()]
+    versions = {}
+    for name in BESIDE:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    return {"code": sorted(_digest([f]) for f in mine), "versions": versions}
+
+
+@cache
+def own_code() -> str:
+    """A digest of Laminar itself."""
+    return _digest(sorted(Path(__file__).parent.rglob("*.py")))
+
+
+def _digest(files: Iterable[Path]) -> str:
+    total = hashlib.sha256()
+    for file in files:
+        total.update(file.name.encode() + b"\0" + file.read_bytes())
+    return total.hexdigest()

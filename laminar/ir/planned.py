@@ -1,0 +1,245 @@
+"""What plans have in common, with stages or without: figures, the text of a search, and questions that can be asked.
+
+A plan carries an account, plain data that whoever made it wrote: `step_s`, `bound_s`, what was looked at and why it
+lost. It is saved with the plan. A plan that comes straight from a search also remembers its origin, the graph and what
+was asked; that is not saved, so a plan from a file is handed its graph again where a question needs one.
+
+Questions (`why`, `what_if`, `flags`, `dot`, `draw`) are answered by the planner, which stands above this room. It is
+looked up by name when someone asks: values stay plain data, and whoever only reads plans never loads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from laminar.errors import PlanError
+from laminar.ir.cluster import Cluster
+from laminar.ir.graph import Graph
+
+ANSWERS = {
+    "why": "laminar.planner.why",
+    "what_if": "laminar.planner.whatif",
+    "flags": "laminar.planner.flags",
+    "dot": "laminar.planner.picture",
+    "draw": "laminar.planner.picture",
+}
+"""Who answers what; each module has a function of that name, whose first argument is the plan."""
+SLIGHT_S = 0.002
+"""Differences below this share of a step are not told."""
+LOOKED_AT = 4
+"""Plans that were only looked at that are told."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a plan was made from. Not part of its identity, and not saved."""
+
+    graph: Graph
+    """Of the whole batch."""
+    cluster: Cluster
+    asked: Mapping[str, Any] = field(default_factory=dict)
+    """Options of the search: memory_bytes, pin, only, optimizer, budget_s."""
+    others: tuple[Any, ...] = ()
+    """Other plans that were simulated in full, best first."""
+
+
+class Planned:
+    """A plan of either kind."""
+
+    if TYPE_CHECKING:
+
+        @property
+        def account(self) -> dict[str, Any]:
+            """What the plan costs."""
+
+        @property
+        def origin(self) -> Origin | None:
+            """What it was made from, where known."""
+
+    @property
+    def step_s(self) -> float | None:
+        """Predicted seconds of a step, where known."""
+        return self.account.get("step_s")
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """Predicted bytes on the fullest rank, where known."""
+        return self.account.get("peak_bytes")
+
+    @property
+    def bound_s(self) -> float | None:
+        """No plan in the space searched is faster than this, where known."""
+        return self.account.get("bound_s")
+
+    def _asked(self, question: str, *args: Any, **options: Any) -> Any:
+        return getattr(import_module(ANSWERS[question]), question)(self, *args, **options)
+
+    def why(self, name: str, *, graph: Graph | None = None, cluster: Cluster | str | None = None) -> Any:
+        """Why a tensor lies as it does: each other placement it could have, with the seconds and bytes of that step.
+
+        A plan from a file is handed the graph of its batch; `cluster` is that of the plan unless given.
+        """
+        return self._asked("why", name, graph=graph, cluster=cluster)
+
+    def what_if(self, *, graph: Graph | None = None, cluster: Cluster | str | None = None, **changes: Any) -> Any:
+        """The search done again with something changed, and the difference in words.
+
+        memory_bytes, cluster, devices (so many of the same kind), pin, only, link (a factor on the speed of links),
+        budget_s. What is not named stays as it was asked.
+        """
+        return self._asked("what_if", graph=graph, cluster=cluster, **changes)
+
+    def flags(self, style: str, *, graph: Graph | None = None) -> Any:
+        """The same plan as flags of "megatron" or "torchtitan", or what stands in the way."""
+        return self._asked("flags", style, graph=graph)
+
+    def dot(self, *, graph: Graph | None = None, cluster: Cluster | str | None = None) -> str:
+        """The graph with placements and costs, in DOT; layers that repeat are drawn once."""
+        return str(self._asked("dot", graph=graph, cluster=cluster))
+
+    def draw(self, path: str | Path, *, graph: Graph | None = None, cluster: Cluster | str | None = None) -> None:
+        """The same as a picture; the kind of file follows from the name."""
+        self._asked("draw", path, graph=graph, cluster=cluster)
+
+
+def graph_for(plan: Planned, graph: Graph | None) -> Graph:
+    """The graph of a plan's whole batch: given, or remembered."""
+    if graph is not None:
+        return graph
+    if plan.origin is None:
+        recipe = plan.account.get("recipe")
+        where = f"laminar.api.graph_of({recipe!r})" if recipe else "laminar.capture(model, loss, batch)"
+        raise PlanError("this plan does not carry its graph", next=f"hand it over: graph={where}")
+    return plan.origin.graph
+
+
+def cluster_for(plan: Planned, cluster: Cluster | str | None) -> Cluster:
+    """The cluster of a plan: given, remembered, or the one its account names."""
+    if isinstance(cluster, str):
+        return Cluster.load(cluster) if cluster.endswith(".json") else Cluster.preset(cluster)
+    if cluster is not None:
+        return cluster
+    if plan.origin is not None:
+        return plan.origin.cluster
+    found = plan.account.get("cluster_file") or plan.account.get("cluster")
+    if not found:
+        raise PlanError(
+            "this plan does not say which cluster it is for", next='hand one over: cluster="8xh100", or --cluster'
+        )
+    return cluster_for(plan, str(found))
+
+
+def sized(nbytes: float) -> str:
+    """Bytes for people."""
+    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.2f} MB"
+
+
+# --- the text of a search
+
+
+def searched(account: Mapping[str, Any], price: float | None = None) -> list[str]:
+    """What a search has proved, what a step spends its time on, and why other plans lost."""
+    proof = account.get("certificate")
+    lines: list[str] = []
+    if proof:
+        cells, mine = proof["cells"], account["choice"]
+        lines += ["", f"searched: {account.get('searched', mine['plan'])}", f"  {proof['sentence']}"]
+        lines.append(
+            f"  {cells['all']} cells: {cells['looked_at']} looked at, {cells['pruned']} ruled out by their bounds, "
+            f"{cells['unfit']} too large, {cells['unfinished']} left; {account['search_s']:.1f} s"
+        )
+        lines += [f"  outside: {text}" for text in proof["outside"]]
+    lines += _binding(account)
+    lines += _lost(account)
+    lines += _measured(account)
+    return lines + costs(account, price)
+
+
+def _binding(account: Mapping[str, Any]) -> list[str]:
+    if "binding" not in account:
+        return []
+    found, spent, held = account["binding"], account["choice"].get("spent", {}), account.get("memory", {})
+    step_s = account["step_s"]
+    parts = ", ".join(f"{name} {s / step_s:.0%}" for name, s in sorted(spent.items(), key=lambda kv: -kv[1])
+                      if s / step_s >= 0.005)  # fmt: skip
+    lines = ["", f"what binds: {found['resource']}, {found['share']:.0%} of the step" if found.get("resource") else ""]
+    lines += [f"  a step: {parts}"] if parts else []
+    if "memory_bytes" in found:
+        lines.append(
+            f"  memory: {sized(account['peak_bytes'])} of {sized(found['memory_bytes'])} on the fullest rank"
+            + (" (" + ", ".join(f"{k} {sized(n)}" for k, n in held.items()) + ")" if held else "")
+        )
+    if found.get("kept_out"):
+        row = found["kept_out"]
+        lines.append(
+            f"  memory binds too: {row['plan']} would take about {row['step_s'] * 1e3:.3f} ms, "
+            f"but {sized(row['peak_bytes'])}"
+        )
+    return lines
+
+
+def _lost(account: Mapping[str, Any]) -> list[str]:
+    rows = account.get("runners_up") or []
+    mine = account.get("choice", {})
+    told = {mine.get("plan"), *(row["plan"] for row in rows)}
+    lines = ["", "other plans that were simulated in full"] if rows else []
+    for row in rows:
+        slower = 100 * (row["step_s"] / mine["step_s"] - 1)
+        why = f"{slower:.1f} % slower" if slower >= 0 else f"{-slower:.1f} % faster, but less simple"
+        lines.append(f"  {row['plan']}: {row['step_s'] * 1e3:.3f} ms, {why}")
+        more = difference(mine.get("spent", {}), row.get("spent", {}), mine["step_s"])
+        if more:
+            lines.append(f"    {more}")
+    wins = account.get("wins")
+    if wins:
+        lines += [f"this plan is the fastest of these with a probability of {wins['share']:.0%}: {wins['assumed']}"]
+    seen = [r for r in account.get("looked_at") or [] if r["plan"] not in told and r["fits"]]
+    best: dict[str, Mapping[str, Any]] = {}
+    for row in seen:
+        best.setdefault(row["plan"], row)
+    if best:
+        lines += ["", "others that were looked at, from shallow models of them"]
+    for row in list(best.values())[:LOOKED_AT]:
+        slower = 100 * (row["step_s"] / mine["step_s"] - 1)
+        lines.append(f"  {row['plan']}: about {row['step_s'] * 1e3:.3f} ms, {slower:+.1f} %")
+    return lines
+
+
+def difference(mine: Mapping[str, float], other: Mapping[str, float], step_s: float) -> str:
+    """What another plan spends more and less on, in words, the largest first."""
+    apart = {k: other.get(k, 0.0) - mine.get(k, 0.0) for k in {*mine, *other}}
+    told = sorted((k for k, s in apart.items() if abs(s) > SLIGHT_S * step_s), key=lambda k: -abs(apart[k]))
+    more = [f"{apart[k] * 1e3:.3f} ms more on {k}" for k in told if apart[k] > 0][:3]
+    less = [f"{-apart[k] * 1e3:.3f} ms less on {k}" for k in told if apart[k] < 0][:2]
+    return ", ".join(more + less)
+
+
+def _measured(account: Mapping[str, Any]) -> list[str]:
+    found = account.get("measured")
+    if not found:
+        return []
+    lines = ["", f"measured on this machine, by turns in {found['rounds']} rounds"]
+    for row in found["rows"]:
+        mark = "*" if row["taken"] else " "
+        lines.append(
+            f" {mark} {row['plan']}: {row['step_s'] * 1e3:.3f} ms ({row['low_s'] * 1e3:.3f} to "
+            f"{row['high_s'] * 1e3:.3f}, quartiles), {row['predicted_s'] * 1e3:.3f} predicted"
+        )
+    return [*lines, f"  {found['says']}"]
+
+
+def costs(account: Mapping[str, Any], price: float | None) -> list[str]:
+    """Money for a million tokens, or samples, at so much for a device-hour."""
+    if price is None or "step_s" not in account or "devices" not in account:
+        return []
+    unit = "tokens" if account.get("tokens") else "samples"
+    count = account.get(unit)
+    if not count:
+        return []
+    step = account["step_s"] * account["devices"] * price / 3600
+    return ["", f"at {price:g} for a device-hour: {1e6 * step / count:.4g} for a million {unit} "
+            f"({account['devices']} devices, {count / account['step_s']:,.0f} {unit} a second)"]  # fmt: skip

@@ -1,0 +1,107 @@
+"""What one device alone would do: the kernels a compiler writes for it, what it keeps for backward.
+
+Bounds rest on two things that hold for every plan that has been tried, and are taken for granted:
+
+    An op on part of its work takes no less than its share of the whole, and a call costs something besides.
+    A program with exchanges in it fuses no better than the same program on one device.
+
+So whatever ranks do together, kernels take at least what they take on one device, each with its bytes divided by all
+ranks; and of what one device keeps of forward for backward, the fullest rank keeps at least its share.
+"""
+
+from __future__ import annotations
+
+from laminar.cost.forms import Forms
+from laminar.cost.prices import Machine, fused_work, kernel_kind
+from laminar.ir.mesh import Mesh
+from laminar.ir.program import Program
+from laminar.lower.fuse import kernels
+from laminar.lower.recompute import boundary_bytes, recompute, written_out
+from laminar.lower.stages import KEPT, stages
+from laminar.lower.step import step_programs
+from laminar.planner.cells import Cell
+from laminar.planner.score import Model, extrapolated
+from laminar.search import presets
+from laminar.staging import pipeline
+
+Kernel = tuple[int, tuple[int, int, str] | None]
+"""Bytes that it moves; rows, columns and kind of what it reduces."""
+ONE = Mesh({"dp": 1})
+
+
+class Alone:
+    """One model on one device, for micro-batches of all sizes."""
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self._lowered: dict[tuple[int, int, bool, bool], tuple[list[Program], float]] = {}
+        self._kernels: dict[tuple[int, int, bool], list[Kernel]] = {}
+        self._kept: dict[tuple[int, bool, bool], float] = {}
+        self._seconds: dict[tuple[int, bool, Mesh], float] = {}
+
+    def kernels_s(self, cell: Cell) -> float:
+        """Seconds of a micro-batch's kernels at least, at full depth."""
+        machine = self.model.machine(cell.mesh)
+        if not machine.fused:
+            return 0.0
+        key = (cell.micro_batches, cell.plain, cell.mesh)
+        if key not in self._seconds:
+            found = {
+                keep: sum(kernel_s(machine, *one, cell.ranks) for one in self.kernels(cell, keep))
+                for keep in self.model.keeps
+            }
+            self._seconds[key] = extrapolated(found, self.model.layers)
+        return self._seconds[key]
+
+    def kernels(self, cell: Cell, keep: int) -> list[Kernel]:
+        """Every kernel that a compiler writes, at a depth."""
+        key = (cell.micro_batches, keep, cell.plain)
+        if key not in self._kernels:
+            programs, _ = self._program(cell, keep, False)
+            self._kernels[key] = [one for program in programs for one in _kernels_of(program)]
+        return self._kernels[key]
+
+    def kept_bytes(self, cell: Cell) -> float:
+        """Bytes of forward that are kept for backward, for one micro-batch, at full depth."""
+        key = (cell.micro_batches, cell.plain, cell.recompute)
+        if key not in self._kept:
+            found = {keep: self._program(cell, keep, cell.recompute)[1] for keep in self.model.keeps}
+            self._kept[key] = extrapolated(found, self.model.layers)
+        return self._kept[key]
+
+    def _program(self, cell: Cell, keep: int, again: bool) -> tuple[list[Program], float]:
+        """What it runs for a micro-batch, as a compiler has it if there is one, and the bytes kept for backward."""
+        key = (cell.micro_batches, keep, cell.plain, again)
+        if key in self._lowered:
+            return self._lowered[key]
+        graph, fused = self.model.small(cell.micro_batches, keep), self.model.machine(ONE).fused
+        plan = presets.data_parallel(graph, ONE, (self.model.blocks,) if again and self.model.blocks else ())
+        if cell.plain:
+            program = step_programs(graph, plan)[0]
+            program = recompute(written_out(program)) if fused else program
+            found = [program], float(boundary_bytes(program))
+        else:
+            made = stages(graph, pipeline(graph, 1, cell.micro_batches, 1, plan, couple="microbatch"))
+            first = made.parts[0][0].program
+            kept = float(sum(o.placed.spec.nbytes for o in first.outputs if o.kind == KEPT))
+            programs = [p.program for p in made.by_name.values()]
+            found = [written_out(p) for p in programs] if fused else programs, kept
+        self._lowered[key] = found
+        return found
+
+
+def kernel_s(machine: Machine, nbytes: int, shape: tuple[int, int, str] | None, ranks: int) -> float:
+    """Seconds of a kernel, divided by so many ranks along whichever side is cheaper."""
+    nbytes //= ranks
+    if shape is None:
+        return machine.kernel(nbytes, None).seconds
+    rows, columns, kind = shape
+    ways = [(max(1, rows // ranks), columns, kind), (rows, max(1, columns // ranks), kind)]
+    return min(machine.kernel(nbytes, way).seconds for way in ways)
+
+
+def _kernels_of(program: Program) -> list[Kernel]:
+    groups, forms = kernels(program), Forms(program)
+    work = fused_work(forms, groups, 0)
+    fused = [kernel_kind(forms.examples[forms.of[group[0]]]) == "fused" for group in groups]
+    return [one for one, is_fused in zip(work, fused, strict=True) if is_fused]

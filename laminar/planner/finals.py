@@ -1,0 +1,71 @@
+"""What a search hands on: plans that were simulated in full, the choice among them, and how they are told in words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from laminar.forecast import Prediction, StagedPrediction
+from laminar.ir.plan import Plan
+from laminar.ir.staged import Staged
+from laminar.planner.certificate import Certificate
+from laminar.planner.score import Score
+
+
+@dataclass(frozen=True)
+class Final:
+    """A plan simulated at full depth."""
+
+    score: Score
+    plan: Plan | Staged
+    seconds: float
+    peak_bytes: int
+    account: dict[str, Any]
+    ran: Prediction | StagedPrediction | None = None
+    """The whole simulation, for whoever explains it."""
+
+    @property
+    def simple(self) -> tuple[int, ...]:
+        """The smaller, the simpler."""
+        cell, style = self.score.cell, self.score.style
+        ways = ("data", "inner", "tensor", "sequence", "free", "hidden")
+        steps = len(self.plan.rewrites)
+        return (steps, cell.stages, cell.micro_batches > 1, cell.virtual, max(map(ways.index, style)), cell.tp > 1,
+                self.score.zero, cell.recompute)  # fmt: skip
+
+    def row(self) -> dict[str, Any]:
+        """For `explain`."""
+        return {"plan": described(self.score), "step_s": self.seconds, "peak_bytes": self.peak_bytes,
+                **self.score.cell.to_json(), "zero": self.score.zero}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search has to say."""
+
+    plan: Plan | Staged
+    certificate: Certificate
+    finals: tuple[Final, ...]
+    """All that were simulated in full, best first."""
+    scores: tuple[Score, ...]
+    """All placements that were looked at, best first."""
+    space: dict[str, Any]
+
+
+def described(score: Score) -> str:
+    """A plan in a few words."""
+    names = {"data": "data parallel", "inner": "pieces within a node", "tensor": "tensor parallel",
+             "sequence": "tensor and sequence parallel",
+             "free": "placed freely"}  # fmt: skip
+    ways = dict.fromkeys(names[s] for s in score.style if s in names)
+    cell = score.cell
+    mesh = " x ".join(f"{n}={s}" for n, s in zip(cell.mesh.names, cell.mesh.sizes, strict=True))
+    out = f"{' and '.join(ways)} on {mesh}"
+    if score.zero:
+        out += f", ZeRO {score.zero}"
+    if not cell.plain:
+        out += f", {cell.stages} stages" if cell.stages > 1 else ""
+        out += f", {cell.micro_batches} micro-batches"
+        out += f", {cell.virtual} virtual stages each" if cell.virtual > 1 else ""
+    out += ", blocks made again in backward" if cell.recompute else ""
+    return out + (", rewritten" if score.rewrites else "")

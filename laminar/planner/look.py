@@ -1,0 +1,154 @@
+"""Looking at a cell: what its placements are expected to take, and before that, what it promises.
+
+In a cell without micro-batches each style of placement is lowered and simulated on a shallow model, with ZeRO and
+without; placements whose parameters and state alone are too large are left out before that. Cells with micro-batches
+are put together from parts that many of them have in common. A guess needs even less: parts of a micro-batch with
+another number of samples. Nothing here rules a plan out for good: that is what bounds are for.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from laminar.errors import LaminarError
+from laminar.planner.cells import Cell, divisors
+from laminar.planner.parts import (
+    Parts,
+    Share,
+    held_bytes,
+    parts_of,
+    pipelined_s,
+    plain_bytes,
+    plain_s,
+    share_of,
+    unit,
+)
+from laminar.planner.placing import ZERO, styles
+from laminar.planner.score import Model, Score, feasible, scored
+
+HOPELESS = 1.25
+"""A placement that is so much slower than the best is not asked how much it holds."""
+BUSY = 0.98
+"""With state in pieces gradients travel half as far, and slow the work down less: by no more than this. Assumed."""
+UNSURE = 1.015
+"""How much more than there is an estimate of memory may say, for a plan to be worth simulating."""
+FAR = 8
+"""Parts are guessed from those of at most so many times as many samples, or as few."""
+CRAMPED = 1.5
+"""A cell in which nothing is guessed to fit is taken to be so much slower than it is guessed to be."""
+
+
+class Looker:
+    """Scores and guesses of the cells of one model."""
+
+    def __init__(self, model: Model) -> None:
+        self.model, self.request = model, model.request
+
+    def zeros(self, cell: Cell) -> tuple[int, ...]:
+        """Stages of ZeRO that are asked for."""
+        pinned = self.request.pin.get("zero")
+        if pinned is not None:
+            return (pinned,)
+        return ZERO if self.request.allows("zero") and cell.ranks > 1 else (0,)
+
+    def worth(self, score: Score) -> bool:
+        """Whether it may fit, as far as an estimate can tell."""
+        return score.peak_bytes <= UNSURE * self.request.room_bytes
+
+    def plain(self, cell: Cell, best_s: float, roomy: float, free: bool) -> list[Score]:
+        """Placements of a step without micro-batches; with `free`, such as have no name too.
+
+        `roomy` is what is taken to be held where there is plenty of room, else 0.
+        """
+        graph = self.model.small(1, self.model.keeps[-1])
+        placer = self.model.placer(cell.mesh)
+        found: list[Score] = []
+        wanted = styles(cell.mesh, self.request.allows("tensor"), free, lean=not roomy)
+        for style, plan in placer.plans(graph, wanted):
+            for zero in self.zeros(cell):
+                if "inner" in style and not zero:
+                    continue  # that is data parallel on one axis
+                try:
+                    pieces = placer.pieces(graph, plan, style, zero)
+                    if self.model.stays_bytes(pieces) > UNSURE * self.request.room_bytes:
+                        continue
+                    one = scored(self.model, cell, style, zero, pieces, HOPELESS * best_s, roomy)
+                except LaminarError:
+                    continue
+                found.append(one)
+                if feasible(one, self.request):
+                    best_s = min(best_s, one.seconds)
+                # Pieces save memory; besides, they save updates and waiting for gradients, but no work.
+                slow = BUSY * (one.seconds - one.behind_s) > best_s or not free
+                if slow and not one.peak_bytes > self.request.room_bytes:
+                    break
+        return found
+
+    def staged(self, cell: Cell, free: bool, lean: bool) -> list[Score]:
+        """Placements of a micro-batch, with as little in pieces as there is room for.
+
+        Parameters in pieces are gathered for every micro-batch: only if that is to be (`lean`), or was asked for.
+        """
+        found: list[Score] = []
+        for style in styles(cell.mesh, self.request.allows("tensor"), free, lean=True):
+            if cell.stages > 1 and ("inner" in style or style[0] == "free"):
+                continue  # data parallel outside, any way inside
+            zeros = self.zeros(cell)
+            for zero in zeros:
+                if zero == 3 and not lean and len(zeros) > 1:
+                    continue
+                try:
+                    one = scored(self.model, cell, style, zero)
+                except LaminarError:
+                    continue
+                found.append(one)
+                if zero and feasible(one, self.request):
+                    break
+        return found
+
+    # --- guesses
+
+    def guess(self, cell: Cell) -> float:
+        """Seconds of the cell's simplest placement that may fit; 0 if there is nothing to guess from."""
+        if "tp" in cell.mesh.names and not self.request.allows("tensor"):
+            return 0.0
+        found = math.inf
+        for inner in ("tensor", "sequence") if cell.tp > 1 else ("data",):
+            try:
+                seconds, fits = self._guessed(cell, tuple(inner if n == "tp" else "data" for n in cell.mesh.names))
+            except LaminarError:
+                return 0.0
+            found = min(found, seconds)
+            if fits:
+                break
+        return found
+
+    def _guessed(self, cell: Cell, style: tuple[str, ...]) -> tuple[float, bool]:
+        """Seconds with as little in pieces as fits; more than that, if nothing does."""
+        parts = self._parts(cell, style)
+        seconds, held = (plain_s, plain_bytes) if cell.plain else (pipelined_s, held_bytes)
+        zeros = [z for z in self.zeros(cell) if cell.plain or z < 3] or [1]
+        room = UNSURE * self.request.room_bytes
+        found = [(held(self.model, cell, parts, z) > room, seconds(self.model, cell, parts, z)) for z in zeros]
+        cramped, least_s = min(found)
+        return CRAMPED * least_s if cramped else least_s, not cramped
+
+    def _parts(self, cell: Cell, style: tuple[str, ...]) -> Parts:
+        """Of its share, or in proportion to those of one that was looked at before."""
+        model = self.model
+        wanted = math.ceil(model.samples / cell.micro_batches / cell.dp)  # some ranks may have one more than others
+        each = max(d for d in divisors(model.samples) if d <= wanted)
+        share = share_of(model, cell, style, 0) if self.request.place else unit(model, cell, style, each)
+        if share in model.parts or self.request.place:
+            return parts_of(model, share)
+        near = [o for o in model.parts if _bare(o) == _bare(share)]
+        if near:
+            best = min(near, key=lambda o: abs(math.log(o.samples / wanted)))
+            if 1 / FAR <= best.samples / wanted <= FAR:
+                return model.parts[best].scaled(wanted / best.samples)
+        return parts_of(model, share).scaled(wanted / each)
+
+
+def _bare(share: Share) -> Share:
+    return replace(share, samples=0, micro_batches=0)

@@ -1,0 +1,60 @@
+"""A job that searches its own plan: rank 0 searches, everybody trains with what it found, as plain PyTorch would."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import laminar
+from laminar.cli import main
+from laminar.errors import LaminarError
+from tests.ranks import Ranks
+from tests.test_job import adamw, batches, gap, mean, net, plain
+from tests.zoo import EXAMPLES
+
+HERE = str(Path(__file__).parent.parent / "bench" / "results" / "profile_2.json")
+
+
+def _trained(micro_batches: int) -> tuple[str, dict[str, Any], list[float], float]:
+    model, data = net(), batches(4, samples=8)
+    other = copy.deepcopy(model)
+    job = laminar.parallelize(model, mean, adamw(model), batch=data[0], cluster=HERE, micro_batches=micro_batches)
+    losses = [job.step(b).loss for b in data]
+    want = plain(other, mean, adamw(other), data)
+    assert max(abs(a - b) for a, b in zip(losses, want, strict=True)) < 1e-9
+    keep = [k for k in other.state_dict() if k != "seen"]
+    state, there = job.state_dict(), other.state_dict()
+    apart = gap({k: state[k] for k in keep}, {k: there[k] for k in keep})
+    out = job.plan.hash, job.plan.account, losses, apart
+    job.close()
+    return out
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_all_ranks_train_with_the_plan_that_one_of_them_found(two: Ranks, micro_batches: int) -> None:
+    """The same plan everywhere, searched for this machine, and the weights of plain PyTorch."""
+    (first, account, losses, apart), (second, _, others, _) = two.run(_trained, micro_batches)
+    assert first == second and losses == others and apart < 1e-8
+    if micro_batches == 1:
+        assert account["certificate"]["bound_s"] <= account["certificate"]["step_s"]
+
+
+def test_a_machine_of_another_size_is_refused() -> None:
+    """A plan for two ranks is of no use to one."""
+    model, data = net(), batches(1, samples=8)
+    with pytest.raises(LaminarError, match="the cluster has 2 devices, the job 1 ranks"):
+        laminar.parallelize(model, mean, adamw(model), batch=data[0], cluster=HERE)
+    with pytest.raises(LaminarError, match="what a plan is searched for"):
+        laminar.parallelize(model, mean, adamw(model), batch=data[0], cluster=HERE, plan="data")
+
+
+def test_the_command_line_searches_too(tmp_path: Path) -> None:
+    """`laminar train --cluster` starts as many ranks as the cluster has, and saves the plan that it found."""
+    run = tmp_path / "run"
+    assert main(["train", str(EXAMPLES / "mlp.py:tiny"), "--cluster", HERE, "--steps", "3", "--run-dir", str(run)]) == 0
+    saved = json.loads((run / "plan.json").read_text())
+    assert saved["account"]["certificate"]["cells"]["looked_at"] > 0

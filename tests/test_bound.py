@@ -1,0 +1,336 @@
+"""The bound against the simulator: no plan of a small graph may be simulated faster, whatever it is.
+
+Graphs are so small that all plans can be tried, or so small that a descent from random plans, one op at a time, every
+option tried, ends in plans that nobody would write and that are hard to beat. Tensors are large (they are never made),
+so that overlap, contention and the choice between them matter. The same check must catch a bound that forbids overlap.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import laminar
+from laminar.cost.tasks import Drag
+from laminar.errors import LaminarError
+from laminar.forecast import held_by, predict_staged, timed
+from laminar.ir.cluster import Cluster
+from laminar.ir.graph import Graph
+from laminar.ir.mesh import Mesh
+from laminar.ir.plan import Choice, Plan
+from laminar.ir.sbp import B, NdSbp, Partial, Sbp, Split
+from laminar.ir.tensor import TensorSpec
+from laminar.lower.step import step_programs
+from laminar.planner.bound import Bounds
+from laminar.planner.cells import Cell
+from laminar.planner.find import find
+from laminar.planner.options import Placements
+from laminar.planner.request import Request
+from laminar.planner.score import Model
+from laminar.planner.ways import GRADIENTS, PARAMETERS, VALUES, Ways, pairs_of
+from laminar.rules.boxing import boxing
+from laminar.search import presets
+from laminar.search.draw import random_plan
+from laminar.search.micro import micro
+from laminar.search.minsum import MinSum
+from laminar.staging import pipeline
+
+FORWARD: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "one": lambda x, a, b: x @ a,
+    "sum": lambda x, a, b: x @ a + x @ b,
+    "two": lambda x, a, b: (x @ a) @ b,
+    "relu": lambda x, a, b: torch.relu(x @ a) @ b,
+    "norm": lambda x, a, b: torch.nn.functional.layer_norm(x @ a, x.shape[-1:]) @ b,
+    "tied": lambda x, a, b: torch.relu(x @ a) @ a,
+}
+"""Models of one to eight ops of forward and as many of backward."""
+
+
+@cache
+def traced(name: str, rows: int = 8192, width: int = 4096, squared: bool = True) -> Graph:
+    """The graph of a training step of one of them; its loss is the mean of squares, or a mere sum."""
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = torch.nn.Parameter(torch.empty(width, width, device="meta"))
+            if name not in ("one", "tied"):
+                self.b = torch.nn.Parameter(torch.empty(width, width, device="meta"))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out = FORWARD[name](x, self.a, getattr(self, "b", self.a))
+            return out.square().mean() if squared else out.sum()
+
+    return laminar.capture(Model(), lambda model, x: model(x), torch.zeros(1, width).expand(rows, width))
+
+
+class Tried:
+    """Plans of one graph in one cell, and what the simulator says about them."""
+
+    def __init__(self, graph: Graph, spec: str, cell: Cell) -> None:
+        self.graph, self.cell = graph, cell
+        self.model = Model(graph, Request(Cluster.preset(spec)))
+        self.machine = self.model.machine(cell.mesh)
+        self.placements = Placements(graph, self.machine, cell.mesh)
+
+    def seconds(self, plan: Plan) -> float:
+        """Of a step; infinite where a plan can't be lowered."""
+        return self.ran(plan)[0]
+
+    def ran(self, plan: Plan) -> tuple[float, float]:
+        """Seconds and bytes."""
+        cluster = self.model.request.cluster
+        try:
+            program, groups, _, times = timed(*step_programs(self.graph, plan), cluster, self.machine)
+        except LaminarError:
+            return float("inf"), float("inf")
+        return times.step / 1e9, float(held_by(program, groups, cluster, "adamw").peak_bytes)
+
+    def choices(self, name: str) -> list[Choice]:
+        """Everything an op can do; kinds of terms do not mix on one tensor."""
+        node = self.graph.by_name[name]
+        found = []
+        for o in self.placements.options(node):
+            if all(len({p.op for p in nd if isinstance(p, Partial)}) < 2 for nd in (*o.ins, *o.outs)):
+                found.append(Choice(o.ins, o.outs))
+        return found
+
+    def stored(self, spec: TensorSpec) -> list[tuple[NdSbp, NdSbp]]:
+        """(parameter, state): whole, in pieces, or whole with the state in pieces, on each axis."""
+        pieces: list[Sbp] = [Split(d) for d in range(len(spec.shape))]
+        kinds: list[tuple[Sbp, Sbp]] = [(B, B), *((B, p) for p in pieces), *((p, p) for p in pieces)]
+        return [(tuple(k[0] for k in way), tuple(k[1] for k in way))
+                for way in itertools.product(kinds, repeat=len(self.cell.mesh.sizes))]  # fmt: skip
+
+    def with_param(self, plan: Plan, name: str, kind: tuple[NdSbp, NdSbp]) -> Plan:
+        """The plan with a parameter stored, and its state kept, as told."""
+        inputs, outputs = {**plan.inputs, name: kind[0]}, {**plan.outputs, f"grad:{name}": kind[1]}
+        return replace(plan, inputs=inputs, outputs=outputs, state={**plan.state, name: kind[1]})
+
+    def every(self) -> Iterator[Plan]:
+        """All plans. The batch lies as its first reader wants it, and the loss is whole: neither costs anything."""
+        graph = self.graph
+        start = random_plan(graph, self.cell.mesh, 0)
+        (batch,) = graph.of_kind("batch")
+        reader = next(n for n in graph.nodes if any(r.name == batch.name for r in n.ins))
+        at = next(i for i, r in enumerate(reader.ins) if r.name == batch.name)
+        params = [(i.name, self.stored(i.spec)) for i in graph.of_kind("param")]
+        names = [n.name for n in graph.nodes]
+        for chosen in itertools.product(*map(self.choices, names)):
+            ops = dict(zip(names, chosen, strict=True))
+            inputs = {**start.inputs, batch.name: ops[reader.name].ins[at]}
+            outputs = dict.fromkeys(start.outputs, (B,) * len(self.cell.mesh.sizes))
+            plan = replace(start, ops=ops, inputs=inputs, outputs=outputs)
+            for kinds in itertools.product(*(kinds for _, kinds in params)):
+                for (name, _), kind in zip(params, kinds, strict=True):
+                    plan = self.with_param(plan, name, kind)
+                yield plan
+
+    def starts(self, seeds: int) -> list[Plan]:
+        """Plans with a name, and random ones."""
+        graph, mesh = self.graph, self.cell.mesh
+        made = [presets.data_parallel(graph, mesh), *(presets.zero(graph, mesh, stage) for stage in (1, 3))]
+        for seed in range(seeds):
+            rng, plan = random.Random(seed), random_plan(graph, mesh, seed)
+            outputs = {k: v if k.startswith("grad:") else (B,) * len(v) for k, v in plan.outputs.items()}
+            plan = replace(plan, outputs=outputs)
+            for item in graph.of_kind("param"):
+                plan = self.with_param(plan, item.name, rng.choice(self.stored(item.spec)))
+            made.append(plan)
+        return made
+
+    def descended(
+        self, plan: Plan, score: Callable[[Plan], float], sweeps: int = 1, most: int = 8, seed: int = 0
+    ) -> tuple[float, Plan]:
+        """A plan made faster op by op: of each op's options, so many drawn at random are tried."""
+        rng, best = random.Random(seed), score(plan)
+        for _ in range(sweeps):
+            before = best
+            moves = [n.name for n in self.graph.nodes] + [i.name for i in self.graph.inputs if i.kind != "rng"]
+            for name in rng.sample(moves, len(moves)):
+                others = list(self._others(plan, name))
+                for other in rng.sample(others, min(most, len(others))):
+                    seconds = score(other)
+                    if seconds < best:
+                        best, plan = seconds, other
+            if best == before:
+                break
+        return best, plan
+
+    def best(self, seeds: int, score: Callable[[Plan], float] | None = None, sweeps: int = 1, most: int = 8) -> float:
+        """The fastest that is found: descents from the best plan with a name, and from random ones."""
+        score = score or self.seconds
+        plans = sorted(self.starts(seeds), key=score)
+        drawn = [p for p in plans if p.name.startswith("random")]
+        return min(self.descended(p, score, sweeps, most)[0] for p in (plans[0], *drawn))
+
+    def _others(self, plan: Plan, name: str) -> Iterator[Plan]:
+        if name in plan.ops:
+            for choice in self.choices(name):
+                yield replace(plan, ops={**plan.ops, name: choice})
+            return
+        item = next(i for i in self.graph.inputs if i.name == name)
+        for kind in self.stored(item.spec):
+            if item.kind == "param":
+                yield self.with_param(plan, name, kind)
+            else:
+                yield replace(plan, inputs={**plan.inputs, name: kind[0]})
+
+
+def mesh_cell(dp: int, tp: int) -> Cell:
+    """Neither stages nor micro-batches."""
+    return Cell(1, 1, 1, dp, tp)
+
+
+def least_of(model: Model, cell: Cell) -> dict[str, float]:
+    """All bounds of a cell."""
+    bounds = Bounds(model)
+    return {"rough": bounds.rough(cell), "quick": bounds.quick(cell).seconds, "full": bounds.of(cell).seconds}
+
+
+# --- all plans, and those hard to beat
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", ["2xcpu", "2xh100", "2xh100@pcie"])
+def test_no_plan_at_all_is_faster_than_the_bound(spec: str) -> None:
+    """Brute force over the simulator: every placement of every tensor of a product, its loss and its gradient."""
+    tried = Tried(traced("one", squared=False), spec, mesh_cell(2, 1))
+    best = min(map(tried.seconds, tried.every()))
+    least = least_of(tried.model, tried.cell)
+    assert all(0 < s <= best for s in least.values()), (best, least)
+    assert least["full"] > 0.8 * best  # else anything would pass
+
+
+CASES = [("2xh100@pcie", 2, 1), ("2xcpu", 2, 1), ("4xh100@pcie", 2, 2), ("2x2xa100", 2, 2), ("4xcpu", 2, 2)]
+
+
+@pytest.mark.parametrize(("spec", "dp", "tp"), CASES)
+@pytest.mark.parametrize("name", ["sum", "relu", "tied"])
+def test_no_plan_that_a_descent_ends_in_is_faster_than_the_bound(name: str, spec: str, dp: int, tp: int) -> None:
+    """One op at a time, whatever is faster: such plans use what a bound forgot. A tied weight is fetched once."""
+    tried = Tried(traced(name), spec, mesh_cell(dp, tp))
+    best, least = tried.best(1), least_of(tried.model, tried.cell)
+    assert all(0 < s <= best for s in least.values()), (best, least)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("spec", "dp", "tp"), [*CASES, ("4xh100@pcie", 4, 1), ("2x2xh100@pcie+eth100", 2, 2)])
+@pytest.mark.parametrize("name", list(FORWARD))
+@pytest.mark.parametrize("shape", [(8192, 4096), (512, 4096), (65536, 256), (1000, 520)])
+def test_no_plan_that_many_descents_end_in_is_faster_than_the_bound(
+    name: str, spec: str, dp: int, tp: int, shape: tuple[int, int]
+) -> None:
+    """The same for every model, from more places, with work and exchanges in other proportions."""
+    tried = Tried(traced(name, *shape), spec, mesh_cell(dp, tp))
+    best, least = tried.best(2, sweeps=3, most=24), least_of(tried.model, tried.cell)
+    assert all(0 < s <= best for s in least.values()), (best, least)
+
+
+def test_a_bound_without_overlap_is_caught() -> None:
+    """Planted: if every exchange counted in full, a plan that hides them would lie below. The check must see that."""
+    tried = Tried(traced("two"), "2xh100@pcie", mesh_cell(2, 1))
+    best = tried.best(0)
+    assert least_of(tried.model, tried.cell)["full"] <= best
+    wrong = Model(tried.graph, tried.model.request)
+    wrong.machine(tried.cell.mesh).drag = Drag(1, 1)  # as if nothing went on beside an exchange
+    assert Bounds(wrong).of(tried.cell).seconds > best
+
+
+# --- memory
+
+
+def test_plans_that_fit_are_slower_than_the_bound_and_hold_more_than_its_bytes() -> None:
+    """With a cap, whatever fits obeys both; a cell that can't fit has no plan that does."""
+    tried = Tried(traced("relu"), "4xh100@pcie", mesh_cell(4, 1))
+    bounds = Bounds(tried.model)
+    ran = [tried.ran(plan) for plan in tried.starts(6)]
+    held = sorted(nbytes for _, nbytes in ran)
+    assert bounds.least_bytes(tried.cell) <= held[0]
+    fits = min(seconds for seconds, nbytes in ran if nbytes <= held[len(held) // 2])
+    assert bounds.of(tried.cell).seconds <= fits
+    found = find(tried.graph, Request(tried.model.request.cluster, memory_bytes=1.2 * held[0], budget_s=3))
+    assert found.certificate.bound_s <= found.certificate.step_s
+
+
+# --- stages
+
+
+@pytest.mark.parametrize(
+    ("spec", "stages", "parts", "virtual"),
+    [("2xcpu", 2, 4, 1), ("4xh100@pcie", 1, 2, 1), ("4xh100@pcie", 2, 4, 1), ("4xh100@pcie", 2, 2, 2),
+     ("3xh100@pcie", 3, 3, 1)],
+)  # fmt: skip
+def test_no_plan_with_stages_that_a_descent_ends_in_is_faster_than_the_bound(
+    spec: str, stages: int, parts: int, virtual: int
+) -> None:
+    """Micro-batches in up to three stages, each spread over its ranks in any way."""
+    cell = Cell(stages, parts, virtual, Cluster.preset(spec).devices // stages, 1)
+    whole = traced("relu", 9216 if parts == 3 else 8192)
+    tried = Tried(micro(whole, parts), spec, cell)
+
+    def seconds(plan: Plan) -> float:
+        try:
+            staged = pipeline(tried.graph, stages, parts, virtual, plan)
+            return predict_staged(tried.graph, staged, tried.model.request.cluster).seconds
+        except LaminarError:
+            return float("inf")
+
+    best = tried.best(1, seconds, most=4)
+    least = least_of(Model(whole, tried.model.request), cell)
+    assert all(0 < s <= best < float("inf") for s in least.values()), (best, least)
+
+
+# --- the parts of it
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_no_chain_of_exchanges_is_cheaper_than_the_way_that_is_counted(data: st.DataObject) -> None:
+    """Boxing of any tensor between any placements, priced step by step, on one and two axes."""
+    spec, sizes = data.draw(st.sampled_from([("8xh100", (8,)), ("2x4xh100", (2, 4)), ("4xcpu", (2, 2))]))
+    mesh = Mesh(dict(zip(("dp", "tp"), sizes, strict=False)))
+    machine = Model(traced("one"), Request(Cluster.preset(spec))).machine(mesh)
+    tensor = TensorSpec((data.draw(st.sampled_from([64, 4096])), 64, data.draw(st.sampled_from([16, 1024]))), "f32")
+    placement = st.tuples(*(st.sampled_from([B, Partial("sum"), Split(0), Split(1), Split(2)]) for _ in sizes))
+    src, dst = data.draw(placement), data.draw(placement)
+    ways = Ways(machine, mesh, (1.0,) * len(machine.cluster.levels))
+    paid = 0.0
+    for step in boxing(tensor, src, dst, sizes):
+        if step.moves:
+            held = tensor.nbytes
+            for axis, (a, b) in enumerate(zip(step.src, step.dst, strict=True)):
+                keeps = isinstance(a, Split) and (axis not in step.axes or (step.kind == "all_to_all"))
+                held //= sizes[axis] if keeps and (isinstance(b, Split) or axis not in step.axes) else 1
+            paid += ways.seconds(step.kind, held, step.axes)
+    for what in (VALUES, PARAMETERS, GRADIENTS):
+        assert ways.table(tensor.nbytes, pairs_of([src], [dst]), what)[0, 0] <= paid * (1 + 1e-9) + 1e-12
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 10**6))
+def test_the_floor_of_a_sum_is_its_minimum_or_below(seed: int) -> None:
+    """With room for its tables it is the minimum; without, it never lies above."""
+    rng = np.random.default_rng(seed)
+    problem = MinSum()
+    sizes = [int(rng.integers(1, 4)) for _ in range(6)]
+    for size in sizes:
+        problem.variable(size)
+    for _ in range(9):
+        scope = tuple(int(v) for v in rng.choice(6, size=int(rng.integers(1, 4)), replace=False))
+        problem.add(scope, rng.random([sizes[v] for v in scope]))
+    least = min(
+        sum(problem.tables[t][tuple(values[v] for v in scope)] for scope, t in problem.factors)
+        for values in itertools.product(*map(range, sizes))
+    )
+    assert problem.floor() == pytest.approx(least)
+    assert problem.floor(limit=4) <= least + 1e-12

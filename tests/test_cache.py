@@ -1,0 +1,108 @@
+"""What is kept between commands: found again by its content, never taken for something else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from laminar import api, cache
+from laminar.cli import main
+
+RECIPE = """
+import torch
+from torch import nn
+from laminar import Recipe
+
+def tiny():
+    def data():
+        while True:
+            yield {"x": torch.zeros(4, 8)}
+    return Recipe(model=lambda: nn.Linear(8, WIDTH), loss=lambda m, b: m(b["x"]).square().mean(), data=data)
+"""
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("LAMINAR_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def _recipe(folder: Path, width: int, name: str = "kept_recipe.py") -> str:
+    (folder / name).write_text(RECIPE.replace("WIDTH", str(width)))
+    return f"{folder / name}:tiny"
+
+
+def _count(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How often something is captured from here on."""
+    seen: list[int] = []
+    real = api.capture
+
+    def counted(*args: Any) -> Any:
+        seen.append(1)
+        return real(*args)
+
+    monkeypatch.setattr(api, "capture", counted)
+    return seen
+
+
+def test_a_graph_is_captured_once(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second time it comes from the file, and is the same."""
+    seen, recipe = _count(monkeypatch), _recipe(tmp_path, 16)
+    first, second = api.graph_of(recipe), api.graph_of(recipe)
+    assert seen == [1] and first.hash == second.hash and len(list(home.glob("graphs/*.json"))) == 1
+
+
+def test_changed_code_is_another_graph(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The name hangs on the content of the user's files, not on what they are called."""
+    seen = _count(monkeypatch)
+    first = api.graph_of(_recipe(tmp_path, 16))
+    second = api.graph_of(_recipe(tmp_path, 32))
+    assert len(seen) == 2 and first.hash != second.hash
+    monkeypatch.setattr(cache, "own_code", lambda: "another laminar")
+    api.graph_of(_recipe(tmp_path, 32))
+    assert len(seen) == 3
+
+
+@pytest.mark.parametrize("harm", ["{", "{}", ""])
+def test_a_file_that_can_not_be_read_is_made_again(home: Path, tmp_path: Path, harm: str) -> None:
+    """Cut off, of another form, or empty."""
+    recipe = _recipe(tmp_path, 16)
+    want = api.graph_of(recipe).hash
+    (file,) = home.glob("graphs/*.json")
+    file.write_text(harm)
+    assert api.graph_of(recipe).hash == want
+    assert json.loads(file.read_text())
+
+
+def test_the_oldest_make_room(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as there may be stay; what was used last stays longest."""
+    monkeypatch.setattr(cache, "MOST", 3)
+    for n in range(5):
+        assert cache.kept("things", {"n": n}, lambda n=n: n, int, int) == n
+    assert len(list(home.glob("things/*.json"))) == 3
+    made: list[int] = []
+    assert cache.kept("things", {"n": 4}, lambda: made.append(1) or 4, int, int) == 4 and not made
+
+
+def test_nothing_is_kept_where_it_is_not_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Turned off, or on a disk that takes nothing."""
+    monkeypatch.setenv("LAMINAR_CACHE", "off")
+    assert cache.kept("things", {}, lambda: 1, int, int) == 1
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("LAMINAR_CACHE", str(tmp_path / "file"))
+    assert cache.kept("things", {}, lambda: 1, int, int) == 1
+
+
+def test_a_plan_is_searched_once(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same question has the same answer, from the file; another question is searched."""
+    recipe = _recipe(tmp_path, 16)
+    asked = ["plan", recipe, "--cluster", "2xcpu", "--json"]
+    said = []
+    for more in ([], [], ["--pin", "dp=2"]):
+        assert main([*asked, *more]) == 0
+        said.append(json.loads(capsys.readouterr().out))
+    assert said[0] == said[1]
+    assert len(list(home.glob("plans/*.json"))) == 2
