@@ -20,6 +20,7 @@ from race import race
 
 import laminar
 from laminar.ir.graph import Graph
+from laminar.planner.whatif import resized
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -27,7 +28,7 @@ RESULTS = Path(__file__).parent / "results"
 def found(graph: Graph, mesh: laminar.Mesh) -> laminar.Plan:
     """The best plan without stages for so many ranks of this machine."""
     name = f"profile_{mesh.ranks}.json" if mesh.ranks == 2 else f"profile_16_{mesh.ranks}.json"
-    cluster = laminar.Cluster.load(RESULTS / name)
+    cluster = resized(laminar.Cluster.load(RESULTS / name), mesh.ranks)
     pins = {"tp": 1, "stages": 1, "microbatches": 1, "recompute": 0}  # one axis; what it splits is open
     return laminar.plan(graph, cluster, pin=pins, budget_s=1e6)
 

@@ -138,6 +138,7 @@ def plan(
     pin: Mapping[str, int | str] | None = None,
     only: str | Sequence[str] | None = None,
     optimizer: str = "adamw",
+    proposals: int = 0,
     progress: Callable[[str], None] | None = None,
 ) -> Plan | Staged:
     """The fastest plan for a graph on a cluster that a search finds, and how far it can be from the best there is.
@@ -150,6 +151,7 @@ def plan(
                   tensors by pattern: {"tp": 8, "blocks.*.mlp.up.weight": "S(0)"}
     only          dimensions that may be used: "data", "tensor", "pipeline", "zero", "recompute", "rewrite"
     optimizer     whose update and state are priced
+    proposals     so many random moves are tried around the best plan, if it has no stages (300,000 take some 10 s)
     progress      told in words whenever a better plan is found
 
     `plan.step_s` is simulated, `plan.bound_s` is below the simulated time of every plan in the space that was
@@ -161,7 +163,7 @@ def plan(
     from laminar.planner.request import asking
 
     machine = Cluster.preset(cluster) if isinstance(cluster, str) else cluster
-    request = asking(machine, memory_bytes, budget_s, optimizer, pin, only)
+    request = asking(machine, memory_bytes, budget_s, optimizer, pin, only, proposals)
     found = best(graph, request, progress)
     if not found.rewrites:
         return found

@@ -96,7 +96,7 @@ def do_plan(args: argparse.Namespace) -> int:
         return _stages(args, parse_mesh(args.mesh) if args.mesh else None)
     if args.cluster and not told:
         return _search(args)
-    for name in ("memory", "budget", "pin", "only", "compare", "measure"):
+    for name in ("memory", "budget", "pin", "only", "proposals", "compare", "measure"):
         if getattr(args, name):
             raise PlanError(f"--{name} is for a search", next="leave out --mesh, --preset, --seed and --stages")
     return _made(args)
@@ -122,6 +122,7 @@ def _search(args: argparse.Namespace) -> int:
         "budget_s": 10.0 if args.budget is None else args.budget,
         "pin": parse_pins(args.pin),
         "only": args.only,
+        "proposals": args.proposals,
     }
     with working("searching", args.json) as say:
 
@@ -233,6 +234,13 @@ def options(p: argparse.ArgumentParser) -> None:
     search = p.add_argument_group("search")
     search.add_argument("--memory", type=float, metavar="GB", help="what a rank may fill (default: the device's memory "
                         "less 8 %%)")  # fmt: skip
+    search.add_argument(
+        "--proposals",
+        type=int,
+        default=0,
+        metavar="N",
+        help="try N random moves around the best plan, too: 300000 take some 10 s",
+    )
     search.add_argument("--budget", type=float, metavar="S", help="processor seconds to spend (default: 10)")
     search.add_argument("--pin", action="append", default=[], metavar="NAME=N",
                         help="fix a number (dp, tp, stages, microbatches, virtual, zero, recompute), or how tensors "

@@ -12,6 +12,7 @@ import pytest
 import laminar
 from laminar.cli import main
 from laminar.errors import LaminarError
+from laminar.train import auto
 from tests.ranks import Ranks
 from tests.test_job import adamw, batches, gap, mean, net, plain
 from tests.zoo import EXAMPLES
@@ -43,11 +44,12 @@ def test_all_ranks_train_with_the_plan_that_one_of_them_found(two: Ranks, micro_
         assert account["certificate"]["bound_s"] <= account["certificate"]["step_s"]
 
 
-def test_a_machine_of_another_size_is_refused() -> None:
-    """A plan for two ranks is of no use to one."""
+def test_a_machine_of_another_size_is_cut_or_refused() -> None:
+    """A job may use fewer ranks than a machine has, not more."""
     model, data = net(), batches(1, samples=8)
-    with pytest.raises(LaminarError, match="the cluster has 2 devices, the job 1 ranks"):
-        laminar.parallelize(model, mean, adamw(model), batch=data[0], cluster=HERE)
+    assert laminar.parallelize(model, mean, adamw(model), batch=data[0], cluster=HERE).plan.mesh.ranks == 1
+    with pytest.raises(LaminarError, match="4 devices can't be made of"):
+        auto.cluster_of(HERE, 4)
     with pytest.raises(LaminarError, match="what a plan is searched for"):
         laminar.parallelize(model, mean, adamw(model), batch=data[0], cluster=HERE, plan="data")
 

@@ -482,3 +482,11 @@ def test_chains_differ_by_seed_only() -> None:
         random.seed(len(ends))  # nobody else's generator is asked
         ends.append([(chain.step(), tuple(cost.at)) for _ in range(200)])
     assert ends[0] == ends[1] != ends[2]
+
+
+def test_a_search_may_end_with_random_moves() -> None:
+    """Asked for, they are made; the plan is no slower, and its certificate holds."""
+    graph = specimen("gpt.py:tiny").graph
+    alone, moved = (laminar.plan(graph, "4xh100", budget_s=60, proposals=n) for n in (0, 2000))
+    assert alone.step_s is not None and moved.step_s is not None and moved.bound_s is not None
+    assert moved.bound_s <= moved.step_s <= alone.step_s

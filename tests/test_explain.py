@@ -221,6 +221,7 @@ def test_a_placement_that_cannot_be_says_why(graph: Graph) -> None:
 # --- what if
 
 
+@pytest.mark.slow
 def test_less_memory_gives_a_leaner_plan_or_says_what_binds(found: laminar.Plan) -> None:
     """Both plans, and the difference in words."""
     assert found.peak_bytes is not None and found.step_s is not None
@@ -298,6 +299,7 @@ def test_a_pin_that_names_nothing_or_not_all_layers_is_refused(graph: Graph) -> 
         laminar.plan(graph, "4xh100", pin={"embed.weight": "P(sum)"})
 
 
+@pytest.mark.slow
 def test_the_way_out_of_too_little_memory_works(graph: Graph) -> None:
     """The bytes that are named are enough, and those that were allowed are not."""
     cluster = Cluster.preset("4xh100")

@@ -236,7 +236,9 @@ def test_results_are_those_without_offload_to_the_last_bit(name: str) -> None:
             assert copied(program, SEND) and boundary_bytes(program) < boundary_bytes(plain)
 
 
-@pytest.mark.parametrize("name", ["gpt.py:tiny", "moe.py:tiny", "resnet.py:tiny", "t5.py:tiny"])
+@pytest.mark.parametrize(
+    "name", ["gpt.py:tiny", "moe.py:tiny", "resnet.py:tiny", pytest.param("t5.py:tiny", marks=pytest.mark.slow)]
+)
 def test_any_placement_and_any_pattern_gives_the_same_bits(name: str) -> None:
     """Random placements of every op, random modules and values, some blocks made again."""
     one, rng = specimen(name), random.Random(f"away {name}")

@@ -398,12 +398,14 @@ def left_out() -> int:
     return Variants(llama(6), Request(Cluster.preset("8xh100"), budget_s=60)).unexplored + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", ["2xcpu", "8xh100"])
 def test_no_plan_of_a_rewritten_graph_is_simulated_faster_than_its_bound(spec: str) -> None:
     """The certificate vouches for variants by bounds that were made for captured graphs."""
     assert undercut(several(NAME)[3].graph, spec, 1) == []
 
 
+@pytest.mark.slow
 def test_a_rule_that_fails_its_proof_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """The plan without rewrites is slower, and right."""
     graph = zoo.specimen(NAME).graph

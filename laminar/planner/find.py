@@ -18,7 +18,7 @@ from __future__ import annotations
 import heapq
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -27,10 +27,12 @@ from laminar.cost.uncollected import uncollected
 from laminar.errors import LaminarError
 from laminar.forecast import predict, predict_staged
 from laminar.ir.graph import Graph
+from laminar.ir.plan import Plan
 from laminar.ir.rewrites import Steps
 from laminar.planner.bound import Bounds
 from laminar.planner.cells import CHUNKS, Cell, cells
 from laminar.planner.certificate import Certificate, hashed, space
+from laminar.planner.chain import improve
 from laminar.planner.finals import Final, Found, described
 from laminar.planner.look import Looker
 from laminar.planner.parts import share_of, work_by_op
@@ -78,6 +80,7 @@ def find(graph: Graph, request: Request, progress: Progress | None = None) -> Fo
             if other is others[0] or captured.left() > 0:
                 other.follow()
                 other.run()
+        captured.around()
         captured.raise_bound()
         return captured.result(others, worth.unexplored)
 
@@ -268,7 +271,8 @@ class _Search:
     def told(self, score: Score) -> bool:
         """Whether a plan of the same cell was simulated that was expected to take no more, of time and memory."""
         return any(
-            s.cell == score.cell and s.zero == score.zero and s.seconds <= score.seconds
+            s.seconds  # what was simulated without having been scored says nothing about scores
+            and s.cell == score.cell and s.zero == score.zero and s.seconds <= score.seconds
             and s.peak_bytes <= score.peak_bytes / SAME for s in self.done
         )  # fmt: skip
 
@@ -279,7 +283,7 @@ class _Search:
         final = self.simulated(score)
         self.confirm_s = time.process_time() - begun
         known = math.inf if final is None else float(final.peak_bytes)
-        now = replace(score, peak_bytes=known, seconds=final.seconds if final else score.seconds)
+        now = replace(score, peak_bytes=known, seconds=final.seconds if final else score.seconds or math.inf)
         self.scores = [s for s in self.scores if s is not score] + [now]
         if final is None:
             return
@@ -315,8 +319,46 @@ class _Search:
         for score in dict.fromkeys([*near[:FINALISTS], *named[:FINALISTS]]):
             if self.left() > self.confirm_s or not self.finals:
                 self.confirmed(score)
+        for score in self.known_ways():
+            self.confirmed(score)
         if not self.finals:
             raise no_room(self.request, min((s.peak_bytes for s in self.scores), default=math.inf))
+
+    def known_ways(self) -> list[Score]:
+        """Plans with a name on one axis that may be faster than the best and that nobody has looked at, fitting or not.
+
+        Whatever time is left: nobody is to be told a plan that is slower than what they would have written.
+        """
+        plain = [c for c in self.cells if c.plain and not c.recompute and 1 in (c.dp, c.tp)]
+        ways = [(c, ("data",), zero) for c in plain if c.tp == 1 for zero in self.looker.zeros(c)]
+        if self.request.allows("tensor"):
+            ways += [(c, ("tensor",), 0) for c in plain if c.tp > 1]
+        seen = {(s.cell, s.style, s.zero) for s in self.scores}
+        out = []
+        for cell, style, zero in ways:
+            if (cell, style, zero) not in seen and self.at.get(cell, 0.0) < self.best_s and cell not in self.unfit:
+                with suppress(LaminarError):
+                    graph = self.model.small(1, self.model.keeps[-1])
+                    placer = self.model.placer(cell.mesh)
+                    pieces = placer.pieces(graph, placer.plan(graph, style), style, zero)
+                    if self.model.stays_bytes(pieces) <= self.request.room_bytes:
+                        out.append(Score(cell, style, zero, None, 0.0, 0.0, rewrites=self.steps))
+        return out
+
+    def around(self) -> None:
+        """Random moves from the best plan, as many as were asked for, if it has neither stages nor rewrites."""
+        best = min(self.finals, key=lambda f: f.seconds)
+        if not self.request.proposals or not isinstance(best.plan, Plan) or best.score.rewrites:
+            return
+        cell = best.score.cell
+        moved = improve(self.model, cell, best.plan, proposals=self.request.proposals)
+        if moved.seconds < best.seconds:
+            ran = predict(self.model.graph, moved.plan, self.request.cluster, optimizer=self.request.optimizer)
+            score = replace(best.score, style=("free",) * len(cell.mesh.sizes), plan=None, seconds=ran.seconds)
+            account = {**ran.account(), "sigma": ran.sigma}
+            plan = replace(moved.plan, name="searched")
+            self.finals.append(Final(score, plan, ran.seconds, ran.memory.peak_bytes, account, ran))
+            self.progress(f"{ran.seconds * 1e3:.3f} ms: {described(score)}")
 
     def raise_bound(self) -> None:
         """The lowest bounds of cells that the best plan does not rule out, made as good as they can be."""
@@ -346,17 +388,17 @@ class _Search:
                 return Final(score, plan, found.seconds, found.memory.peak_bytes, account, found)
             deep = model.whole(cell.micro_batches)
             work = work_by_op(model, share_of(model, cell, score.style, score.zero), deep)
-            staged = pipeline(
-                deep,
-                cell.stages,
-                cell.micro_batches,
-                cell.virtual,
-                plan,
-                couple="microbatch",
-                speeds=[work] * cell.stages,
-            )
-            staged = replace(staged, name="searched", coupled=False)
-            ran = predict_staged(deep, staged, request.cluster, optimizer=request.optimizer)
+            speeds: list[Sequence[Mapping[str, float]] | None] = [[work] * cell.stages]
+            if self.looker.slow_hops(cell, score.style):
+                speeds.append(None)  # cuts that are less even and send less may be better
+            tried = []
+            for speed in speeds:
+                made = pipeline(
+                    deep, cell.stages, cell.micro_batches, cell.virtual, plan, couple="microbatch", speeds=speed
+                )
+                made = replace(made, name="searched", coupled=False)
+                tried.append((made, predict_staged(deep, made, request.cluster, optimizer=request.optimizer)))
+            staged, ran = min(tried, key=lambda t: t[1].seconds)
             account = {**staged.account, **ran.account(), "sigma": ran.sigma}
             if self.steps:
                 staged = carrying(staged, micro(self.captured, cell.micro_batches), self.steps)

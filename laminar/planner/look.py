@@ -17,6 +17,7 @@ from laminar.planner.parts import (
     Parts,
     Share,
     held_bytes,
+    hop_s,
     parts_of,
     pipelined_s,
     plain_bytes,
@@ -37,6 +38,9 @@ FAR = 8
 """Parts are guessed from those of at most so many times as many samples, or as few."""
 CRAMPED = 1.5
 """A cell in which nothing is guessed to fit is taken to be so much slower than it is guessed to be."""
+
+SHORT = 0.05
+"""A hop between stages that takes so much of a stage's work, or less, is short."""
 
 
 class Looker:
@@ -106,6 +110,14 @@ class Looker:
                 if zero and feasible(one, self.request):
                     break
         return found
+
+    def slow_hops(self, cell: Cell, style: tuple[str, ...]) -> bool:
+        """Whether a hop between stages is not short beside the work of a stage on a micro-batch."""
+        if cell.stages == 1:
+            return False
+        parts = self._parts(cell, style)
+        work_s = parts.forward_s.at(self.model.layers) + parts.backward_s.at(self.model.layers)
+        return hop_s(self.model, cell, parts.hop_bytes.at(0)) > SHORT * work_s / cell.stages
 
     # --- guesses
 

@@ -37,7 +37,7 @@ OUTSIDE = (
     "samples dealt out unevenly among ranks of different kinds",
     "stages on devices of two kinds, or of different sizes on one kind",
     "parts in another order along the pipe",
-    "virtual stages, other schedules, rewrites of the graph",
+    "on several kinds: virtual stages, other schedules, ZeRO 3, rewrites of the graph",
 )
 GUESSES_S = 0.45
 """Share of the budget for guesses; what is left is for simulations and for parts alone."""
@@ -51,13 +51,14 @@ FINALS = 6
 """Pipelines that are simulated at most."""
 CUTS = 4
 """How often one is cut at most."""
-ROOMY = 3
-"""How many times what a pipeline holds that makes blocks again must fit, to look at it without that as well."""
 TIGHT = 1.15
 """How much more than its excess a place that holds too much is to give away."""
 LEVEL = 1.015
 """A slowest stage within this of the mean is good enough."""
-ZERO = (0, 1, 3)
+ZERO = (0, 1)
+"""Parameters in pieces would be gathered for every micro-batch; who wants that pins it."""
+HALF = 0.6
+"""Share of the memory that weights and gradients may take by a rough count, for a cell to be among the first."""
 
 
 @dataclass(frozen=True)
@@ -100,8 +101,6 @@ class MixedSearch:
         self.looked_at: set[Sides] = set()
         self.finals: list[Piped] = []
         self.parts: dict[int, Found] = {}
-        self.again = False
-        """Whether the last cell that fits did so because blocks are made again."""
 
     def spent(self) -> float:
         """Processor seconds, as a share of the budget."""
@@ -133,9 +132,11 @@ class MixedSearch:
 
     def look(self) -> None:
         """Price the most promising cells, then those around the best, then the rest as time allows."""
-        order = sorted({replace(c, recompute=False) for c in self.cells}, key=self.ideal_s)
+        order = sorted(
+            {replace(c, recompute=False) for c in self.cells}, key=lambda c: (self.crowded(c), self.ideal_s(c))
+        )
         first = {cell.sides[0].tp: cell for cell in reversed(order)}  # of each number of tensor parallel ranks
-        for cell in sorted(first.values(), key=self.ideal_s):
+        for cell in sorted(first.values(), key=order.index):
             self.price(cell)
         best = min(self.guesses, key=lambda g: g.seconds, default=None)
         while best is not None:
@@ -148,19 +149,22 @@ class MixedSearch:
                 break
             self.price(cell)
 
+    def crowded(self, cell: Sides) -> bool:
+        """Whether weights and gradients alone are likely to fill a rank, if stages were equal."""
+        stays = 3 * sum(i.spec.nbytes for i in self.graph.of_kind("param"))
+        return any(
+            stays / (side.tp * cell.stages) > HALF * room for side, room in zip(cell.sides, self.rooms, strict=True)
+        )
+
     def price(self, cell: Sides) -> None:
         """A guess for a cell, if there is time; blocks are made again only where it doesn't fit otherwise."""
-        pair = [replace(cell, recompute=again) for again in ((True, False) if self.again else (False, True))]
+        pair = [replace(cell, recompute=again) for again in (False, True)]
         late = self.spent() > (GUESSES_S if self.guesses else PIPES_S)
         if late or any(c in self.looked_at for c in pair):
             return
         for one in pair:
-            found = self.guess(one) if one in self.at else None
-            if found is not None:
-                roomy = all(ROOMY * h < room for h, room in zip(found.held, self.rooms, strict=True))
-                self.again = one.recompute and not roomy
-                if not one.recompute or not roomy:
-                    return
+            if one in self.at and self.guess(one) is not None:
+                return
 
     def guess(self, cell: Sides) -> Guess | None:
         """The best placements of a cell that seem to fit: leaner ones, and ZeRO, only where they have to be."""

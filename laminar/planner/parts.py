@@ -200,9 +200,11 @@ def pipelined_s(model: Model, cell: Cell, parts: Parts, zero: int) -> float:
     """1F1B over stages of nearly equal work: the slowest works on every micro-batch, the rest is filled and emptied."""
     each = (parts.forward_s.at(model.layers) + parts.backward_s.at(model.layers)) / cell.stages
     slowest = each * unevenly(model, cell, parts)
-    fill = (cell.stages - 1) * (each / cell.virtual + 2 * hop_s(model, cell, parts.hop_bytes.at(0)))
+    hop = hop_s(model, cell, parts.hop_bytes.at(0)) if cell.stages > 1 else 0.0
+    fill = (cell.stages - 1) * (each / cell.virtual + 2 * hop)
     once = MEETING_S[model.request.cluster.kind] + ends_s(model, cell, parts, zero)
-    return cell.micro_batches * slowest + fill + once
+    # The last two stages have two micro-batches under way, each of which goes there and comes back.
+    return cell.micro_batches * (slowest + hop) + fill + once
 
 
 def uneven(model: Model, share: Share, stages: int) -> float:

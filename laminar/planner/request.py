@@ -37,10 +37,12 @@ class Request:
     only: tuple[str, ...] = DIMENSIONS
     place: Mapping[str, str] = field(default_factory=dict)
     """Placements of tensors by pattern, see `planner/pinned.py`."""
+    proposals: int = 0
+    """Random moves around the best plan (`planner/chain.py`), behind everything else."""
 
     def __post_init__(self) -> None:
-        if self.budget_s < 0:
-            raise PlanError(f"a budget of {self.budget_s} s", allowed="0 or more")
+        if self.budget_s < 0 or self.proposals < 0:
+            raise PlanError(f"a budget of {self.budget_s} s and {self.proposals} proposals", allowed="0 or more")
         if self.optimizer not in UPDATES:
             raise PlanError(f"no prices for optimizer {self.optimizer!r}", allowed="  ".join(UPDATES))
         for name, value in self.pin.items():
@@ -79,8 +81,9 @@ def asking(
     optimizer: str = "adamw",
     pin: Mapping[str, int | str] | None = None,
     only: str | Sequence[str] | None = None,
+    proposals: int = 0,
 ) -> Request:
     """A request from what users write: pins of numbers and of tensors in one table, dimensions in one text."""
     place = {k: v for k, v in (pin or {}).items() if k not in PINS and isinstance(v, str)}
     numbers = {k: v for k, v in (pin or {}).items() if k not in place}
-    return Request(cluster, memory_bytes, budget_s, optimizer, numbers, dimensions(only), place)  # type: ignore[arg-type]
+    return Request(cluster, memory_bytes, budget_s, optimizer, numbers, dimensions(only), place, proposals)  # type: ignore[arg-type]

@@ -109,7 +109,8 @@ def _all_sides(request: Request, samples: int, cuts: int, recompute: bool) -> It
         if stages > min(cuts, MOST_STAGES) or stages != pin.get("stages", stages):
             continue
         for micro in divisors(samples):
-            fits = micro == wanted if wanted else micro & (micro - 1) == 0 and stages <= micro <= stages * DEEPEST
+            even = micro // (micro & -micro) <= 3  # a power of two, or three times one
+            fits = micro == wanted if wanted else even and stages <= micro <= stages * DEEPEST
             if not fits or any(samples // micro % side.dp for side in sides):
                 continue
             for again in (False, True) if recompute and request.allows("recompute") else (False,):

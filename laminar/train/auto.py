@@ -14,12 +14,13 @@ from typing import Any
 from torch import nn
 
 from laminar.capture.capture import capture, unflatten
-from laminar.errors import LaminarError, MeshError, PlanError, RankError
+from laminar.errors import LaminarError, PlanError, RankError
 from laminar.events import emit
 from laminar.ir.cluster import Cluster
 from laminar.ir.plan import Plan
 from laminar.planner.best import best
 from laminar.planner.request import DIMENSIONS, asking
+from laminar.planner.whatif import resized
 from laminar.runtime.probe import probe
 from laminar.train.engine import Leaves
 from laminar.train.world import World
@@ -29,12 +30,9 @@ BUDGET_S = 10.0
 
 
 def cluster_of(given: Cluster | str, ranks: int) -> Cluster:
-    """A cluster, its file or its name, which must have as many devices as there are ranks."""
+    """A cluster, its file or its name; of one with more devices than there are ranks, so many."""
     cluster = Cluster.named(given) if isinstance(given, str) else given
-    if cluster.devices != ranks:
-        raise MeshError(f"the cluster has {cluster.devices} devices, the job {ranks} ranks",
-                        next=f"start {cluster.devices} processes, or describe {ranks} devices")  # fmt: skip
-    return cluster
+    return cluster if cluster.devices == ranks else resized(cluster, ranks)
 
 
 def searched(

@@ -59,6 +59,9 @@ def chosen(plan: Any, graph: Graph, mesh: Mesh, device: torch.device) -> Plan:
         made = plan(graph, mesh)
         if not isinstance(made, Plan):
             raise PlanError(f"the plan function returned a {type(made).__name__}", allowed="a laminar.Plan")
+        if made.mesh != mesh:
+            raise MeshError(f"the plan function was given {mesh} and returned a plan for {made.mesh}",
+                            next="plan for the mesh it is given")  # fmt: skip
         return made
     if plan == "auto":
         plan = "zero3" if mesh.ranks > 1 and _state_bytes(graph) > FULL * _room_bytes(device) else "data"
