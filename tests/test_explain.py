@@ -46,8 +46,8 @@ def graph() -> Graph:
 
 @pytest.fixture(scope="module")
 def found(graph: Graph) -> laminar.Plan:
-    """What a short search finds for it."""
-    plan = laminar.plan(graph, "4xh100", budget_s=1, pin={"stages": 1, "microbatches": 1})
+    """What a search with time to finish finds for it."""
+    plan = laminar.plan(graph, "4xh100", budget_s=600, pin={"stages": 1, "microbatches": 1})
     assert isinstance(plan, laminar.Plan)
     return plan
 
