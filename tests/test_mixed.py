@@ -215,7 +215,7 @@ def test_the_search_uses_both_kinds_and_beats_the_plan_that_ignores_the_differen
     """All four cores at work, each with what it can do; the same mesh and micro-batches cut evenly is slower."""
     cluster = cores(0.5)
     graph = traced(12, batch=32, d=128, tokens=32)
-    plan = laminar.plan(graph, cluster, budget_s=4)
+    plan = laminar.plan(graph, cluster, budget_s=20)
     assert isinstance(plan, Staged) and plan.ranks == 4
     assert plan.step_s is not None and plan.bound_s is not None and 0 < plan.bound_s <= plan.step_s
     part = micro(graph, plan.micro_batches)
@@ -223,7 +223,7 @@ def test_the_search_uses_both_kinds_and_beats_the_plan_that_ignores_the_differen
     meshes = [p.mesh for p in plan.places]
     ignores = pipeline(part, len(meshes), plan.micro_batches, inner=meshes)
     assert plan.step_s < predict_staged(part, ignores, cluster).seconds
-    one_kind = laminar.plan(graph, "2xcpu", budget_s=2)
+    one_kind = laminar.plan(graph, "2xcpu", budget_s=10)
     assert one_kind.step_s is not None and plan.step_s < one_kind.step_s
     text = plan.explain()
     assert "stage" in plan.account["choice"]["plan"] and "No plan in space" in text
@@ -232,7 +232,7 @@ def test_the_search_uses_both_kinds_and_beats_the_plan_that_ignores_the_differen
 
 def test_where_the_other_kind_is_of_no_use_it_stays_idle_and_the_account_says_so() -> None:
     """Devices at a hundredth of the speed are not worth a bubble."""
-    plan = laminar.plan(traced(6, batch=16, d=64), cores(0.01), budget_s=2)
+    plan = laminar.plan(traced(6, batch=16, d=64), cores(0.01), budget_s=10)
     assert plan.mesh.ranks == 2
     assert plan.account["uses"]["idle"] == 2 and plan.account["cluster"] == "2xcpu"
     assert "the others stay idle" in plan.explain()
@@ -273,7 +273,7 @@ def test_a_mixed_plan_computes_what_one_device_computes() -> None:
     """It is an ordinary plan with stages; nothing that runs it has to know."""
     made = recipe("gpt.py:tiny")
     graph = specimen("gpt.py:tiny").graph
-    plan = laminar.plan(graph, cores(0.5, 1, 1), pin={"stages": 2, "microbatches": 4}, budget_s=3)
+    plan = laminar.plan(graph, cores(0.5, 1, 1), pin={"stages": 2, "microbatches": 4}, budget_s=15)
     assert isinstance(plan, Staged) and [p.mesh.ranks for p in plan.places] == [1, 1]
     torch.manual_seed(0)
     assert laminar.verify(made.model(), made.loss, [next(iter(made.data()))], plan).ok
