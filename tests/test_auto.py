@@ -54,6 +54,17 @@ def test_a_machine_of_another_size_is_cut_or_refused() -> None:
         laminar.parallelize(model, mean, adamw(model), batch=data[0], cluster=HERE, plan="data")
 
 
+def test_a_plan_function_that_ignores_its_mesh_is_refused() -> None:
+    """A plan for two ranks would otherwise run on one, with pieces of the wrong size."""
+    model, data = net(), batches(1, samples=8)
+
+    def elsewhere(graph: laminar.Graph, mesh: laminar.Mesh) -> laminar.Plan:
+        return laminar.plans.data_parallel(graph, laminar.Mesh({"dp": 2}))
+
+    with pytest.raises(LaminarError, match="plan for the mesh it is given"):
+        laminar.parallelize(model, mean, adamw(model), batch=data[0], plan=elsewhere)
+
+
 def test_the_command_line_searches_too(tmp_path: Path) -> None:
     """`laminar train --cluster` starts as many ranks as the cluster has, and saves the plan that it found."""
     run = tmp_path / "run"

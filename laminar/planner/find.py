@@ -325,7 +325,7 @@ class _Search:
             raise no_room(self.request, min((s.peak_bytes for s in self.scores), default=math.inf))
 
     def known_ways(self) -> list[Score]:
-        """Plans with a name on one axis that may be faster than the best and that nobody has looked at, fitting or not.
+        """Plans with a name on one axis that may be faster than the best, may fit, and have not been looked at.
 
         Whatever time is left: nobody is to be told a plan that is slower than what they would have written.
         """
