@@ -1,4 +1,6 @@
-"""The four models the training benchmarks run, each with its batches and with how the peers split it.
+"""The models the training benchmarks run, each with its batches and with how the peers split it.
+
+Four are in every benchmark (`MODELS`):
 
 GPT of 10.9M parameters (`examples/gpt.py:small` with q, k and v apart, because eager DTensor can't
 split a packed projection by heads), the residual CNN of `examples/resnet.py`, a wide MLP of 16.8M
@@ -6,13 +8,18 @@ split a packed projection by heads), the residual CNN of `examples/resnet.py`, a
 is an embedding that is summed, for the same reason as above). Where the batch is split it grows with the
 ranks; where every rank has all of it, it is that of two ranks, or the fraction of it that is asked for, and the GPT has
 at least one block for each rank (14.4M parameters on eight).
+
+`WIDER` has the rest of the examples besides, at sizes where a step takes tens of milliseconds on a core, a graph
+network, and the DLRM updated by plain SGD, which does the same to a table whether its gradient is sparse or dense.
+These are for splits by sample only. Every rank has as many masked words as the others, so that a mean of
+means is the mean, and nothing is dropped at random, for peers draw other numbers.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +43,8 @@ class Case:
     """What FSDP2 shards one by one."""
     ways: dict[str, str]
     """For DTensor: the ending of a module's name -> column, row or vocab."""
+    optimizer: str = "adamw"
+    """What every side updates with: adamw or sgd."""
 
 
 class Block(nn.Module):
@@ -173,4 +182,177 @@ def _some(make: Callable[[torch.Generator], dict[str, Tensor]]) -> list[dict[str
     return [make(rng) for _ in range(4)]
 
 
+def _example(name: str) -> Any:
+    """A file of the examples as a module."""
+    load_recipe(f"{EXAMPLES}/{name}.py:tiny")
+    return sys.modules[f"laminar_recipe_{name}"]
+
+
+def _next_ids(batch: int, tokens: int, vocab: int) -> list[dict[str, Tensor]]:
+    """Random ids and what follows each."""
+
+    def make(rng: torch.Generator) -> dict[str, Tensor]:
+        ids = torch.randint(vocab, (batch, tokens + 1), generator=rng)
+        return {"ids": ids[:, :-1].contiguous(), "target": ids[:, 1:].contiguous()}
+
+    return _some(make)
+
+
+def _next_loss(model: nn.Module, b: dict[str, Tensor]) -> Tensor:
+    return F.cross_entropy(model(b["ids"]).flatten(0, 1), b["target"].flatten())
+
+
+def llama(ranks: int, split: bool = True, shrink: int = 1) -> Case:
+    """Four blocks with half as many key heads as query heads and a tied head; 4 sequences of 64 tokens a rank."""
+    example = _example("llama")
+    return Case(
+        lambda: example.Llama(layers=4, d=256, heads=8, kv_heads=4, hidden=768, vocab=1024, tokens=64),
+        _next_loss,
+        _next_ids(4 * ranks, 64, 1024),
+        lambda m: list(m.blocks),
+        {},
+    )
+
+
+def bert(ranks: int, split: bool = True, shrink: int = 1) -> Case:
+    """Four post-norm layers without dropout; 4 sentences of 64 words a rank, 16 of them masked."""
+    example = _example("bert")
+    batch, tokens, vocab = 4 * ranks, 64, 1024
+
+    def make(rng: torch.Generator) -> dict[str, Tensor]:
+        words = torch.randint(2, vocab, (batch, tokens), generator=rng)
+        asked = torch.rand(batch, tokens, generator=rng).argsort(1) < tokens // 4
+        return {
+            "ids": words.masked_fill(asked, example.MASK),
+            "segments": (torch.arange(tokens) >= tokens // 2).long().repeat(batch, 1),
+            "is_word": torch.ones(batch, tokens, dtype=torch.bool),
+            "label": words.where(asked, example.IGNORE),
+        }
+
+    def loss(model: nn.Module, b: dict[str, Tensor]) -> Tensor:
+        logits = model(b["ids"], b["segments"], b["is_word"])
+        return F.cross_entropy(logits.flatten(0, 1), b["label"].flatten(), ignore_index=example.IGNORE)
+
+    return Case(
+        lambda: example.BERT(layers=4, d=256, heads=8, vocab=vocab, tokens=tokens, dropout=0.0),
+        loss,
+        _some(make),
+        lambda m: list(m.layers),
+        {},
+    )
+
+
+def vit(ranks: int, split: bool = True, shrink: int = 1) -> Case:
+    """Four blocks; 4 pictures of 32 by 32 a rank, 65 tokens each."""
+    example = _example("vit")
+    source = example.images(batch=4 * ranks, size=32, classes=10)
+    return Case(
+        lambda: example.ViT(size=32, patch=4, layers=4, d=256, heads=8, hidden=1024, classes=10),
+        lambda m, b: F.cross_entropy(m(b["image"]), b["label"]),
+        [dict(zip(("image", "label"), next(source), strict=True)) for _ in range(4)],
+        lambda m: list(m.blocks),
+        {},
+    )
+
+
+def t5(ranks: int, split: bool = True, shrink: int = 1) -> Case:
+    """Three layers that read 48 tokens and three that write 32; 4 pairs a rank."""
+    example = _example("t5")
+    source = example.continuations(batch=4 * ranks, source=48, target=32, vocab=1024)
+    return Case(
+        lambda: example.T5(layers=3, d=256, heads=8, hidden=768, vocab=1024),
+        example.loss,
+        [next(source) for _ in range(4)],
+        lambda m: [*m.encoder, *m.decoder],
+        {},
+    )
+
+
+def moe(ranks: int, split: bool = True, shrink: int = 1) -> Case:
+    """Two blocks of eight experts, of which a token uses two; 4 sequences of 64 tokens a rank.
+
+    The small loss that balances experts is a product of two means over the batch: ours takes those of the whole batch,
+    peers those of each rank's part.
+    """
+    example = _example("moe")
+    return Case(
+        lambda: example.MoE(layers=2, d=256, heads=8, hidden=512, experts=8, vocab=256, tokens=64),
+        example.loss,
+        _next_ids(4 * ranks, 64, 256),
+        lambda m: list(m.blocks),
+        {},
+    )
+
+
+def unet(ranks: int, split: bool = True, shrink: int = 1) -> Case:
+    """Pictures of 32 by 32 down to a quarter and up again; 4 a rank."""
+    example = _example("unet")
+    source = example.bands(batch=4 * ranks, size=32)
+    return Case(
+        lambda: example.UNet(width=32, classes=3),
+        example.loss,
+        [next(source) for _ in range(4)],
+        lambda m: [c for c in m.children() if isinstance(c, nn.Sequential)],
+        {},
+    )
+
+
+def lstm(ranks: int, split: bool = True, shrink: int = 1) -> Case:
+    """Two recurrent layers of width 384; 8 sequences of 32 tokens a rank."""
+    example = _example("lstm")
+    return Case(
+        lambda: example.LanguageModel(vocab=256, d=384, hidden=384, layers=2),
+        _next_loss,
+        _next_ids(8 * ranks, 32, 256),
+        lambda m: [m.lstm],
+        {},
+    )
+
+
+class GNN(nn.Module):
+    """Nodes that hear the mean of their neighbours, layer after layer, and a vote of all nodes of a graph."""
+
+    def __init__(self, layers: int, features: int, d: int, classes: int) -> None:
+        super().__init__()
+        widths = [features] + [d] * layers
+        self.own = nn.ModuleList(nn.Linear(a, d) for a in widths[:-1])
+        self.heard = nn.ModuleList(nn.Linear(a, d, bias=False) for a in widths[:-1])
+        self.head = nn.Linear(d, classes)
+
+    def forward(self, x: Tensor, mean: Tensor) -> Tensor:
+        for own, heard in zip(self.own, self.heard, strict=True):
+            x = F.relu(own(x) + heard(mean @ x))
+        return self.head(x.mean(1))
+
+
+def gnn(ranks: int, split: bool = True, shrink: int = 1) -> Case:
+    """Four layers of width 512 on graphs of 64 nodes, neighbourhoods as dense matrices; 8 graphs a rank."""
+    batch, nodes, features, classes = 8 * ranks, 64, 128, 10
+
+    def make(rng: torch.Generator) -> dict[str, Tensor]:
+        near = (torch.rand(batch, nodes, nodes, generator=rng) < 0.1).float() + torch.eye(nodes)
+        return {
+            "x": torch.randn(batch, nodes, features, generator=rng),
+            "mean": near / near.sum(-1, keepdim=True),
+            "y": torch.randint(classes, (batch,), generator=rng),
+        }
+
+    return Case(
+        lambda: GNN(4, features, 512, classes),
+        lambda m, b: F.cross_entropy(m(b["x"], b["mean"]), b["y"]),
+        _some(make),
+        lambda m: [],
+        {},
+    )
+
+
+def dlrm_sgd(ranks: int, split: bool = True, shrink: int = 1) -> Case:
+    """The DLRM, updated by SGD without momentum."""
+    return replace(dlrm(ranks, split, shrink), optimizer="sgd")
+
+
 MODELS: dict[str, Callable[[int, bool, int], Case]] = {"gpt": gpt, "cnn": cnn, "mlp": mlp, "dlrm": dlrm}
+WIDER: dict[str, Callable[..., Case]] = {
+    **MODELS, "llama": llama, "bert": bert, "vit": vit, "t5": t5, "moe": moe, "unet": unet, "lstm": lstm, "gnn": gnn,
+    "dlrm_sgd": dlrm_sgd,
+}  # fmt: skip

@@ -1,10 +1,11 @@
 """The peers: a full training step by DDP, by FSDP2 and by eager DTensor, and ours, behind one face.
 
-Every side takes the same global batches and starts from the same weights; AdamW is fused on all of
-them. Peers get their own share of each batch cut beforehand and their usual fast settings:
-DDP with `gradient_as_bucket_view`, `static_graph` and no broadcast of buffers, FSDP2 with every block
-sharded and gathered again in backward and the root as it comes, DTensor with the column-then-row split that needs one
-all-reduce per pair. Of these only FSDP2's grouping of DLRM's tables was tried in several ways (one by one is fastest).
+Every side takes the same global batches and starts from the same weights; AdamW is fused on all of them, and so is
+SGD for the cases that ask for it, but on DTensors. Peers get their own share of each batch cut beforehand and their
+usual fast settings: DDP with `gradient_as_bucket_view`, `static_graph` and no broadcast of buffers, FSDP2 with every
+block sharded and gathered again in backward and the root as it comes, DTensor with the column-then-row split that
+needs one all-reduce per pair. Of these only FSDP2's grouping of DLRM's tables was tried in several ways (one by one
+is fastest).
 
 What torch does not have on a CPU is written here with its own parts: batch norm over all ranks
 (`SyncBatchNorm` needs a GPU) and convolutions split by channel (`parallelize_module` knows linear
@@ -28,6 +29,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import laminar
+from laminar.ir.codec import content_hash
 
 LR = 1e-4
 
@@ -43,6 +45,8 @@ class Side:
     counts: dict[str, int] | None = None
     same: bool = True
     """Whether it computes what ours computes."""
+    runs: str = ""
+    """Of ours: two sides that run the same program have the same."""
 
 
 def adamw(params: Iterable[Any]) -> torch.optim.Optimizer:
@@ -52,14 +56,59 @@ def adamw(params: Iterable[Any]) -> torch.optim.Optimizer:
     return torch.optim.AdamW([{"params": g} for g in groups if g], lr=LR, fused=True)
 
 
+def sgd(params: Iterable[Any]) -> torch.optim.Optimizer:
+    """Plain SGD, whose step on a sparse gradient is its step on the dense one. DTensor has no fused one."""
+    every = list(params)
+    return torch.optim.SGD(every, lr=0.1, fused=not any(isinstance(p, DTensor) for p in every))
+
+
+OPTIMIZERS = {"adamw": adamw, "sgd": sgd}
+
+
+class Several:
+    """Optimizers that step together: fused calls don't take sparse gradients."""
+
+    def __init__(self, each: list[torch.optim.Optimizer]) -> None:
+        self.each = each
+
+    @property
+    def state(self) -> dict[Any, Any]:
+        """What all of them keep."""
+        return {k: v for one in self.each for k, v in one.state.items()}
+
+    def zero_grad(self) -> None:
+        """All of them."""
+        for one in self.each:
+            one.zero_grad()
+
+    def step(self) -> None:
+        """All of them."""
+        for one in self.each:
+            one.step()
+
+
+def sparsely(module: nn.Module, case: Case) -> Several:
+    """Tables updated where they were read: by SGD as it is, or by SparseAdam, which is not what AdamW does."""
+    tables = [m.weight for m in module.modules() if isinstance(m, nn.Embedding)]
+    known = {id(t) for t in tables}
+    rest = OPTIMIZERS[case.optimizer](p for p in module.parameters() if id(p) not in known)
+    lr = rest.param_groups[0]["lr"]
+    theirs = torch.optim.SGD(tables, lr=lr) if case.optimizer == "sgd" else torch.optim.SparseAdam(tables, lr=lr)
+    return Several([rest, theirs])
+
+
 def ours(case: Case, plan: Any) -> Side:
     """`laminar.parallelize` with a plan by name, or a function that makes one."""
-    job = laminar.parallelize(fresh(case), case.loss, adamw, batch=case.batches[0], plan=plan, device="cpu")
+    job = laminar.parallelize(
+        fresh(case), case.loss, OPTIMIZERS[case.optimizer], batch=case.batches[0], plan=plan, device="cpu"
+    )
+    program = getattr(job, "program", None)  # jobs with stages have several
     return Side(
         lambda i: job.step(case.batches[i % len(case.batches)]),
         lambda r: float(r.loss),
         lambda: dict(job.memory()),
-        job.program.counts(),
+        program.counts() if program is not None else None,
+        runs="" if program is None else content_hash({k: v for k, v in program.to_json().items() if k != "plan"}),
     )
 
 
@@ -71,6 +120,18 @@ def ddp(case: Case, sync: bool = True) -> Side:
     )
     side = _eager(case, wrapped, split=True)
     side.same = sync
+    return side
+
+
+def ddp_sparse(case: Case) -> Side:
+    """DDP that sends and updates only the rows of tables that were read; comparable where all sides use SGD."""
+    model = fresh(case)
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            module.sparse = True
+    wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
+    side = _eager(case, wrapped, split=True, optimizer=sparsely(model, case))
+    side.same = case.optimizer == "sgd"
     return side
 
 
@@ -107,9 +168,9 @@ def fresh(case: Case) -> nn.Module:
     return case.model()
 
 
-def _eager(case: Case, model: nn.Module, split: bool) -> Side:
+def _eager(case: Case, model: nn.Module, split: bool, optimizer: Any = None) -> Side:
     """An ordinary training loop's step."""
-    optimizer = adamw(model.parameters())
+    optimizer = optimizer or OPTIMIZERS[case.optimizer](model.parameters())
     rank, world = dist.get_rank(), dist.get_world_size()
     batches = case.batches
     if split:

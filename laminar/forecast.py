@@ -15,7 +15,7 @@ from typing import Any
 
 from laminar.cost.calibrate import COUNTS, PARTS, Calibration, interval
 from laminar.cost.families import COMPUTES
-from laminar.cost.forms import Forms
+from laminar.cost.forms import forms_of
 from laminar.cost.memory import Memory, memory
 from laminar.cost.pipeline import Execution, execute
 from laminar.cost.prices import UPDATES, Machine, features
@@ -23,8 +23,7 @@ from laminar.cost.schedule import OFFLOAD, Exchange, Price, Schedule, schedule
 from laminar.cost.simulate import Times, simulate, timeline
 from laminar.cost.table import cpu_section
 from laminar.ir.cluster import Cluster
-from laminar.ir.codec import Ref
-from laminar.ir.graph import Graph, map_refs
+from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh
 from laminar.ir.net import Net
 from laminar.ir.plan import Plan
@@ -323,9 +322,9 @@ def owned(program: Program, plan: Plan) -> Program:
 
 def outline(program: Program) -> tuple[Any, ...]:
     """A program without its names: two that have the same outline take the same time and memory."""
-    forms = Forms(program)
-    args = (repr(map_refs(i.args, lambda r: Ref("", r.index))) for i in forms.examples)
-    lines = tuple((i.op, i.ins, i.outs, i.phase, text) for i, text in zip(forms.examples, args, strict=True))
+    forms = forms_of(program)
+    args = [repr(plain) for plain in forms.plain]
+    lines = tuple([(i.op, i.ins, i.outs, i.phase, text) for i, text in zip(forms.examples, args, strict=True)])
     ends = tuple((o.kind, forms.number(o.ref), o.placed) for o in program.outputs)
     inputs = (tuple((i.kind, i.placed) for i in program.inputs), tuple(c.spec for c in program.constants))
     return program.mesh, lines, tuple(forms.of), tuple(map(tuple, forms.reads)), inputs, ends
@@ -350,7 +349,8 @@ def predict_staged(
     whole = staged.micro_batches * sum(i.spec.nbytes for i in graph.of_kind("batch"))
     # On GPUs what is loaded ahead waits in pinned memory of the host for the rank's share to be cut.
     net = with_loads(pipe.net, whole if cluster.kind == "cpu" else 0, prefetch)
-    ranks = {h.name: len({r for p in staged.places for r in p.ranks if cluster.on(p.ranks) is h}) for h in homes}
+    ranks = {h.name: len({r for p, at in zip(staged.places, homes, strict=True) if at is h for r in p.ranks})
+             for h in {h.name: h for h in homes}.values()}  # fmt: skip
     worlds = {h.name: machine(h, Mesh({"ranks": ranks[h.name]}), optimizer) for h in homes}
     insides = {h.name: inside(h, ranks[h.name], optimizer) for h in homes}
     part_s: dict[str, float] = {}

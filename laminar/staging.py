@@ -15,9 +15,7 @@ has to be exchanged, and are refused by name unless the caller wants them to see
 
 from __future__ import annotations
 
-import math
 import re
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -36,7 +34,7 @@ from laminar.ir.staged import Staged, StagePlan
 from laminar.lower.lower import written
 from laminar.lower.offload import refuse_stages
 from laminar.lower.split import Split, light_ops, split
-from laminar.rules.notation import call_of
+from laminar.rules.notation import calls_in
 from laminar.rules.samples import samples_of
 from laminar.search import presets
 
@@ -97,7 +95,10 @@ def pipeline(
     if len(inners) != places:
         raise PlanError(f"{len(inners)} inner plans for {places} places")
     found: dict[int, Plan] = {}
-    plans = [found.setdefault(id(one), inner_plan(graph, one)) for one in inners]
+    for one in inners:
+        if id(one) not in found:
+            found[id(one)] = inner_plan(graph, one)
+    plans = [found[id(one)] for one in inners]
     for plan in plans:
         refuse_stages(replace(plan, offload=(*plan.offload, *as_patterns(offload))))
     if recompute:
@@ -203,9 +204,10 @@ def _modules(graph: Graph) -> str:
 def work_s(graph: Graph) -> dict[str, float]:
     """Seconds of each forward op with its backward ops, by a roofline on an assumed machine."""
     out: dict[str, float] = {}
+    calls = calls_in(graph)
     for node in graph.nodes:
         if node.phase == "forward":
-            once = op_s(call_of(node, graph.specs))
+            once = op_s(calls[node.name])
             trained = node.op not in FREE and any(r.name in out or graph.specs[r].is_float for r in node.ins)
             out[node.name] = once * (3.0 if trained else 1.0)
     return out
@@ -298,30 +300,28 @@ def _even_cuts(total: np.ndarray, sent: np.ndarray, allowed: np.ndarray, stages:
     limit = slowest_s(ends, stages) * slack
     # Among cuts that keep every stage below the limit, the least bytes in all.
     count = len(where)
-    least = [0.0] + [math.inf] * (count - 1)
-    bytes_at = [*sent[where[:-1]].tolist(), 0.0]
-    first = np.searchsorted(ends, ends - limit, side="left").tolist()
-    backs: list[list[int]] = []
+    least = np.full(count, np.inf)
+    least[0] = 0.0
+    bytes_at = np.append(sent[where[:-1]], 0.0)
+    first = np.searchsorted(ends, ends - limit, side="left")
+    reach = np.arange(count) - first  # beginnings from `first` up to the one before
+    level = np.log2(np.maximum(reach, 1)).astype(int)  # two stretches of 2 ** level cover them
+    right = np.arange(count) - (1 << level)
+    backs: list[np.ndarray] = []
     for _ in range(stages):
-        now, back = [math.inf] * count, [0] * count
-        window: deque[int] = deque()
-        for j in range(1, count):
-            # The cheapest beginning in reach, the earliest of equals: a minimum over a window that slides.
-            while window and least[window[-1]] > least[j - 1]:
-                window.pop()
-            window.append(j - 1)
-            while window[0] < first[j]:
-                window.popleft()
-                if not window:
-                    break
-            if window:
-                back[j] = window[0]
-                now[j] = least[window[0]] + bytes_at[j]
-        least = now
+        # The cheapest beginning in reach, the earliest of equals.
+        best = [np.arange(count)]  # by level, of the 2 ** level that begin at each
+        for k in range(int(level.max())):
+            ahead = best[-1][np.minimum(np.arange(count) + (1 << k), count - 1)]
+            best.append(np.where(least[best[-1]] <= least[ahead], best[-1], ahead))
+        table = np.stack(best)
+        a, b = table[level, np.minimum(first, count - 1)], table[level, right]
+        back = np.where(reach > 0, np.where(least[a] <= least[b], a, b), 0)
+        least = np.where(reach > 0, least[back] + bytes_at, np.inf)
         backs.append(back)
     cuts, j = [], count - 1
     for back in reversed(backs):
-        j = back[j]
+        j = int(back[j])
         cuts.append(int(where[j]))
     return sorted(cuts)
 
@@ -377,7 +377,7 @@ def crossing_bytes(graph: Graph, ops: Sequence[str]) -> list[float]:
 
 def _account(graph: Graph, cut: Split) -> dict[str, Any]:
     """What `explain` tells about the stages."""
-    seconds = {n.name: op_s(call_of(n, graph.specs)) for n in graph.nodes}
+    seconds = {name: op_s(call) for name, call in calls_in(graph).items()}
     whole = sum(seconds.values()) or 1.0
     rows = []
     for s, own in enumerate(cut.graphs):

@@ -23,6 +23,7 @@ import laminar
 from laminar import Mesh
 from laminar.api import inputs_of
 from laminar.cli import main
+from laminar.cost.families import COMPUTES, family_of
 from laminar.cost.memory import memory
 from laminar.cost.work import FREE
 from laminar.errors import PlanError
@@ -255,6 +256,27 @@ def test_collectives_are_repeated_only_if_the_pattern_says_so() -> None:
     assert repeated.counts()["all_reduce"] == kept.counts()["all_reduce"] + layers
     assert boundary_bytes(repeated) < boundary_bytes(kept) < boundary_bytes(without)
     same_bits(one, without, kept, repeated)
+
+
+@pytest.mark.parametrize("name", ["gpt.py:narrow", "llama.py:tiny", "resnet.py:tiny", "lstm.py:tiny"])
+def test_products_of_blocks_that_spare_them_are_kept_and_all_else_is_made_again(name: str) -> None:
+    """No product runs twice; less is kept than without recompute, more than with all of it; the bits are the same."""
+    one = specimen(name)
+    for what, make in PLANS.items():
+        plan = make(one.graph)
+        found = [
+            laminar.lower(one.graph, plan.with_recompute(*(p + end for p in blocks(name))))
+            for end in ("", "-products", "-products+collectives")
+        ]
+        without, (whole, spared, exchanged) = laminar.lower(one.graph, plan), found
+        same_bits(one, without, spared, exchanged)
+        for program in (spared, exchanged):
+            again = [i for i in program.instrs if i.phase == "recompute"]
+            assert not [i for i in again if family_of(i.op) in COMPUTES], what
+        assert what == "zero3" or spared.counts() == without.counts()
+        if name in ("gpt.py:narrow", "llama.py:tiny"):
+            assert boundary_bytes(whole) < boundary_bytes(spared) < 0.8 * boundary_bytes(without), what
+            assert any(i.phase == "recompute" and i.op in ("aten.gelu", "aten.silu") for i in spared.instrs)
 
 
 def test_gathered_weights_are_never_kept_and_serve_recompute_and_backward() -> None:

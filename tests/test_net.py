@@ -1,14 +1,18 @@
-"""The grammar of nets: what is refused at the door, and by which words."""
+"""The grammar of nets: what is refused at the door, and by which words; and how much a place holds at most."""
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
 
+from laminar.cost.pipeline import execute
 from laminar.errors import NetError
 from laminar.ir.mesh import Mesh, Place
 from laminar.ir.net import Actor, Net, Queue
+from laminar.lower.nets import Stage, chain
+from laminar.lower.schedules import dag_net
 from tests.nets import places
 
 A = Actor("a", "forward", 0, 2)
@@ -58,3 +62,38 @@ def test_a_place_needs_as_many_ranks_as_its_mesh() -> None:
         Place((0, 1), Mesh({"r": 3}))
     with pytest.raises(Exception, match="not a set of ranks"):
         Place((1, 1), Mesh({"r": 2}))
+
+
+@pytest.mark.parametrize("virtual", [1, 2, 3, 4, 6])
+def test_no_place_ever_holds_more_than_its_order_says(virtual: int) -> None:
+    """However long parts take; and with equal times the first place holds exactly that much of its own."""
+    rng = random.Random(virtual)
+    spots, micro = 4, 8
+    stages = [Stage(place=s % spots, stash_bytes=rng.randint(50, 150)) for s in range(spots * virtual)]
+    net = dag_net(chain(stages, micro), schedule="interleaved" if virtual > 1 else "1f1b")
+    loose = replace(net, window=None)
+    own = [[q for q in net.queues if q.bytes and net.holders(q) == (p,)] for p in range(spots)]
+    for _ in range(20):
+        work = {a.name: rng.randint(1, 30) for a in net.actors}
+        times = execute(net, work, 1).times()
+        for p in range(spots):
+            held = _peak(own[p], times, micro)
+            crossing = sum(q.registers * q.bytes for q in net.queues if p in net.holders(q) and q not in own[p])
+            assert held + crossing <= net.bound_bytes(p) <= loose.bound_bytes(p)
+            assert held + crossing == net.bound_bytes(p)  # an order that is kept leaves nothing to the times
+    if virtual > 2:  # what chunks hold at most, they don't hold at the same time
+        assert net.bound_bytes(0) < loose.bound_bytes(0)
+
+
+def _peak(queues: list[Queue], times: dict, micro: int) -> int:
+    """The most that queues hold at once: from when a register is taken until its last reader has ended."""
+    changes = []
+    for q in queues:
+        for k in range(micro):
+            changes.append((times[q.producer, k, 0][0], 1, q.bytes))
+            changes.append((max(times[c, k, 0][1] for c in q.consumers), 0, -q.bytes))
+    held = peak = 0
+    for _, _, change in sorted(changes):
+        held += change
+        peak = max(peak, held)
+    return peak

@@ -28,6 +28,8 @@ class Forms:
         self.program = program
         self.examples: list[Instr] = []
         """The first line of each form."""
+        self.plain: list[tuple[Any, ...]] = []
+        """Its arguments besides tensors."""
         self.of: list[int] = []
         """Which form."""
         self.reads: list[list[int]] = []
@@ -50,6 +52,7 @@ class Forms:
             if form is None:
                 form = known[key] = len(self.examples)
                 self.examples.append(instr)
+                self.plain.append(plain)
             of(form)
             reads([numbers[r.name] + r.index for r in refs])
             makes(count)
@@ -71,6 +74,18 @@ class Forms:
                 for v in range(first, first + max(1, len(self.examples[form].outs))):
                     out[v] = out[reads[0]]
         return out
+
+
+_LAST: list[Forms] = []
+
+
+def forms_of(program: Program) -> Forms:
+    """The forms of a program; who asks about one of the last two gets the same again."""
+    for forms in _LAST:
+        if forms.program is program:
+            return forms
+    _LAST[:] = [Forms(program), *_LAST[:1]]
+    return _LAST[0]
 
 
 def _plain(args: Sequence[Any], lists: bool = True) -> tuple[Any, ...]:

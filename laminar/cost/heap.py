@@ -64,6 +64,19 @@ class Plain:
         self._sizes[block] = 0
 
 
+class Nowhere:
+    """Counts nothing: for who only asks what lives when."""
+
+    allocated = reserved = 0
+
+    def take(self, nbytes: int) -> int:
+        """No block."""
+        return 0
+
+    def give(self, block: int) -> None:
+        """None."""
+
+
 @dataclass(slots=True)
 class _Block:
     size: int
@@ -90,7 +103,7 @@ class Cuda:
         size = max(BLOCK, -(-nbytes // BLOCK) * BLOCK)
         small = size <= SMALL
         pool = self._free[small]
-        at = bisect.bisect_left(pool, (size, -1), key=lambda b: b[:2])
+        at = bisect.bisect_left(pool, (size, -1))
         if at < len(pool):
             block = pool.pop(at)[2]
         else:
@@ -130,11 +143,11 @@ class Cuda:
 
     def _keep(self, b: _Block) -> None:
         b.free = True
-        bisect.insort(self._free[b.small], (b.size, b.start, b), key=lambda x: x[:2])
+        bisect.insort(self._free[b.small], (b.size, b.start, b))
 
     def _forget(self, b: _Block) -> None:
         pool = self._free[b.small]
-        pool.pop(bisect.bisect_left(pool, (b.size, b.start), key=lambda x: x[:2]))
+        pool.pop(bisect.bisect_left(pool, (b.size, b.start)))
 
 
 HEAPS: dict[str | None, Callable[[], Heap]] = {None: Plain, "cpu": lambda: Plain(64), "cuda": Cuda}

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
 
-from laminar.cost.forms import Forms
+from laminar.cost.forms import Forms, forms_of
 from laminar.cost.work import FREE
 from laminar.ir.codec import Ref
 from laminar.ir.mesh import Mesh
@@ -165,7 +165,7 @@ def layouts(program: Program, calls: Mapping[str, Call]) -> Layouts:
     strides: dict[Ref, Strides] = {}
     marks: dict[str, tuple[str, ...]] = {}
     copies: set[str] = set()
-    forms = Forms(program)
+    forms = forms_of(program)
     for instr, lying in zip(program.instrs, follow(forms, [calls[i.name] for i in forms.examples]), strict=True):
         marks[instr.name] = lying.marks
         if lying.copies:
@@ -185,7 +185,11 @@ def follow(forms: Forms, calls: Sequence[Call]) -> list[Lying]:
         state = (form, n in told, *given)
         lying = known.get(state)
         if lying is None:
-            lying = known[state] = _lying(calls[form], given, n in told)
+            notes, key = calls[form].notes, (tuple(given), n in told)
+            lying = notes.get(key)
+            if lying is None:
+                lying = notes[key] = _lying(calls[form], given, n in told)
+            known[state] = lying
         for k, st in enumerate(lying.made):
             if st is not None:
                 strides[first + k] = st

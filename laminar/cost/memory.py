@@ -23,24 +23,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from laminar.cost.buffers import Buffers, buffers_of
-from laminar.cost.heap import HEAPS, Heap
-from laminar.cost.layout import layouts
-from laminar.cost.parking import NEVER_IN_PLACE, Life, arranged, handed_on
-from laminar.cost.table import DRAWS, local_call
-from laminar.cost.work import FREE
+from laminar.cost.buffers import Need
+from laminar.cost.heap import HEAPS, Heap, Nowhere
+from laminar.cost.parking import Life, handed_on
+from laminar.cost.script import Run, Script
 from laminar.errors import ClusterError
-from laminar.ir.codec import Ref
-from laminar.ir.program import BRING, SEND, Instr, Program
-
-TWO_PASSES = frozenset("native_layer_norm_backward native_group_norm_backward batch_norm_backward".split())
-"""Ops that a compiler makes two kernels of, along rows and across them: what they read outlives the first."""
-ALLOCATES = frozenset(
-    "convolution convolution_backward attention attention_backward lstm lstm_backward sort topk".split()
-)
-"""Kernels that take memory for their results themselves."""
-KEEPS = ALLOCATES - {"convolution"}
-"""Kernels whose results, several at once, are not taken over by others."""
+from laminar.ir.program import BRING, SEND, Program
 
 DRAWN_BYTES = 32
 """What a keyed draw takes for each number at most, before its result: four times 64 bits (`capture/kernels.py`)."""
@@ -125,12 +113,13 @@ def memory(
     if allocator == "cpu":
         workspace_bytes += _host_bytes(program, rank)
     more = optimizer, update, workspace_bytes
-    if groups is None:
-        return _Play(program, rank, HEAPS[allocator](), moved, groups, keep, {}).run(*more)
-    first = _Play(program, rank, HEAPS[None](), moved, groups, keep, {})
-    first.run(*more)
-    handed = handed_on(first.lives, first.reads, first.parts, first.unseen)
-    return _Play(program, rank, HEAPS[allocator](), moved, groups, keep, handed).run(*more)
+    script = Script(program, rank, moved, groups, keep)
+    handed: Mapping[int, int] = {}
+    if groups is not None:
+        first = _Play(script, Nowhere(), {})
+        first.run(*more)
+        handed = handed_on(first.lives, first.reads, first.parts, first.unseen)
+    return _Play(script, HEAPS[allocator](), handed).run(*more)
 
 
 def _host_bytes(program: Program, rank: int) -> int:
@@ -140,34 +129,14 @@ def _host_bytes(program: Program, rank: int) -> int:
 
 
 class _Play:
-    def __init__(
-        self,
-        program: Program,
-        rank: int,
-        heap: Heap,
-        backend: str,
-        groups: Sequence[tuple[int, ...]] | None,
-        keep: Collection[str],
-        handed: Mapping[int, int],
-    ) -> None:
-        self.program, self.rank, self.mesh, self.heap = program, rank, program.mesh, heap
-        self.compiled = groups is not None
-        self.makers = {i.name: i for i in program.instrs}
-        self.calls = {i.name: local_call(i, self.mesh, rank) for i in program.instrs}
-        self.buffers: Buffers = buffers_of(program, rank, backend, self.compiled)
-        self.copies = layouts(program, self.calls).copies
-        self.uses: dict[Ref, int] = {}
-        for ref in [r for i in program.instrs for r in i.refs] + [o.ref for o in program.outputs]:
-            self.uses[ref] = self.uses.get(ref, 0) + 1
-        self.readers = dict(self.uses)
-        for name in keep:
-            for k in range(len(self.makers[name].outs)):
-                self.readers[Ref(name, k)] = self.readers.get(Ref(name, k), 0) + 1
-        self.places: dict[Ref, _Place] = {}
-        self.flying: dict[str, list[_Place]] = {}
+    def __init__(self, script: Script, heap: Heap, handed: Mapping[int, int]) -> None:
+        self.script, self.program, self.rank, self.mesh = script, script.program, script.rank, script.program.mesh
+        self.heap, self.buffers, self.lying, self.inner = heap, script.buffers, script.lying, script.inner
+        self.readers = list(script.readers)
+        self.places: list[_Place | None] = [None] * script.forms.values
+        self.flying: dict[int, list[_Place]] = {}
+        """By line, what its exchange holds on to."""
         self.active = self.peak_active = 0
-        self.grads = self._gradients()
-        self.order, self.inner = arranged(program, groups)
         self.curve: list[tuple[int, int]] = []
         self.high = 0
         self.handed, self.giving = handed, set(handed.values())
@@ -181,14 +150,11 @@ class _Play:
     # -- memory --------------------------------------------------------------------------------
 
     def _take(
-        self, nbytes: int, fixed: bool = False, active: bool = True, maker: Instr | None = None, dtype: str = ""
-    ) -> _Place:
-        index, step = len(self.lives), -1 if fixed else len(self.parts)
-        op = maker.op.partition(".")[2] if maker else ""
-        kernel = maker is not None and not maker.kind
-        self.lives.append(
-            Life(nbytes, (nbytes, dtype), step, gives=kernel and op not in KEEPS, takes=kernel and op not in ALLOCATES)
-        )
+        self, nbytes: int, fixed: bool = False, active: bool = True, gives: bool = False, takes: bool = False,
+        dtype: str = "",
+    ) -> _Place:  # fmt: skip
+        index = len(self.lives)
+        self.lives.append(Life(nbytes, (nbytes, dtype), -1 if fixed else len(self.parts), gives=gives, takes=takes))
         before = self.handed.get(index)
         if before is None:
             block = self.heap.take(nbytes) if nbytes else -1
@@ -198,14 +164,22 @@ class _Play:
         place = _Place(nbytes, block, fixed, active and not fixed, index)
         if place.active:
             self.active += nbytes
-            self.peak_active = max(self.peak_active, self.active)
-        self.high = max(self.high, self.heap.allocated)
+            if self.active > self.peak_active:
+                self.peak_active = self.active
+        if self.heap.allocated > self.high:
+            self.high = self.heap.allocated
         return place
 
-    def _put(self, ref: Ref, place: _Place) -> None:
+    def _put(self, value: int, place: _Place) -> None:
         """A value lies there."""
         place.values += 1
-        self.places[ref] = place
+        self.places[value] = place
+
+    def _at(self, value: int) -> _Place:
+        """Where a value lies."""
+        place = self.places[value]
+        assert place is not None
+        return place
 
     def _drop(self, place: _Place) -> None:
         """One value or user less."""
@@ -220,49 +194,33 @@ class _Play:
             if place.active:
                 self.active -= place.nbytes
 
-    def _read(self, ref: Ref) -> None:
+    def _read(self, value: int) -> None:
         """One reader less; behind the last the value goes."""
-        self.readers[ref] -= 1
-        if self.readers[ref] == 0:
-            self._drop(self.places[ref])
+        self.readers[value] -= 1
+        if self.readers[value] == 0:
+            self._drop(self._at(value))
 
-    # -- what is known before ------------------------------------------------------------------
-
-    def _local(self, ref: Ref) -> int:
-        out = self.makers[ref.name].outs[ref.index]
-        return out.local(self.mesh, self.rank).nbytes if out else 0
-
-    def _root(self, ref: Ref) -> Ref:
-        """The value whose memory this is a view of."""
-        while (maker := self.makers.get(ref.name)) is not None and self._is_view(maker):
-            ref = maker.refs[0]
-        return ref
-
-    def _is_view(self, instr: Instr) -> bool:
-        if instr.op in FREE or instr.op.startswith("aten.squeeze"):
-            return instr.name not in self.copies
-        return False
-
-    def _gradients(self) -> set[Ref]:
-        """Values that leave as gradients, or whose memory does."""
-        return {self._root(o.ref) for o in self.program.outputs if o.kind == "grad"}
+    def _forget(self, value: int) -> None:
+        """Nobody will read it."""
+        place = self._at(value)
+        self.places[value] = None
+        self._drop(place)
 
     # -- the step ------------------------------------------------------------------------------
 
     def run(self, optimizer: float, update: float, workspace_bytes: int) -> Memory:
         """Play it through."""
-        program, mesh = self.program, self.mesh
+        program, mesh, forms = self.program, self.mesh, self.script.forms
         sizes: dict[str, int] = {"param": 0, "": 0}
         for item in program.inputs:
             nbytes = item.placed.local(mesh, self.rank).nbytes
             sizes["param" if item.kind == "param" else ""] += nbytes
-            self._put(Ref(item.name), self._take(nbytes, fixed=True))
-        read = {r.name for r in self.uses}
+            self._put(forms.numbers[item.name], self._take(nbytes, fixed=True))
         constants = 0
         for constant in program.constants:
-            if constant.name in read:
+            if self.script.used[forms.numbers[constant.name]]:
                 constants += constant.spec.nbytes
-                self._put(Ref(constant.name), self._take(constant.spec.nbytes, fixed=True))
+                self._put(forms.numbers[constant.name], self._take(constant.spec.nbytes, fixed=True))
         grads = [o.placed.local(mesh, self.rank) for o in program.outputs if o.kind == "grad"]
         elements = [g.numel for g in grads]
         for n in elements:
@@ -273,14 +231,14 @@ class _Play:
             self._take(workspace_bytes, fixed=True)
         self.homes = {name: self._take(nbytes, fixed=True) for name, nbytes in self.buffers.homes.items()}
         base = self.heap.allocated
-        for lines in self.order:
+        for run in self.script.runs:
             self.high = self.heap.allocated
-            part = self._line(lines)
+            part = self._kernel(run)
             self.parts.append(part)
-            self.curve.append((lines[-1], self.high))
+            self.curve.append((run.lines[-1], self.high))
         self.high = self.heap.allocated
         for out in program.outputs:
-            self._await(out.ref)
+            self._await(forms.number(out.ref))
         extra = [self._take(int(n * update)) for n in elements if update]
         self.curve.append((len(program.instrs), self.high))
         for place in extra:
@@ -303,151 +261,145 @@ class _Play:
             host_bytes=_host_bytes(program, self.rank),
         )
 
-    def _line(self, lines: tuple[int, ...]) -> int:
+    def _kernel(self, run: Run) -> int:
         """One line, or several that are one kernel; the number of the part it is in, -1 for a collective."""
-        instrs = [self.program.instrs[k] for k in lines]
-        read = [r for i in instrs for r in i.refs]
-        inside = {i.name for i in instrs}
-        begins = not self.late and instrs[0].phase != "forward"
-        apart = instrs[0].moves or instrs[0].hosts
-        if begins or apart or any(r.name in self.flying for r in read):
+        script, flying, places, inner, readers = self.script, self.flying, self.places, self.inner, self.readers
+        begins = not self.late and not run.forward
+        awaited = flying and any(script.maker[v] in flying for v in run.read)
+        if begins or run.apart or awaited:
             self.part, self.late = self.part + 1, self.late or begins
-        for ref in read:
-            if ref.name not in inside:
-                self._await(ref)
-        self.reads.append({self.places[r].index for r in read if r.name not in inside and r not in self.inner})
-        if apart:  # these read their inputs themselves
-            (self._start if instrs[0].moves else self._copy)(instrs[0])
+        if awaited:
+            for v in run.outer:
+                self._await(v)
+        if script.compiled and not self.handed:
+            self.reads.append({self._at(v).index for v in run.seen})
+        if run.apart:  # these read their inputs themselves
+            (self._start if script.fact(run.lines[0]).moves else self._copy)(run.lines[0])
             return -1
-        spare = self._spare(instrs, read)
-        for instr in instrs:
-            self._make(instr, spare.get(instr.name, []))
-        for ref in read:
-            if ref not in self.inner:
-                self._read(ref)
-        for instr in instrs:
-            for k in range(len(instr.outs)):
-                ref = Ref(instr.name, k)
-                if ref in self.places and ref not in self.inner and not self.readers.get(ref):
-                    self._drop(self.places.pop(ref))
+        spare = self._spare(run) if run.spare else {}
+        for line in run.lines:
+            self._make(line, spare.get(line, []))
+        for v in run.read:
+            if v not in inner:
+                readers[v] -= 1
+                if readers[v] == 0:
+                    self._drop(self._at(v))
+        makes = script.forms.makes
+        for line in run.lines:
+            for v in range(makes[line], makes[line] + script.fact(line).makes):
+                if not readers[v] and places[v] is not None and v not in inner:
+                    self._forget(v)
         return self.part
 
-    def _make(self, instr: Instr, spare: list[_Place]) -> None:
+    def _make(self, line: int, spare: list[_Place]) -> None:
         """Memory for what a line makes: none, some that is there already, or its own."""
-        view = self.places.get(instr.refs[0]) if instr.refs and self._is_view(instr) else None
-        if instr.op in DRAWS and instr.outs[0] and not self.compiled:
-            bits = self._take(DRAWN_BYTES * instr.outs[0].local(self.mesh, self.rank).numel)
+        script = self.script
+        fact, first = script.fact(line), script.forms.makes[line]
+        view = self.places[script.forms.reads[line][0]] if script.views[line] else None
+        if fact.drawn and not script.compiled:
+            bits = self._take(DRAWN_BYTES * fact.drawn)
             bits.values = 1
             self._drop(bits)
-        for k, out in enumerate(instr.outs):
-            ref = Ref(instr.name, k)
-            if out is None:
-                continue
-            if ref in self.inner:
+        for k, nbytes, dtype in fact.outs:
+            v = first + k
+            if v in self.inner:
                 if view is not None:
-                    self.places[ref] = view  # not a user of it: gone when the kernel ends
+                    self.places[v] = view  # not a user of it: gone when the kernel ends
                 continue
-            home = self.buffers.lying.get(ref)
             if view is not None:
-                self._put(ref, view)
-            elif home is not None:
-                self._put(ref, self.homes[home])
+                self._put(v, view)
+                continue
+            home = self.lying.get(v)
+            if home is not None:
+                self._put(v, self.homes[home])
+                continue
+            grad = v in script.grads
+            place = next((p for p in spare if p.nbytes == nbytes), None)
+            if place is None or grad:
+                root = script.maker[script.root(v)] if script.views[line] else line
+                maker = script.fact(root) if root >= 0 else fact
+                place = self._take(nbytes, active=not grad, gives=maker.gives, takes=maker.takes, dtype=dtype)
             else:
-                nbytes = self._local(ref)
-                place = next((p for p in spare if p.nbytes == nbytes), None)
-                if place is None or ref in self.grads:
-                    maker = self.makers.get(self._root(ref).name, instr)
-                    place = self._take(nbytes, active=ref not in self.grads, maker=maker, dtype=out.spec.dtype)
-                else:
-                    spare.remove(place)
-                    self._unseen(nbytes)
-                if instr.op == "aten.cat":
-                    self._unseen(nbytes)
-                self._put(ref, place)
+                spare.remove(place)
+                self._unseen(nbytes)
+            if fact.cat:
+                self._unseen(nbytes)
+            self._put(v, place)
 
     def _unseen(self, nbytes: int) -> None:
         self.unseen[len(self.parts)] = self.unseen.get(len(self.parts), 0) + nbytes
 
-    def _spare(self, instrs: list[Instr], read: list[Ref]) -> dict[str, list[_Place]]:
+    def _spare(self, run: Run) -> dict[int, list[_Place]]:
         """For lines of a kernel, the memory of what they are the last to read: a compiler may write results there."""
-        if not self.compiled or any(i.kind or i.op.partition(".")[2] in NEVER_IN_PLACE for i in instrs):
-            return {}
-        last: dict[Ref, str] = {}
-        through: dict[str, set[Ref]] = {}  # what a line reads from outside, also by way of values that never exist
-        inside = {i.name for i in instrs}
-        for instr in instrs:
-            found: set[Ref] = set()
-            for ref in instr.refs:
-                found |= {ref} if ref.name not in inside else through[ref.name] if ref in self.inner else set()
-            through[instr.name] = found
-            if any(Ref(instr.name, k) not in self.inner for k in range(len(instr.outs))):
-                last |= dict.fromkeys(found, instr.name)
-        again = {r for i in instrs if i.op.partition(".")[2] in TWO_PASSES for r in through[i.name]}
-        out: dict[str, list[_Place]] = {}
-        for ref, name in last.items():
-            if ref in again:
-                continue
-            place = self.places.get(ref)
-            if place is not None and place.active and place.values == 1 and self.readers[ref] == read.count(ref):
-                out.setdefault(name, []).append(place)
+        out: dict[int, list[_Place]] = {}
+        for v, line, times in run.spare:
+            place = self.places[v]
+            if place is not None and place.active and place.values == 1 and self.readers[v] == times:
+                out.setdefault(line, []).append(place)
         for places in out.values():
             places.sort(key=lambda p: -p.index)  # what was made last goes first, seen in compiled code
         return out
 
     # -- collectives ---------------------------------------------------------------------------
 
-    def _start(self, instr: Instr) -> None:
+    def _start(self, line: int) -> None:
         """What an exchange takes when it starts; inputs it holds on to are let go when it ends."""
-        need = self.buffers.needs[instr.name]
+        need, reads, first = self._need(line), self.script.forms.reads[line], self.script.forms.makes[line]
         if need.result == "start":
-            self._results(instr)
+            self._results(line)
         elif need.result == "place":
-            for k, ref in enumerate(instr.refs):
-                home = self.buffers.lying.get(Ref(instr.name, k))
-                self._put(Ref(instr.name, k), self.places[ref] if home is None else self.homes[home])
+            for k, v in enumerate(reads):
+                home = self.lying.get(first + k)
+                self._put(first + k, self._at(v) if home is None else self.homes[home])
         held = [self._take(nbytes) for nbytes in need.during]
         if need.holds:
-            held += [self.places[ref] for ref in dict.fromkeys(instr.refs)]
-        for place in held:
-            place.values += 1
-        self.flying[instr.name] = held
-        for ref in instr.refs:
-            self._read(ref)
+            held += [self._at(v) for v in dict.fromkeys(reads)]
+        self._fly(line, held)
 
-    def _copy(self, instr: Instr) -> None:
+    def _copy(self, line: int) -> None:
         """To the host: what is sent is held until it has arrived, and takes nothing there. Back: it has memory from the
         start."""
-        back = instr.op == BRING
-        for k in range(len(instr.outs)):
-            self._put(Ref(instr.name, k), self._take(self._local(Ref(instr.name, k)) if back else 0))
-        held = [] if back else [self.places[ref] for ref in dict.fromkeys(instr.refs)]
+        back, first = self.program.instrs[line].op == BRING, self.script.forms.makes[line]
+        fact = self.script.fact(line)
+        sizes = {k: nbytes for k, nbytes, _ in fact.outs} if back else {}
+        for k in range(fact.makes):
+            self._put(first + k, self._take(sizes.get(k, 0)))
+        self._fly(line, [] if back else [self._at(v) for v in dict.fromkeys(self.script.forms.reads[line])])
+
+    def _fly(self, line: int, held: list[_Place]) -> None:
+        """It is under way, and holds on to something."""
         for place in held:
             place.values += 1
-        self.flying[instr.name] = held
-        for ref in instr.refs:
-            self._read(ref)
+        self.flying[line] = held
+        for v in self.script.forms.reads[line]:
+            self._read(v)
 
-    def _results(self, instr: Instr) -> None:
+    def _need(self, line: int) -> Need:
+        return self.buffers.needs[self.program.instrs[line].name]
+
+    def _results(self, line: int) -> None:
         """Memory for what an exchange makes, where it has none yet."""
-        for k in range(len(instr.outs)):
-            ref = Ref(instr.name, k)
-            home = self.buffers.lying.get(ref)
+        first, fact = self.script.forms.makes[line], self.script.fact(line)
+        sizes = {k: nbytes for k, nbytes, _ in fact.outs}
+        for k in range(fact.makes):
+            v = first + k
+            home = self.lying.get(v)
             if home:
-                self._put(ref, self.homes[home])
+                self._put(v, self.homes[home])
             else:
-                nbytes = self._local(ref) if home is None else 0
-                self._put(ref, self._take(nbytes, active=ref not in self.grads))
+                nbytes = sizes.get(k, 0) if home is None else 0
+                self._put(v, self._take(nbytes, active=v not in self.script.grads))
 
-    def _await(self, ref: Ref) -> None:
+    def _await(self, value: int) -> None:
         """A result is needed: if its exchange is still under way, it ends here."""
-        if ref.name not in self.flying:
+        line = self.script.maker[value]
+        if line not in self.flying:
             return
-        instr = self.makers[ref.name]
-        if instr.moves and self.buffers.needs[ref.name].result == "finish":
-            self._results(instr)
-        for place in self.flying.pop(ref.name):
+        fact = self.script.fact(line)
+        if fact.moves and self._need(line).result == "finish":
+            self._results(line)
+        for place in self.flying.pop(line):
             self._drop(place)
-        for k in range(len(instr.outs)):
-            made = Ref(instr.name, k)
-            if not self.readers.get(made):
-                self._drop(self.places.pop(made))
+        for v in range(self.script.forms.makes[line], self.script.forms.makes[line] + fact.makes):
+            if not self.readers[v]:
+                self._forget(v)

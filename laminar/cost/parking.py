@@ -14,8 +14,7 @@ from itertools import groupby
 
 import numpy as np
 
-from laminar.ir.codec import Ref
-from laminar.ir.program import Program
+from laminar.cost.forms import Forms
 
 NEVER_IN_PLACE = frozenset(
     "mm bmm addmm baddbmm mv convolution convolution_backward attention attention_backward lstm lstm_backward "
@@ -101,40 +100,49 @@ def _in_part(
     return out
 
 
-def arranged(program: Program, groups: Sequence[tuple[int, ...]] | None) -> tuple[list[tuple[int, ...]], set[Ref]]:
-    """What runs one after the other, and values that exist only inside a kernel.
+def arranged(forms: Forms, groups: Sequence[tuple[int, ...]] | None) -> tuple[list[tuple[int, ...]], set[int]]:
+    """What runs one after the other, and values, by number, that exist only inside a kernel.
 
     A group runs where its last line stands, or just before somebody outside needs what it makes.
     """
-    instrs = program.instrs
-    home = {k: g for g, members in enumerate(groups or ()) for k in members}
-    if len(home) != sum(map(len, groups or ())):
-        raise ValueError("a line is in two groups")
-    at = {i.name: k for k, i in enumerate(instrs)}
-    leaving = {o.ref for o in program.outputs}
+    count, outputs = len(forms.of), forms.program.outputs
+    home = [-1] * count
+    for g, members in enumerate(groups or ()):
+        for k in members:
+            if home[k] >= 0:
+                raise ValueError("a line is in two groups")
+            home[k] = g
+    made = [len(i.outs) for i in forms.examples]
+    maker = [-1] * forms.values
+    for k, (form, first) in enumerate(zip(forms.of, forms.makes, strict=True)):
+        for v in range(first, first + (made[form] or 1)):
+            maker[v] = k
+    leaving = {forms.number(o.ref) for o in outputs}
+    in_place = [i.op.partition(".")[2] not in NEVER_IN_PLACE for i in forms.examples]
+    looks_up = [i.op in LOOKS_UP for i in forms.examples]
     plain = {
-        g
-        for g, members in enumerate(groups or ())
-        if len(members) > 1 and all(instrs[k].op.partition(".")[2] not in NEVER_IN_PLACE for k in members)
+        g for g, members in enumerate(groups or ()) if len(members) > 1 and all(in_place[forms.of[k]] for k in members)
     }
-    outside: dict[Ref, int] = {}
-    for k, instr in enumerate(instrs):
-        for ref in instr.refs:
-            maker = at.get(ref.name)
-            if maker is None or maker not in home or home.get(k) == home[maker]:
+    outside: dict[int, int] = {}
+    """The first line that reads a value of another's kernel."""
+    for k, (form, reads) in enumerate(zip(forms.of, forms.reads, strict=True)):
+        for v in reads:
+            line = maker[v]
+            if line < 0 or home[line] < 0 or home[k] == home[line]:
                 continue
-            if instr.op not in LOOKS_UP or home[maker] not in plain:
-                outside.setdefault(ref, k)
+            if v not in outside and (not looks_up[form] or home[line] not in plain):
+                outside[v] = k
     inner = {
-        Ref(instrs[k].name, n)
-        for k in home
-        for n in range(len(instrs[k].outs))
-        if Ref(instrs[k].name, n) not in outside and Ref(instrs[k].name, n) not in leaving
+        v
+        for k in range(count)
+        if home[k] >= 0
+        for v in range(forms.makes[k], forms.makes[k] + made[forms.of[k]])
+        if v not in outside and v not in leaving
     }
-    if groups is not None and len(home) == len(instrs):
+    if groups is not None and all(g >= 0 for g in home):
         return [tuple(g) for g in groups], inner  # they say themselves when they run
-    when: list[tuple[float, tuple[int, ...]]] = [((k), (k,)) for k in range(len(instrs)) if k not in home]
+    when: list[tuple[float, tuple[int, ...]]] = [((k), (k,)) for k in range(count) if home[k] < 0]
     for members in groups or ():
-        first = min((k for r, k in outside.items() if at[r.name] in members), default=len(instrs))
-        when.append((min(max(members), first - 0.5), tuple(sorted(members))))
+        first_reader = min((k for v, k in outside.items() if maker[v] in members), default=count)
+        when.append((min(max(members), first_reader - 0.5), tuple(sorted(members))))
     return [lines for _, lines in sorted(when)], inner

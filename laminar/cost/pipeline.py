@@ -243,13 +243,10 @@ class _Run:
         self.first = [0] * len(net.places)
         self.free = [True] * len(net.places)
         beside = [all(a.kind in ("load", "save") for a in net.actors if a.place == p) for p in range(len(net.places))]
+        ranks = [set(place.ranks) for place in net.places]
         self.rivals = [
-            [
-                o
-                for o, other in enumerate(net.places)
-                if o != p and not (beside[o] or beside[p]) and set(other.ranks) & set(place.ranks)
-            ]
-            for p, place in enumerate(net.places)
+            [o for o in range(len(ranks)) if o != p and not (beside[o] or beside[p]) and not mine.isdisjoint(ranks[o])]
+            for p, mine in enumerate(ranks)
         ]
         self.lane: dict[tuple[int, int], tuple[int, int]] = {}
         """Pair of places -> when its lane is free again, and the transfer that then ends."""

@@ -17,7 +17,7 @@ from typing import Any
 from laminar.cost.calibrate import COUNTS, PARTS, Calibration
 from laminar.cost.collectives import CollectiveCost
 from laminar.cost.families import COMPUTES, family_of
-from laminar.cost.forms import MOVES, Forms
+from laminar.cost.forms import MOVES, Forms, forms_of
 from laminar.cost.layout import follow
 from laminar.cost.ops import OpCost
 from laminar.cost.schedule import OFFLOAD, Exchange, Groups, Price, Prices
@@ -63,12 +63,11 @@ class Machine(Prices):
         self.times = {k: calibration.multiplier(k) for k in PARTS}
         """By what is done, how many times as long it takes as its price says."""
         self._extra = calibration.extra_s
-        self._read: Forms | None = None
 
     # --- lines ----------------------------------------------------------------------------------
 
     def lines(self, program: Program, rank: int) -> Sequence[Price | Exchange]:
-        forms = self._forms(program)
+        forms = forms_of(program)
         calls = [local_call(i, program.mesh, rank) for i in forms.examples]
         exchanges = self._exchanges(forms, rank)
         known: dict[int, Price] = {}
@@ -91,7 +90,7 @@ class Machine(Prices):
         return out
 
     def kernels(self, program: Program, groups: Groups, rank: int) -> Sequence[Price | Exchange]:
-        forms = self._forms(program)
+        forms = forms_of(program)
         exchanges = self._exchanges(forms, rank)
         out: list[Price | Exchange] = []
         alone: dict[int, Price] = {}
@@ -116,12 +115,6 @@ class Machine(Prices):
                     price = alone[form] = self.op(local_call(forms.examples[form], program.mesh, rank))
                 out.append(price)
         return out
-
-    def _forms(self, program: Program) -> Forms:
-        """Read once for all ranks that are asked about."""
-        if self._read is None or self._read.program is not program:
-            self._read = Forms(program)
-        return self._read
 
     def _exchanges(self, forms: Forms, rank: int) -> dict[int, Exchange]:
         """The program's collectives, by line."""

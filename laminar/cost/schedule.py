@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from laminar.cost.forms import MOVES
@@ -126,28 +127,43 @@ class Prices:
 def classes(program: Program, cluster: Cluster | None = None) -> list[tuple[int, ...]]:
     """Ranks that do the same, as tuples; the first of each is the one that is written down."""
     mesh = program.mesh
-    everyone = range(mesh.ranks)
-    marks: list[list[Any]] = [[] for _ in everyone]
     placed = {id(p): p for i in program.instrs for p in i.ins}  # programs share equal ones
     placed |= {id(p): p for i in program.instrs for p in i.outs if p is not None}
     placed |= {id(i.placed): i.placed for i in program.inputs} | {id(o.placed): o.placed for o in program.outputs}
-    for p in set(placed.values()):
-        if _uneven(p, mesh.sizes):
+    uneven = [p for p in set(placed.values()) if _uneven(p, mesh.sizes)]
+    far = cluster is not None and len(cluster.levels) > 1
+    over = tuple(sorted({i.args[1] for i in program.instrs if i.op in MOVES})) if far else ()
+    key = (mesh.sizes, over, cluster.unit_devices if over and cluster is not None else ())
+    if uneven or key not in _SPREAD:
+        everyone = range(mesh.ranks)
+        marks: list[list[Any]] = [[] for _ in everyone]
+        for p in uneven:
             for r in everyone:
                 marks[r].append(local_shape(p.spec.shape, p.nd, mesh.sizes, mesh.coords(r)))
-    if cluster is not None and len(cluster.levels) > 1:
-        for axes in sorted({i.args[1] for i in program.instrs if i.op in MOVES}):
+        for axes in over:
             for group in mesh.groups(axes):
+                assert cluster is not None
                 reach = cluster.span(group)
                 mark = (reach.level, reach.units, reach.members)
                 for r in group:
                     marks[r].append(mark)
-    found: dict[Any, list[int]] = {}
-    for r in everyone:
-        found.setdefault(tuple(marks[r]), []).append(r)
-    return [tuple(ranks) for ranks in found.values()]
+        found: dict[Any, list[int]] = {}
+        for r in everyone:
+            found.setdefault(tuple(marks[r]), []).append(r)
+        out = [tuple(ranks) for ranks in found.values()]
+        if uneven:
+            return out
+        if len(_SPREAD) >= 256:
+            _SPREAD.clear()
+        _SPREAD[key] = out
+    return list(_SPREAD[key])
 
 
+_SPREAD: dict[Any, list[tuple[int, ...]]] = {}
+"""Classes where all pieces are equal: by axes, over which ranks talk, and devices of the machine's units."""
+
+
+@lru_cache(maxsize=1 << 14)
 def _uneven(p: Placed, sizes: tuple[int, ...]) -> bool:
     """Whether ranks hold pieces of different sizes."""
     left = list(p.spec.shape)

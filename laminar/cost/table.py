@@ -30,7 +30,7 @@ from laminar.ir.mesh import Mesh
 from laminar.ir.program import Instr
 from laminar.ir.sbp import Split
 from laminar.ir.tensor import TensorSpec
-from laminar.rules.notation import SIZED, Call, local_args
+from laminar.rules.notation import SIZED, Call, local_args, one_call
 
 DRAWS = ("laminar.uniform", "laminar.normal")
 KEY = TensorSpec((2,), "i64")
@@ -82,7 +82,7 @@ def canonical(call: Call) -> Call:
             return Ref("", count)
         return tuple(map(number, arg)) if isinstance(arg, (tuple, list)) else arg
 
-    return Call(op, number(args), call.ins, call.outs)
+    return one_call(op, number(args), call.ins, call.outs)
 
 
 def _from_zero(call: Call) -> tuple[Any, ...]:

@@ -22,6 +22,9 @@ class Ref:
     name: str
     index: int = 0
 
+    def __hash__(self) -> int:
+        return hash(self.name) + self.index  # the name's is known; planning asks millions of times
+
     def __str__(self) -> str:
         return f"%{self.name}" if self.index == 0 else f"%{self.name}.{self.index}"
 

@@ -8,6 +8,7 @@ in schema order, tensors are `Ref`s. `check` is the grammar, and runs whenever a
 from __future__ import annotations
 
 import base64
+import hashlib
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -15,7 +16,7 @@ from functools import cached_property
 from typing import Any
 
 from laminar.errors import GraphError
-from laminar.ir.codec import Dtype, Ref, content_hash, decode, encode
+from laminar.ir.codec import Dtype, Ref, canonical, decode, encode
 from laminar.ir.tensor import TensorSpec
 
 INPUT_KINDS = ("param", "buffer", "batch", "rng", "scale", "given")
@@ -37,12 +38,21 @@ def refs_in(args: Any) -> Iterator[Ref]:
             yield from refs_in(item)
 
 
+def _collect(args: Any, found: list[Ref]) -> None:
+    """The same, into a list."""
+    for item in args:
+        if isinstance(item, Ref):
+            found.append(item)
+        elif isinstance(item, (tuple, list)):
+            _collect(item, found)
+
+
 def map_refs(args: Any, f: Any) -> Any:
     """Arguments with every reference replaced by `f(ref)`."""
     if isinstance(args, Ref):
         return f(args)
     if isinstance(args, (tuple, list)):
-        return tuple(map_refs(item, f) for item in args)
+        return tuple([map_refs(item, f) for item in args])
     return args
 
 
@@ -60,9 +70,25 @@ class Node:
     phase: str = "forward"
     ins: tuple[Ref, ...] = field(init=False, compare=False, repr=False)
     """Tensors read, in order of appearance."""
+    _text: str = field(default="", init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "ins", tuple(refs_in(self.args)))
+        found: list[Ref] = []
+        _collect(self.args, found)
+        object.__setattr__(self, "ins", tuple(found))
+
+    @property
+    def text(self) -> str:
+        """What counts of it for the identity of a graph, as canonical JSON; graphs of one model share most nodes."""
+        text = getattr(self, "_text", "")  # what an earlier version pickled has none
+        if not text:
+            outs = [str(o) if o else None for o in self.outs]
+            text = canonical([self.name, self.op, encode(self.args), outs, self.phase])
+            object.__setattr__(self, "_text", text)
+        return text
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Node, (self.name, self.op, self.args, self.outs, self.where, self.module, self.phase)
 
     def __str__(self) -> str:
         outs = ", ".join(str(o) if o else "-" for o in self.outs)
@@ -146,6 +172,11 @@ class Graph:
         return out
 
     @cached_property
+    def notes(self) -> dict[str, Any]:
+        """What others have worked out about it, by name, and want to keep as long as there is the graph."""
+        return {}
+
+    @cached_property
     def by_name(self) -> dict[str, Node]:
         """Nodes by name."""
         return {node.name: node for node in self.nodes}
@@ -163,14 +194,19 @@ class Graph:
 
     def to_json(self) -> dict[str, Any]:
         """Plain data; `from_json` is the inverse."""
+        return self._json(
+            [
+                [n.name, n.op, encode(n.args), [str(o) if o else None for o in n.outs], n.where, n.module, n.phase]
+                for n in self.nodes
+            ]
+        )
+
+    def _json(self, nodes: list[Any]) -> dict[str, Any]:
         return {
             "laminar_graph": VERSION,
             "inputs": [[i.name, i.kind, str(i.spec), i.trainable, list(i.aliases)] for i in self.inputs],
             "constants": [c.to_json() for c in self.constants],
-            "nodes": [
-                [n.name, n.op, encode(n.args), [str(o) if o else None for o in n.outs], n.where, n.module, n.phase]
-                for n in self.nodes
-            ],
+            "nodes": nodes,
             "outputs": [[o.name, o.kind, encode(o.ref)] for o in self.outputs],
             "batch_tree": self.batch_tree,
             "probed": [[name, sigs] for name, sigs in self.probed],
@@ -198,9 +234,9 @@ class Graph:
     @cached_property
     def hash(self) -> str:
         """Identity of the computation: lines and module names do not count."""
-        data = self.to_json()
-        data["nodes"] = [n[:4] + n[6:] for n in data["nodes"]]
-        return content_hash(data)
+        before, behind = canonical(self._json([])).split('"nodes":[]', 1)
+        nodes = ",".join([n.text for n in self.nodes])
+        return hashlib.sha256(f'{before}"nodes":[{nodes}]{behind}'.encode()).hexdigest()
 
     def __str__(self) -> str:
         lines = [f"input  {i.kind:6} %{i.name}: {i.spec}" for i in self.inputs]
@@ -240,13 +276,17 @@ def check(graph: Graph) -> None:
     def fail(what: str, **lines: str) -> None:
         raise GraphError(what, **lines)
 
-    made: set[Ref] = set()
-    names: set[str] = set()
-    for name in [*(i.name for i in graph.inputs), *(c.name for c in graph.constants)]:
-        if name in names:
+    made: dict[str, tuple[TensorSpec | None, ...]] = {}
+    given = [(i.name, i.spec) for i in graph.inputs] + [(c.name, c.spec) for c in graph.constants]
+    for name, spec in given:
+        if name in made:
             fail(f"two inputs or constants are called %{name}")
-        names.add(name)
-        made.add(Ref(name))
+        made[name] = (spec,)
+
+    def there(ref: Ref) -> bool:
+        outs = made.get(ref.name, ())
+        return ref.index < len(outs) and outs[ref.index] is not None
+
     for i in graph.inputs:
         if i.kind not in INPUT_KINDS:
             fail(f"%{i.name} is of unknown kind {i.kind!r}", allowed="  ".join(INPUT_KINDS))
@@ -256,7 +296,7 @@ def check(graph: Graph) -> None:
         if len(c.data) != c.spec.nbytes:
             fail(f"constant %{c.name} {c.spec} holds {len(c.data)} bytes, not {c.spec.nbytes}")
     for node in graph.nodes:
-        if node.name in names:
+        if node.name in made:
             fail(f"two values are called %{node.name}")
         if node.phase not in PHASES:
             fail(f"%{node.name} is in unknown phase {node.phase!r}", allowed="  ".join(PHASES))
@@ -265,10 +305,9 @@ def check(graph: Graph) -> None:
         if node.op.count(".") < 1:
             fail(f"%{node.name}: {node.op!r} is not an op name", allowed="namespace.name or namespace.name.overload")
         for ref in node.ins:
-            if ref not in made:
+            if not there(ref):
                 fail(f"%{node.name} reads {ref}, which nothing before it makes", at=node.where)
-        names.add(node.name)
-        made.update(Ref(node.name, i) for i, o in enumerate(node.outs) if o is not None)
+        made[node.name] = node.outs
     seen = set()
     params = {i.name: i for i in graph.inputs}
     specs = graph.specs
@@ -278,7 +317,7 @@ def check(graph: Graph) -> None:
         if (out.kind, out.name) in seen:
             fail(f"two outputs are called {out.kind} {out.name}")
         seen.add((out.kind, out.name))
-        if out.ref not in made:
+        if not there(out.ref):
             fail(f"output {out.name} is {out.ref}, which nothing makes")
         if out.kind in ("grad", "buffer"):
             if out.name not in params:

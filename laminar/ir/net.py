@@ -18,9 +18,10 @@ as far as queues allow.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 from laminar.errors import NetError
 from laminar.ir.mesh import Place
@@ -108,9 +109,30 @@ class Net:
         ends = (queue.producer, *queue.consumers)
         return tuple(dict.fromkeys(self.by_name[name].place for name in ends))
 
-    def bound_bytes(self, place: int) -> int:
-        """No rank of a place ever holds more than this in registers."""
-        return sum(q.registers * q.bytes for q in self.queues if place in self.holders(q))
+    def bound_bytes(self, *places: int) -> int:
+        """No rank of a place ever holds more than this in registers; one that is at several, more than this of all.
+
+        Of queues whose ends are all at the place, an order kept to the letter says how much is held at once.
+        """
+        total = sum(q.registers * q.bytes for q in self.queues if not set(places).isdisjoint(self.holders(q)))
+        for place in places:
+            own = [q for q in self.queues if self.holders(q) == (place,) and self._ordered(q)]
+            total -= max(0, sum(q.registers * q.bytes for q in own) - self._at_once(place, own))
+        return total
+
+    def _ordered(self, queue: Queue) -> bool:
+        """Whether its place's order says when each register is taken and when it is free again."""
+        return self.window == 0 and queue.gives == 1 and all(t == 1 for t in queue.takes) and not queue.filled
+
+    def _at_once(self, place: int, queues: Sequence[Queue]) -> int:
+        """The most bytes that such queues hold, going through the order; every step ends with all of them empty."""
+        spots = {firing: at for at, firing in enumerate(self.orders[place])}
+        change = [0] * (len(spots) + 1)
+        for q in queues:
+            for k in range(self.by_name[q.producer].fires):
+                change[spots[q.producer, k]] += q.bytes
+                change[1 + max(spots[c, k] for c in q.consumers)] -= q.bytes
+        return max(accumulate(change), default=0)
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))

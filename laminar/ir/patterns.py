@@ -5,6 +5,7 @@
                            inside each other that match, the outermost counts
     %gelu_3  %gelu.*       values, by the names that programs print; always a regular expression
     blocks.*+collectives   what ranks exchange inside is included
+    blocks.*-products      products, attention and convolutions inside are left out, and so is what only they need
 
 Each module that matches is one block: all that runs inside it. Patterns match whole names.
 """
@@ -12,13 +13,15 @@ Each module that matches is one block: all that runs inside it. Patterns match w
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from laminar.errors import PlanError
 from laminar.ir.graph import Graph
 
 COLLECTIVES = "+collectives"
+PRODUCTS = "-products"
 SHOWN = 12
 """Names that an error lists."""
 
@@ -33,6 +36,8 @@ class Picked:
     """Ops, by name."""
     exchanging: frozenset[str] = frozenset()
     """Those blocks and values whose collectives are included."""
+    sparing: frozenset[str] = frozenset()
+    """Those blocks whose products are left out."""
 
     def block_of(self, module: str) -> str | None:
         """The block that a module is, or is in."""
@@ -42,6 +47,10 @@ class Picked:
             module = module.rpartition(".")[0]
         return None
 
+    def marks(self, name: str) -> str:
+        """What a pattern of this block or value ends in."""
+        return PRODUCTS * (name in self.sparing) + COLLECTIVES * (name in self.exchanging)
+
     def value_of(self, line: str) -> str | None:
         """The value that a line makes, or helps to make: an op that is written out has lines `name.0`, `name.1`."""
         name = line if line in self.values else line.partition(".")[0]
@@ -50,10 +59,13 @@ class Picked:
 
 def pick(graph: Graph, patterns: Sequence[str]) -> Picked:
     """What patterns name in a graph; one that names nothing is refused with what there is."""
+    if not patterns:
+        return Picked()
     names = _Names(graph)
     blocks: set[str] = set()
     values: set[str] = set()
     exchanging: set[str] = set()
+    sparing: set[str] = set()
     for pattern in patterns:
         found = names.matching(pattern)
         single = pattern.startswith("%")
@@ -64,10 +76,13 @@ def pick(graph: Graph, patterns: Sequence[str]) -> Picked:
                 next="`*` stands for one part of a path; patterns match whole names",
             )
         (values if single else blocks).update(found)
-        if pattern.endswith(COLLECTIVES):
+        _, marks = _parted(pattern)
+        if COLLECTIVES in marks:
             exchanging.update(found)
-    outer = {b for b in blocks if not any(b.startswith(f"{other}.") for other in blocks)}
-    return Picked(frozenset(outer), frozenset(values), frozenset(exchanging))
+        if PRODUCTS in marks:
+            sparing.update(found)
+    outer = {b for b in blocks if not _within(b, blocks)}
+    return Picked(frozenset(outer), frozenset(values), frozenset(exchanging), frozenset(sparing))
 
 
 def apart(graph: Graph, recompute: Sequence[str], offload: Sequence[str]) -> tuple[Picked, Picked]:
@@ -99,11 +114,11 @@ class _Names:
     def __init__(self, graph: Graph) -> None:
         forward = [n for n in graph.nodes if n.phase == "forward"]
         self.ops = [n.name for n in forward]
-        self.paths = _paths(dict.fromkeys(n.module for n in forward))
+        self.paths = _paths(tuple(dict.fromkeys([n.module for n in forward])))
 
     def matching(self, pattern: str) -> list[str]:
         """Ops for a pattern of values, else modules."""
-        text = pattern.removesuffix(COLLECTIVES)
+        text, _ = _parted(pattern)
         regex = _regex(text)
         if text.startswith("%"):
             return [n for n in self.ops if regex.fullmatch(f"%{n}")]
@@ -118,13 +133,22 @@ def as_patterns(given: str | Iterable[str] | None) -> tuple[str, ...]:
     for one in [given] if isinstance(given, str) else given:
         texts += [t.strip() for t in one.split(",")] if isinstance(one, str) and _plain(one) else [one]
     for text in texts:
-        if not isinstance(text, str) or not text.removesuffix(COLLECTIVES):
+        if not isinstance(text, str) or not _parted(text)[0]:
             raise PlanError(f"{text!r} is not a pattern", next='write a path such as "blocks.*", or several in a list')
     return tuple(dict.fromkeys(texts))
 
 
+def _parted(pattern: str) -> tuple[str, tuple[str, ...]]:
+    """A pattern without what it ends in, and that."""
+    marks: list[str] = []
+    while mark := next((m for m in (COLLECTIVES, PRODUCTS) if pattern.endswith(m)), None):
+        pattern = pattern.removesuffix(mark)
+        marks.append(mark)
+    return pattern, tuple(marks)
+
+
 def _plain(text: str) -> bool:
-    return re.fullmatch(r"[\w.*, %+]*", text) is not None
+    return re.fullmatch(r"[\w.*, %+-]*", text) is not None
 
 
 def _regex(text: str) -> re.Pattern[str]:
@@ -136,18 +160,24 @@ def _regex(text: str) -> re.Pattern[str]:
         raise PlanError(f"{text!r} is not a pattern: {error}") from error
 
 
-def _paths(modules: Iterable[str]) -> list[str]:
+@lru_cache(maxsize=1 << 10)
+def _paths(modules: tuple[str, ...]) -> tuple[str, ...]:
     """All modules that run something, and those they are in."""
     out: dict[str, None] = {}
     for module in modules:
         parts = module.split(".") if module else []
         out |= dict.fromkeys(".".join(parts[: k + 1]) for k in range(len(parts)))
-    return list(out)
+    return tuple(out)
 
 
 def _outermost(regex: re.Pattern[str], paths: Sequence[str]) -> list[str]:
-    found = [p for p in paths if regex.fullmatch(p)]
-    return [p for p in found if not any(p.startswith(f"{other}.") for other in found)]
+    found = dict.fromkeys(p for p in paths if regex.fullmatch(p))
+    return [p for p in found if not _within(p, found)]
+
+
+def _within(path: str, others: Collection[str]) -> bool:
+    """Whether it lies inside of one of the others."""
+    return any(path[:k] in others for k, letter in enumerate(path) if letter == ".")
 
 
 def _families(paths: Sequence[str]) -> list[str]:

@@ -8,14 +8,15 @@ is as good as one found by search.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
 from laminar.errors import LaminarError, PlanError
-from laminar.ir.codec import content_hash
+from laminar.ir.codec import canonical
 from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh
 from laminar.ir.patterns import apart, as_patterns
@@ -37,8 +38,15 @@ class Choice:
         return f"{', '.join(map(show, self.ins))} -> {', '.join(map(show, self.outs))}"
 
 
+@lru_cache(maxsize=1 << 14)
 def _text(nd: NdSbp) -> str:
     return "|".join(map(str, nd))
+
+
+@lru_cache(maxsize=1 << 14)
+def _chosen(choice: Choice) -> str:
+    """As canonical JSON."""
+    return canonical([[_text(nd) for nd in choice.ins], [_text(nd) for nd in choice.outs]])
 
 
 def _nd(text: str) -> NdSbp:
@@ -138,7 +146,10 @@ class Plan(Planned):
     @cached_property
     def hash(self) -> str:
         """Identity of the decision; its name and its account do not count."""
-        return content_hash({k: v for k, v in self.to_json().items() if k not in ("account", "name")})
+        data = {k: v for k, v in replace(self, ops={}).to_json().items() if k not in ("account", "name")}
+        before, behind = canonical(data).split('"ops":{}', 1)
+        ops = ",".join([f"{json.dumps(name)}:{_chosen(self.ops[name])}" for name in sorted(self.ops)])
+        return hashlib.sha256(f'{before}"ops":{{{ops}}}{behind}'.encode()).hexdigest()
 
     def fits(self, graph: Graph) -> None:
         """Refuse a graph this plan was not made for, or placements its tensors can't have."""

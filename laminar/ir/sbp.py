@@ -17,8 +17,9 @@ empty. So every shard is also a valid DTensor shard, and a padded all-gather is 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -32,14 +33,30 @@ class Split:
 
     dim: int
     blocks: int = 1
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((self.dim, self.blocks)))
+
+    def __hash__(self) -> int:
+        return self._hash  # planning asks millions of times
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Split, (self.dim, self.blocks)
 
     def __str__(self) -> str:
         return f"S({self.dim})" if self.blocks == 1 else f"S({self.dim}, blocks={self.blocks})"
 
 
+_WHOLE = hash(())
+
+
 @dataclass(frozen=True, slots=True)
 class Broadcast:
     """Each rank holds the whole."""
+
+    def __hash__(self) -> int:
+        return _WHOLE
 
     def __str__(self) -> str:
         return "B"
@@ -50,10 +67,18 @@ class Partial:
     """Each rank holds a term; `op` over the axis gives the value."""
 
     op: str = "sum"
+    _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.op not in ("sum", "max", "min"):
             raise PlacementError(f"P({self.op}) is not a placement", allowed="P(sum)  P(max)  P(min)")
+        object.__setattr__(self, "_hash", hash((self.op,)))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Partial, (self.op,)  # hashes of text differ from process to process
 
     def __str__(self) -> str:
         return f"P({self.op})"

@@ -7,6 +7,8 @@ backward that needs it. What backward does not read is not made again: a block's
     outputs      of a block that somebody else needs in backward too (the next block starts from it) are kept
                  anyway, and so never made again; nor is what they are a view of.
     collectives  are not repeated unless the pattern says so: what they made is kept like an input of the block.
+    products     of blocks that spare them (`blocks.*-products`) are kept in the same way: only what costs little, norms
+                 and activations, is made again.
     weights      that are put together from pieces (ZeRO 3) are the exception: they are never kept from forward to
                  backward, with or without recompute. They are gathered for recompute, and the same gathered
                  weight serves the block's backward.
@@ -22,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
+from laminar.cost.families import COMPUTES, family_of
 from laminar.cost.work import FREE
 from laminar.ir.codec import Ref
 from laminar.ir.graph import map_refs
@@ -36,10 +39,13 @@ ANEW = "_anew"
 def early(program: Program) -> set[str]:
     """Instructions that belong to forward: those marked so that need nothing from backward."""
     late: set[str] = set()
+    first: set[str] = set()
     for instr in program.instrs:
-        if instr.phase != "forward" or any(r.name in late for r in instr.refs):
+        if instr.phase != "forward" or (late and any(r.name in late for r in instr.refs)):
             late.add(instr.name)
-    return {i.name for i in program.instrs} - late
+        else:
+            first.add(instr.name)
+    return first
 
 
 def made_again(program: Program, picked: Picked) -> Program:
@@ -104,6 +110,7 @@ def lines_again(program: Program, picked: Picked) -> set[str]:
         value = values.get(instr.name)
         named = value is not None or (block is not None and for_whom == {block})
         apart = instr.moves and not {block, value} & picked.exchanging
+        apart |= block in picked.sparing and value is None and family_of(instr.op) in COMPUTES
         if instr.name in gathered or (named and not apart):
             again.add(instr.name)
             for ref in instr.refs:
@@ -152,6 +159,8 @@ def run_again(program: Program, chosen: Collection[str], ending: str) -> Program
         return Ref(ref.name + ending, ref.index) if ref.name in chosen else ref
 
     def copied(instr: Instr, **more: str) -> Instr:
+        if not more and not any(r.name in chosen for r in instr.refs):
+            return instr
         return replace(instr, args=map_refs(instr.args, now), refs=tuple(map(now, instr.refs)), **more)  # type: ignore[arg-type]
 
     for instr in program.instrs:
@@ -185,7 +194,8 @@ def _weights_once(program: Program) -> Program:
         return Ref(renamed.get(ref.name, ref.name), ref.index)
 
     for instr in program.instrs:
-        instr = replace(instr, args=map_refs(instr.args, now), refs=tuple(map(now, instr.refs)))
+        if any(r.name in renamed for r in instr.refs):
+            instr = replace(instr, args=map_refs(instr.args, now), refs=tuple(map(now, instr.refs)))
         if instr.name not in first and instr.refs and all(r.name in weights for r in instr.refs):
             weights.add(instr.name)
             instr = replace(instr, phase="backward")  # gathers of one phase travel together

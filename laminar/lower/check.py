@@ -138,10 +138,7 @@ def _bytes(net: Net) -> tuple[int, ...]:
     for p, place in enumerate(net.places):
         for rank in place.ranks:
             at.setdefault(rank, set()).add(p)
-    each = {
-        places: sum(q.registers * q.bytes for q in net.queues if q.bytes and not places.isdisjoint(net.holders(q)))
-        for places in set(map(frozenset, at.values()))
-    }
+    each = {places: net.bound_bytes(*places) for places in set(map(frozenset, at.values()))}
     return tuple(max(each[frozenset(at[rank])] for rank in place.ranks) for place in net.places)
 
 

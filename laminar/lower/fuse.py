@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple
 
-from laminar.cost.forms import APART, Forms
+from laminar.cost.forms import APART, Forms, forms_of
 from laminar.cost.uncollected import uncollected
 from laminar.cost.work import FREE
 from laminar.ir.program import Instr, Program
@@ -94,7 +94,7 @@ def kernels(program: Program) -> list[tuple[int, ...]]:
 
 class _Grouping:
     def __init__(self, program: Program) -> None:
-        self.forms = forms = Forms(program)
+        self.forms = forms = forms_of(program)
         self.facts = [_fact(i, program) for i in forms.examples]
         self.whole = forms.whole(FREE)
         self.parts = _parts(forms)
@@ -239,7 +239,7 @@ class _Grouping:
 
 def parts(program: Program) -> dict[str, int]:
     """By line, which stretch it belongs to, cut as `runtime.compiled` cuts."""
-    return dict(zip((i.name for i in program.instrs), _parts(Forms(program)), strict=True))
+    return dict(zip((i.name for i in program.instrs), _parts(forms_of(program)), strict=True))
 
 
 def _parts(forms: Forms) -> list[int]:

@@ -11,16 +11,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 from laminar.cost.work import FREE
-from laminar.errors import PlacementError
+from laminar.errors import LaminarError, PlacementError
 from laminar.ir.codec import Ref
 from laminar.ir.graph import Graph, Node, map_refs
 from laminar.ir.mesh import Mesh
 from laminar.ir.patterns import pick
 from laminar.ir.plan import Plan
-from laminar.ir.program import Instr, Program, ProgramInput, ProgramOutput, placed
+from laminar.ir.program import Instr, Placed, Program, ProgramInput, ProgramOutput, placed
 from laminar.ir.sbp import B, NdSbp, Partial, check, show
 from laminar.ir.tensor import TensorSpec
 from laminar.lower.again import made_again
@@ -29,7 +30,7 @@ from laminar.lower.offload import offloaded
 from laminar.lower.order import drop_unused, overlap
 from laminar.rules.boxing import Step, boxing, chain_s, step_bytes
 from laminar.rules.expand import LAZY, expand
-from laminar.rules.notation import call_of
+from laminar.rules.notation import Call, call_of, calls_in
 from laminar.rules.signing import Probed, follow, probed_signatures, resolve
 
 LOCAL_DIM: dict[str, Callable[[Any, Any, Any], tuple[str, int, int]]] = {
@@ -69,29 +70,32 @@ class _Writer:
             self.put(copy, plan.ops[node.name].ins, plan.ops[node.name].outs)
         return Ref(name, ref.index)
 
-    def fetch(self, ref: Ref, want: NdSbp, node: Node, why: str) -> Ref:
-        """A value in the placement wanted, boxed if need be."""
+    def fetch(self, ref: Ref, want: NdSbp, node: Node, why: str = "") -> Ref:
+        """A value in the placement wanted, boxed if need be; for the node, unless told why."""
         at = self.have[ref]
         if ref.name in self.params:
-            node = (
-                node if node.phase == "forward" else replace(node, phase="backward")
-            )  # recompute's serve backward too
+            if node.phase == "recompute":  # its parameters serve backward too
+                node = replace(node, phase="backward")
             at = self.have.setdefault((ref, node.phase), dict(at))
         want = self._plain(want)
         if want in at:
             return at[want]
         spec, sizes = self.specs[ref], self.mesh.sizes
-        chains = [(chain_s(c, spec, sizes), len(c), i, src, c)
-                  for i, src in enumerate(at) for c in (boxing(spec, src, want, sizes),)]  # fmt: skip
-        *_, src, chain = min(chains)
+        if len(at) == 1:
+            (src,) = at
+            chain = boxing(spec, src, want, sizes)
+        else:
+            chains = [(chain_s(c, spec, sizes), len(c), i, src, c)
+                      for i, src in enumerate(at) for c in (boxing(spec, src, want, sizes),)]  # fmt: skip
+            *_, src, chain = min(chains)
         now = at[src]
         for step in chain:
-            now = self._box(now, spec, step, node, why)
+            now = self._box(now, spec, step, node, why or f"%{node.name}")
             at.setdefault(step.dst, now)
         return now
 
     def _plain(self, nd: NdSbp) -> NdSbp:
-        return tuple(B if n == 1 else p for p, n in zip(nd, self.mesh.sizes, strict=True))
+        return _plain(nd, self.mesh)
 
     def _box(self, ref: Ref, spec: TensorSpec, step: Step, node: Node, why: str) -> Ref:
         reader = node.name.replace(".", "_")
@@ -108,31 +112,34 @@ class _Writer:
                 node.where,
                 node.module,
                 node.phase,
-                f"{show(step.src)} to {show(step.dst)} for {why}",
+                f"{_shown(step.src)} to {_shown(step.dst)} for {why}",
                 step_bytes(step, spec, self.mesh.sizes),
             )
         )
         return Ref(name)
 
-    def put(self, node: Node, ins: tuple[NdSbp, ...], outs: tuple[NdSbp, ...], probed: Probed = ()) -> None:
+    def put(
+        self, node: Node, ins: tuple[NdSbp, ...], outs: tuple[NdSbp, ...], probed: Probed = (), call: Call | None = None
+    ) -> None:
         """One node of the graph, or of an expansion, placed as told."""
-        call = call_of(node, self.specs)
-        for spec, nd in zip(call.outs, outs, strict=True):
-            if spec is not None:
-                check(spec, nd, self.mesh.sizes, f"%{node.name}")
-        signed = resolve(call, ins, outs, self.mesh, node, probed)
-        hows = {s.how for s in signed if s.how}
+        call = call or call_of(node, self.specs)
+        known = _known(call, ins, outs, self.mesh, probed)
+        if known is None:  # refused, by name
+            for spec, nd in zip(call.outs, outs, strict=True):
+                if spec is not None:
+                    check(spec, nd, self.mesh.sizes, f"%{node.name}")
+            resolve(call, ins, outs, self.mesh, node, probed)
+            raise AssertionError(f"%{node.name} was refused for nothing")
+        hows, reads, makes = known
         if "expand" in hows:
             self._expanded(node, ins, outs)
             return
-        refs = iter([self.fetch(r, nd, node, f"%{node.name}") for r, nd in zip(node.ins, ins, strict=True)])
-        read = []
-
-        def local(_: Ref) -> Ref:
-            read.append(next(refs))
-            return read[-1]
-
-        args = map_refs(node.args, local)
+        read = tuple([self.fetch(r, nd, node) for r, nd in zip(node.ins, ins, strict=True)])
+        args, refs = node.args, iter(read)
+        if args[: len(read)] == node.ins:  # tensors first, all else behind
+            args = (*read, *args[len(read) :])
+        else:
+            args = map_refs(args, lambda _: next(refs))
         op = node.op
         if hows:
             (op,) = hows
@@ -142,17 +149,18 @@ class _Writer:
                 node.name,
                 op,
                 args,
-                tuple(read),
-                tuple(placed(s, nd) for s, nd in zip(call.ins, ins, strict=True)),
-                tuple(placed(s, self._plain(nd)) if s else None for s, nd in zip(call.outs, outs, strict=True)),
+                read,
+                reads,
+                makes,
                 node.where,
                 node.module,
                 node.phase,
             )
         )
-        for i, (spec, nd) in enumerate(zip(node.outs, outs, strict=True)):
-            if spec is not None:
-                self.have[Ref(node.name, i)] = {self._plain(nd): Ref(node.name, i)}
+        for i, made in enumerate(makes):
+            if made is not None:
+                ref = Ref(node.name, i)
+                self.have[ref] = {made.nd: ref}
 
     def _expanded(self, node: Node, ins: tuple[NdSbp, ...], outs: tuple[NdSbp, ...]) -> None:
         here = {r: self.specs[r] for r in node.ins}
@@ -168,6 +176,31 @@ class _Writer:
             if spec is not None:
                 self.fetch(end, nd, node, f"%{node.name}")
                 self.have[Ref(node.name, i)] = self.have[end]
+
+
+_shown = lru_cache(maxsize=1 << 12)(show)
+
+
+def _plain(nd: NdSbp, mesh: Mesh) -> NdSbp:
+    """On axes of one rank, whole."""
+    return nd if 1 not in mesh.sizes else tuple(B if n == 1 else p for p, n in zip(nd, mesh.sizes, strict=True))
+
+
+@lru_cache(maxsize=1 << 16)
+def _known(
+    call: Call, ins: tuple[NdSbp, ...], outs: tuple[NdSbp, ...], mesh: Mesh, probed: Probed
+) -> tuple[frozenset[str], tuple[Placed, ...], tuple[Placed | None, ...]] | None:
+    """What a call placed so has besides names: how it is done, and what it reads and makes. None if that can't be."""
+    try:
+        for spec, nd in zip(call.outs, outs, strict=True):
+            if spec is not None:
+                check(spec, nd, mesh.sizes, call.op)
+        signed = resolve(call, ins, outs, mesh, Node("", call.op, (), call.outs), probed)
+    except LaminarError:
+        return None
+    reads = tuple(placed(s, nd) for s, nd in zip(call.ins, ins, strict=True))
+    makes = tuple(placed(s, _plain(nd, mesh)) if s else None for s, nd in zip(call.outs, outs, strict=True))
+    return frozenset(s.how for s in signed if s.how), reads, makes
 
 
 def lower(graph: Graph, plan: Plan, *, bucket_bytes: int = BUCKET_BYTES, schedule: bool = True) -> Program:
@@ -195,11 +228,12 @@ def written(graph: Graph, plan: Plan) -> Program:
     for const in graph.constants:
         writer.have[Ref(const.name)] = {everywhere: Ref(const.name)}
     writer.gathered = _gathered(graph, plan)
+    calls = calls_in(graph)
     for node in graph.nodes:
         choice = plan.ops[node.name]
         if node.phase != "forward" and any(r.name in writer.gathered for r in node.ins):
             node = replace(node, args=map_refs(node.args, lambda r: writer.again(r, plan)))
-        writer.put(node, choice.ins, choice.outs, writer.probed.get(node.name, ()))
+        writer.put(node, choice.ins, choice.outs, writer.probed.get(node.name, ()), calls[node.name])
     outputs = []
     end = Node("end", "laminar.end", (), (), phase="backward")
     for out in graph.outputs:

@@ -122,6 +122,8 @@ def _cut(members: list[Instr], limit_bytes: int, near: Callable[[list[Instr], In
 
 def _replace(program: Program, runs: list[list[Instr]], what: str, where: Callable[[list[Instr]], int]) -> Program:
     """The program with each run as one instruction, behind position `where(run)`."""
+    if not runs:
+        return program
     renamed: dict[Ref, Ref] = {}
     gone: set[str] = set()
     placed: dict[int, list[Instr]] = {}
@@ -141,6 +143,8 @@ def _replace(program: Program, runs: list[list[Instr]], what: str, where: Callab
 def _small_reductions(program: Program) -> Program:
     """Merge small all-reduces whose inputs are all ready when the first of them is issued."""
     instrs = list(program.instrs)
+    if sum(i.op == "box.all_reduce" and i.bytes < SMALL_BYTES for i in instrs) < 2:
+        return program
     renamed: dict[Ref, Ref] = {}
     out: list[Instr] = []
     taken: set[str] = set()
@@ -162,15 +166,17 @@ def _small_reductions(program: Program) -> Program:
             made.update(i.name for i in run)
         out.append(instr)
         made.add(instr.name)
-    return _renamed(program, out, renamed)
+    return _renamed(program, out, renamed) if renamed else program
 
 
 def _renamed(program: Program, instrs: list[Instr], renamed: dict[Ref, Ref]) -> Program:
+    names = {ref.name for ref in renamed}
+
     def now(ref: Ref) -> Ref:
         return renamed.get(ref, ref)
 
     def moved(i: Instr) -> Instr:
-        if renamed.keys().isdisjoint(i.refs):
+        if not any([r.name in names for r in i.refs]):  # noqa: C419 (a list is faster)
             return i
         return replace(i, args=map_refs(i.args, now), refs=tuple(map(now, i.refs)))
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from laminar.cost.forms import MOVES
 from laminar.ir.program import Instr, Program
 from laminar.lower.merge import SMALL_BYTES
 
@@ -30,7 +31,8 @@ def drop_unused(program: Program) -> Program:
     for instr in reversed(program.instrs):
         if instr.name in live:
             kept.append(instr)
-            live.update(r.name for r in instr.refs)
+            for ref in instr.refs:
+                live.add(ref.name)
     return replace(program, instrs=tuple(reversed(kept)))
 
 
@@ -47,7 +49,7 @@ def _issued_early(program: Program) -> list[Instr]:
     last = -1
     for k, instr in enumerate(rest):
         at = k
-        if instr.moves:
+        if instr.op in MOVES:
             made = max((ready.get(r.name, -1) for r in instr.refs), default=-1)
             far = instr.bytes < SMALL_BYTES  # costs no memory to hold, only time to wait for
             at = made + 1 if far else max(made + 1, k - WINDOW, last)
@@ -55,15 +57,17 @@ def _issued_early(program: Program) -> list[Instr]:
         ready[instr.name] = at
         slots.append((at, k, instr))
     # At one place collectives that were moved up go first: what stood there does not depend on them.
-    return ahead + [instr for _, _, instr in sorted(slots, key=lambda s: (s[0], not s[2].moves, s[1]))]
+    return ahead + [instr for _, _, instr in sorted(slots, key=lambda s: (s[0], s[2].op not in MOVES, s[1]))]
 
 
 def _from_inputs(program: Program) -> set[str]:
     """Small collectives that depend on inputs through a few small ops, and those ops: counts of labels and the like."""
-    makers = {i.name: i for i in program.instrs}
     found: set[str] = set()
+    if not any(i.op in MOVES for i in program.instrs):
+        return found
+    makers = {i.name: i for i in program.instrs}
     for instr in program.instrs:
-        if not instr.moves or instr.bytes >= SMALL_BYTES:
+        if instr.op not in MOVES or instr.bytes >= SMALL_BYTES:
             continue
         chain: dict[str, Instr] = {}
         todo = [instr]
@@ -80,19 +84,23 @@ def _from_inputs(program: Program) -> set[str]:
 def overlap(program: Program) -> Program:
     """The same instructions, with independent work between a collective and its first reader."""
     pending = _issued_early(program)
+    if not any(i.op in MOVES for i in pending):
+        return replace(program, instrs=tuple(pending))
     flying: set[str] = set()
     drawn = 0
     """Instructions that went ahead of a collective that waits for another."""
     out: list[Instr] = []
     done: set[str] = {i.name for i in program.inputs} | {c.name for c in program.constants}
+    pending.reverse()  # the next one is the last
     while pending:
-        head = pending[0]
+        head = pending[-1]
         pick = 0
-        if head.moves and drawn >= SECOND_HALF:
+        moves = head.op in MOVES
+        if moves and drawn >= SECOND_HALF:
             flying -= {r.name for r in head.refs}
-        if any(r.name in flying for r in head.refs):
+        if flying and any(r.name in flying for r in head.refs):
             for k in range(1, min(WINDOW, len(pending))):
-                item = pending[k]
+                item = pending[-1 - k]
                 if item.phase == "recompute" and head.phase == "forward":
                     continue  # what forward drops would still be there
                 if all(r.name in done and r.name not in flying for r in item.refs):
@@ -100,10 +108,10 @@ def overlap(program: Program) -> Program:
                     break
             else:
                 flying -= {r.name for r in head.refs}
-        instr = pending.pop(pick)
-        drawn = drawn + 1 if pick and head.moves else 0
+        instr = pending.pop(-1 - pick)
+        drawn = drawn + 1 if pick and moves else 0
         out.append(instr)
         done.add(instr.name)
-        if instr.moves:
+        if instr.op in MOVES:
             flying.add(instr.name)
     return replace(program, instrs=tuple(out))

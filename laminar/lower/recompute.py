@@ -29,6 +29,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from scipy.sparse import csr_matrix
@@ -37,7 +39,7 @@ from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 from laminar.cost.work import FREE
 from laminar.ir.codec import Ref
 from laminar.ir.graph import Node, map_refs, refs_in
-from laminar.ir.program import Instr, Program, placed
+from laminar.ir.program import Instr, Placed, Program, placed
 from laminar.lower.again import boundary as boundary
 from laminar.lower.again import boundary_bytes as boundary_bytes
 from laminar.lower.again import early as early
@@ -129,12 +131,15 @@ def choose(
 
 def _sink_side(nodes: int, edges: list[tuple[int, int, float]], source: int, sink: int) -> set[int]:
     """The side of the sink in the minimum cut that lies nearest to it."""
-    finite = sum(c for _, _, c in edges if np.isfinite(c))
+    rows, cols, given = zip(*edges, strict=True) if edges else ((), (), ())
+    costs = np.array(given, dtype=np.float64)
+    known = np.isfinite(costs)
+    finite = sum(costs[known].tolist())
     most = 1 << 28
-    unit = max(finite, 1.0) / most if finite > most or any(c % 1 for _, _, c in edges if np.isfinite(c)) else 1.0
-    rows, cols = [e[0] for e in edges], [e[1] for e in edges]
-    caps = [min(round(c / unit), most) if np.isfinite(c) else 2 * most for _, _, c in edges]
-    graph = csr_matrix((np.array(caps, dtype=np.int32), (rows, cols)), shape=(nodes, nodes))
+    unit = max(finite, 1.0) / most if finite > most or bool((costs[known] % 1).any()) else 1.0
+    caps = np.full(len(costs), 2 * most)
+    caps[known] = np.minimum(np.rint(costs[known] / unit), most)
+    graph = csr_matrix((caps.astype(np.int32), (rows, cols)), shape=(nodes, nodes))
     flow = maximum_flow(graph, source, sink).flow
     left = graph - flow  # what each edge could still carry; edges back carry minus what flows
     left.data = np.where(left.data > 0, 1, 0)
@@ -251,40 +256,62 @@ def written_out(program: Program) -> Program:
         return renamed.get(ref, ref)
 
     for instr in program.instrs:
-        instr = replace(instr, args=map_refs(instr.args, now), refs=tuple(map(now, instr.refs)))
+        if not renamed.keys().isdisjoint(instr.refs):
+            instr = replace(instr, args=map_refs(instr.args, now), refs=tuple(map(now, instr.refs)))
         if instr.op not in WRITTEN_OUT or instr.name not in first:
             out.append(instr)
             continue
-        nodes, ends = _sheet(instr)
-        known = dict(zip(instr.refs, instr.ins, strict=True))
-        stats = instr.outs[-1] or instr.ins[0]
-        for node in nodes:
-            refs = tuple(refs_in(node.args))
-            # A value as deep as the input lies as the input does, for the dims that were reduced are not split;
-            # statistics lie like statistics, and a cast of a weight like the weight.
-            outs = tuple(
-                placed(s, known[r].nd if len(s.shape) == len(known[r].spec.shape) else stats.nd)
-                for s in node.outs
-                if s is not None
-                for r in refs[:1]
-            )
-            known |= {Ref(node.name, k): p for k, p in enumerate(outs)}
-            out.append(
-                Instr(
-                    node.name,
-                    node.op,
-                    node.args,
-                    refs,
-                    tuple(known[r] for r in refs),
-                    outs,
-                    instr.where,
-                    instr.module,
-                    instr.phase,
-                )
-            )
+        lines, ends = _lines(instr)
+        out += lines
         renamed |= {Ref(instr.name, k): end for k, end in enumerate(ends)}
     outputs = tuple(replace(o, ref=now(o.ref)) for o in program.outputs)
     return drop_unused(replace(program, instrs=tuple(out), outputs=outputs))
+
+
+def _lines(instr: Instr) -> tuple[list[Instr], tuple[Ref, ...]]:
+    """What a norm is written out as, and which of that are its results."""
+    given = {f"@{k}": ref for k, ref in reversed(list(enumerate(instr.refs)))}
+    numbers = {ref: Ref(name) for name, ref in given.items()}
+    args = map_refs(instr.args, numbers.__getitem__)
+    form, ends = _form(instr.op, args, repr(args), instr.ins, instr.outs)
+
+    def now(ref: Ref) -> Ref:
+        return given[ref.name] if ref.name in given else Ref(instr.name + ref.name[1:], ref.index)
+
+    lines = [
+        Instr(instr.name + line.name[1:], line.op, map_refs(line.args, now), tuple(map(now, line.refs)), line.ins,
+              line.outs, instr.where, instr.module, instr.phase)
+        for line in form
+    ]  # fmt: skip
+    return lines, tuple(map(now, ends))
+
+
+@lru_cache(maxsize=1 << 10)
+def _form(
+    op: str, args: tuple[Any, ...], told: str, ins: tuple[Placed, ...], made: tuple[Placed | None, ...]
+) -> tuple[tuple[Instr, ...], tuple[Ref, ...]]:
+    """The lines of all norms that differ in names only: this one's is "@", and "@0", "@1" are what it reads.
+
+    `told` are the arguments as text: 1 and 1.0 are equal, but not the same.
+    """
+    like = Instr("@", op, args, tuple(refs_in(args)), ins, made)
+    nodes, ends = _sheet(like)
+    known = dict(zip(like.refs, ins, strict=True))
+    stats = made[-1] or ins[0]
+    out = []
+    for node in nodes:
+        refs = tuple(refs_in(node.args))
+        # A value as deep as the input lies as the input does, for the dims that were reduced are not split;
+        # statistics lie like statistics, and a cast of a weight like the weight.
+        outs = tuple(
+            placed(s, known[r].nd if len(s.shape) == len(known[r].spec.shape) else stats.nd)
+            for s in node.outs
+            if s is not None
+            for r in refs[:1]
+        )
+        known |= {Ref(node.name, k): p for k, p in enumerate(outs)}
+        out.append(Instr(node.name, node.op, node.args, refs, tuple(known[r] for r in refs), outs))
+    return tuple(out), ends
 
 
 def _sheet(instr: Instr) -> tuple[list[Node], tuple[Ref, ...]]:

@@ -25,6 +25,7 @@ from laminar.cost.work import FREE
 from laminar.errors import PlanError
 from laminar.ir.codec import Ref
 from laminar.ir.graph import Constant, Graph, Input, Node, Output, map_refs
+from laminar.rules.notation import call_of, calls_in
 
 LIGHT_NUMEL = 1 << 22
 """What is made from inputs alone and is larger than this is made once and sent."""
@@ -71,7 +72,15 @@ class Split:
 
 def split(graph: Graph, forward: Mapping[str, int], stages: int) -> Split:
     """Cut a graph by the stage of each forward op; light ops need none."""
-    return _Cutter(graph, dict(forward), stages).split()
+    cutter = _Cutter(graph, dict(forward), stages)
+    # Who plans and who lowers ask for the same cuts one after the other.
+    told, found = graph.notes.get("split", ((), None))
+    if found is None or told != (cutter.of, stages):
+        told = (dict(cutter.of), stages)
+        found = cutter.split()
+        graph.notes["split"] = (told, found)
+    cut: Split = found
+    return cut
 
 
 class _Cutter:
@@ -90,8 +99,13 @@ class _Cutter:
             self.of[node.name] = forward[node.name]
         self._share_views("forward")
         self._keep_buffers_together()
+
+    def _look_around(self) -> None:
         self.hand = self._at_hand()
+        self.hand_bits = {name: _bits(stages) for name, stages in self.hand.items()}
         self.before = self._order()
+        self.before_bits = [_bits(stages) for stages in self.before]
+        self.behind_bits = [_bits(u for u, b in enumerate(self.before) if t in b) for t in range(self.stages)]
         self.like: dict[str, str] = {}
 
     # --- who has what
@@ -200,25 +214,26 @@ class _Cutter:
             self.graph = replace(self.graph, nodes=tuple(map(now, self.graph.nodes)))
 
     def _stage(self, node: Node, home: set[int] | None) -> int:
-        every = set(range(self.stages))
-        below, near, far = set(every), set(every), set(every)
+        below = near = far = every = (1 << self.stages) - 1  # sets of stages, as bits
         for ref in node.ins:
             maker = self.graph.by_name.get(ref.name)
             if ref.name in self.light:
                 continue
             if maker is None or maker.phase == "forward":
-                near &= self.hand.get(ref.name, every) or every
+                near &= self.hand_bits.get(ref.name, every) or every
                 if maker is not None:
-                    far &= {t for t in every if self.of[ref.name] in self.before[t]}
+                    far &= self.behind_bits[self.of[ref.name]]
             elif maker.phase == "recompute":
-                near &= {self.of[ref.name]}
-                far &= {t for t in every if self.of[ref.name] in self.before[t]}
+                near &= 1 << self.of[ref.name]
+                far &= self.behind_bits[self.of[ref.name]]
             else:
-                below &= self.before[self.of[ref.name]]
-        for found in ((below & near & (home or every)), (below & far & (home or every)), below & near, below & far):
-            if found:
+                below &= self.before_bits[self.of[ref.name]]
+        there = _bits(home or ()) or every
+        for found in (below & near & there, below & far & there, below & near, below & far):
+            for t in range(found.bit_length() - 1, -1, -1):
                 # The latest: one that no other comes after; of several such the last by number.
-                return max(t for t in found if not any(u != t and t in self.before[u] for u in found))
+                if found >> t & 1 and found & self.behind_bits[t] == 1 << t:
+                    return t
         raise PlanError(
             f"no stage can run backward op %{node.name} = {node.op}",
             at=node.where,
@@ -242,6 +257,8 @@ class _Cutter:
         return [(ref, chain)]
 
     def split(self) -> Split:
+        """The stages, once it is known where forward ops are."""
+        self._look_around()
         graph = self.graph
         self._given: dict[Ref, int] = {}
         for o in graph.outputs:
@@ -394,7 +411,7 @@ class _Cutter:
         sent = dict.fromkeys(e.ref for e in out)
         outputs = [replace(o, ref=moved(o.ref)) for o in outs] + [Output(value_name(r), "sent", r) for r in sent]
         names = {n.name for n in needed}
-        return Graph(
+        own = Graph(
             inputs=(*(i for i in kept if isinstance(i, Input)), *given),
             constants=tuple(c for c in kept if isinstance(c, Constant)),
             nodes=tuple(nodes),
@@ -402,6 +419,17 @@ class _Cutter:
             batch_tree=graph.batch_tree,
             probed=tuple((name, found) for name, found in graph.probed if name in names),
         )
+        calls = calls_in(graph)  # what passes between stages has another name, and is the same otherwise
+        own.notes["calls"] = {n.name: calls[n.name] if n.name in calls else call_of(n, own.specs) for n in nodes}
+        return own
+
+
+def _bits(stages: Iterable[int]) -> int:
+    """A set of stages as a number."""
+    out = 0
+    for stage in stages:
+        out |= 1 << stage
+    return out
 
 
 def repeated(graph: Graph) -> dict[str, str]:
@@ -420,12 +448,19 @@ def repeated(graph: Graph) -> dict[str, str]:
     return same
 
 
-def light_ops(graph: Graph) -> set[str]:
+def light_ops(graph: Graph) -> frozenset[str]:
     """Ops that any stage may run for itself: cheap, and made from inputs alone.
 
     From constants, the batch and keys, anything small that draws nothing large and multiplies no matrices; from
     parameters and buffers only views and casts, which belong to whoever reads the weight.
     """
+    found: frozenset[str] | None = graph.notes.get("light")
+    if found is None:
+        found = graph.notes["light"] = frozenset(_light_ops(graph))
+    return found
+
+
+def _light_ops(graph: Graph) -> set[str]:
     free = {i.name for i in graph.inputs if i.kind in ("batch", "scale", "rng")} | {c.name for c in graph.constants}
     stored = {i.name for i in graph.inputs if i.kind in ("param", "buffer")}
     out: set[str] = set()

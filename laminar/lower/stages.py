@@ -201,12 +201,17 @@ def _part(
     def now(ref: Ref) -> Ref:
         return renamed.get(ref, ref)
 
+    def moved(instr: Instr) -> Instr:
+        if renamed.keys().isdisjoint(instr.refs):
+            return instr
+        return replace(instr, args=map_refs(instr.args, now), refs=tuple(map(now, instr.refs)))
+
     return arranged(
         replace(
             program,
             inputs=(*(i for i in program.inputs if i.name in names), *kept.values()),
             constants=tuple(c for c in program.constants if c.name in names),
-            instrs=tuple(replace(i, args=map_refs(i.args, now), refs=tuple(map(now, i.refs))) for i in lines),
+            instrs=tuple(map(moved, lines)),
             outputs=tuple(replace(o, ref=now(o.ref)) for o in outs),
         )
     )

@@ -13,7 +13,8 @@ A sum that no plan can undercut, minimised over all placements. What it adds up,
                meanwhile: there it is 1.
     levels     Exchanges that use the links of one level share them, so their seconds add up, whatever their axes.
                Those of different levels may run at the same time: of two, a mean counts, any mean, and the best one
-               is looked for.
+               is looked for. With micro-batches, what comes once a step begins when all of them are done, and has a
+               mean of its own.
     lanes      A step is not over before its exchanges are: a mixture of the sum above and of their seconds alone is a
                bound as well. It is only looked at where exchanges could take longer than everything together.
     update     Optimizer state lies whole or in pieces. In pieces it is updated faster, but then what was updated is
@@ -38,6 +39,8 @@ from functools import cached_property
 from laminar.cost.prices import UPDATES, Machine
 from laminar.cost.tasks import SCALE
 from laminar.forecast import MEETING_S
+from laminar.ir.codec import Ref
+from laminar.ir.graph import Node
 from laminar.ir.mesh import Mesh
 from laminar.ir.tensor import TensorSpec
 from laminar.planner.alone import ONE, Alone, kernel_s
@@ -47,8 +50,12 @@ from laminar.planner.options import Piece, Placements, Prices
 from laminar.planner.score import Model, extrapolated
 from laminar.planner.ways import Ways
 
-MEANS = (0.6, 0.3)
-"""How much the inner level counts of two."""
+MEANS = ((0.6, 0.6), (0.3, 0.3))
+"""How much the inner level counts of two: beside work, and behind it."""
+PARTED = ((0.5, 0.1), (0.9, 0.1))
+"""The same with micro-batches, where these don't run at the same time."""
+Shares = tuple[tuple[float, ...], tuple[float, ...]]
+"""By level, what its exchanges count beside work, and behind it."""
 MIXES = (0.7, 0.45)
 """How much everything counts against exchanges alone."""
 FEW = 4
@@ -110,7 +117,7 @@ class Bounds:
             return self._known[cell]
         quick = self.quick(cell)
         if cell.micro_batches > FEW and worth_s < math.inf:
-            shared = self._bound(cell, self._shares(cell.mesh)[0], parts=1)
+            shared = self._bound(cell, self._shares(cell)[0], parts=1)
             if shared.seconds >= worth_s:
                 return shared
         found = [quick, *self._means(cell, worth_s)]
@@ -120,7 +127,7 @@ class Bounds:
         hidden = self._hidden(self.model.machine(cell.mesh))
         # With a plan whose exchanges take less than everything together no mixture gets beyond that.
         if best.seconds - quick.seconds > hidden * best.seconds:
-            found += [self._mixed(cell, mix, shares) for mix in MIXES for shares in self._shares(cell.mesh)]
+            found += [self._mixed(cell, mix, shares) for mix in MIXES for shares in self._shares(cell)]
         self._known[cell] = max(found, key=lambda b: b.seconds)
         return self._known[cell]
 
@@ -142,13 +149,13 @@ class Bounds:
 
     def _means(self, cell: Cell, worth_s: float) -> Iterator[Bound]:
         """With one mean of the levels after the other, until one is good enough."""
-        for shares in self._shares(cell.mesh):
+        for shares in self._shares(cell):
             found = self._bound(cell, shares, cell.micro_batches)
             yield found
             if found.seconds >= worth_s:
                 return
 
-    def _bound(self, cell: Cell, shares: Sequence[float], parts: int) -> Bound:
+    def _bound(self, cell: Cell, shares: Shares, parts: int) -> Bound:
         """With exchanges of each level counting by its share.
 
         What depends on placements is of the form: micro-batches' seconds, and a share t of what comes once a step. The
@@ -164,9 +171,9 @@ class Bounds:
         seconds = max(seconds, min(seconds + self._norm_sum_s(cell), self._whole_s(cell)))
         return Bound(seconds, 1.0, each * self.alone.kernels_s(cell))
 
-    def _line(self, cell: Cell, shares: Sequence[float], parts: int, ends: float) -> float:
+    def _line(self, cell: Cell, shares: Shares, parts: int, ends: float) -> float:
         """All micro-batches one after the other on the ranks of one stage, and a share of what comes once a step."""
-        key = (cell.mesh, parts, cell.plain, tuple(shares), ends)
+        key = (cell.mesh, parts, cell.plain, shares, ends)
         if key not in self._lines:
             hidden = self._hidden(self.model.machine(cell.mesh))
             # With micro-batches gradients are reduced when all are done, and nothing hides that.
@@ -175,7 +182,7 @@ class Bounds:
             self._lines[key] = self._solved(cell.mesh, parts, weights, shares)
         return self._lines[key]
 
-    def _mixed(self, cell: Cell, mix: float, shares: Sequence[float]) -> Bound:
+    def _mixed(self, cell: Cell, mix: float, shares: Shares) -> Bound:
         """Everything counting by `mix` against exchanges alone."""
         each, ends = self._counts(cell)
         hidden = self._hidden(self.model.machine(cell.mesh))
@@ -221,26 +228,33 @@ class Bounds:
             return 1.0
         return min(1.0, (1 - machine.drag.compute / SCALE) / (machine.drag.transfer / SCALE))
 
-    def _shares(self, mesh: Mesh) -> list[tuple[float, ...]]:
+    def _shares(self, cell: Cell) -> list[Shares]:
         """By level, what its exchanges count: all of them where one level has all."""
-        cluster = self.model.request.cluster
+        cluster, mesh = self.model.request.cluster, cell.mesh
         groups = [mesh.group(axes, mesh.coords(0)) for axes in ((a,) for a in range(len(mesh.sizes)))]
         levels = sorted({max(0, cluster.span(group).level) for group in groups})
-        ways = [(1.0,)] if len(levels) == 1 else [(mean, 1 - mean) for mean in MEANS]
-        return [
-            tuple(dict(zip(levels, way, strict=True)).get(k, 0.0) for k in range(len(cluster.levels))) for way in ways
-        ]
+
+        def by_level(mean: float) -> tuple[float, ...]:
+            way = (1.0,) if len(levels) == 1 else (mean, 1 - mean)
+            return tuple(dict(zip(levels, way, strict=True)).get(k, 0.0) for k in range(len(cluster.levels)))
+
+        means = MEANS if cell.plain else PARTED
+        return list(dict.fromkeys((by_level(beside), by_level(behind)) for beside, behind in means))
 
     # --- placements
 
-    def _solved(self, mesh: Mesh, parts: int, weights: Weights, shares: Sequence[float] | None) -> float:
+    def _solved(self, mesh: Mesh, parts: int, weights: Weights, shares: Shares | None) -> float:
         """The least of everything that depends on placements, at full depth."""
-        ways = None
-        if shares is not None:
-            key = (mesh, tuple(shares))
-            ways = self._ways.get(key) or Ways(self.model.machine(mesh), *key)
-            self._ways[key] = ways
-        return sum(times * Least(piece, weights, ways).seconds() for piece, times in self._pieces_of(mesh, parts))
+        ways: list[Ways | None] = [None]
+        if shares:
+            ways = [self._ways_of(mesh, one) for one in (*shares, (1.0,) * len(shares[0]))]
+        return sum(Least(piece, weights, *ways).repeated(times) for piece, times in self._pieces_of(mesh, parts))
+
+    def _ways_of(self, mesh: Mesh, shares: tuple[float, ...]) -> Ways:
+        key = (mesh, shares)
+        if key not in self._ways:
+            self._ways[key] = Ways(self.model.machine(mesh), mesh, shares)
+        return self._ways[key]
 
     def _pieces_of(self, mesh: Mesh, parts: int) -> list[tuple[Piece, int]]:
         """One layer, and what lies outside of all; how often each stands in the model."""
@@ -250,9 +264,19 @@ class Bounds:
             at = self.model.fold.at if len(self.model.keeps) > 1 else {}
             layer = tuple(n for n in graph.nodes if n.name in at and at[n.name][0] == 1)
             outside = tuple(n for n in graph.nodes if n.name not in at)
-            found = [(Piece(placements, layer), self.model.layers), (Piece(placements, outside), 1)]
+            found = [(Piece(placements, layer, self._loops(layer)), self.model.layers), (Piece(placements, outside), 1)]
             self._pieces[mesh, parts] = [(piece, times) for piece, times in found if piece.nodes]
         return self._pieces[mesh, parts]
+
+    def _loops(self, layer: Sequence[Node]) -> dict[Ref, Ref]:
+        """For what a layer reads from its neighbours, what it makes itself in the same place."""
+        fold = self.model.fold
+        out: dict[Ref, Ref] = {}
+        for ref in (r for n in layer for r in n.ins):
+            there = fold.at.get(ref.name)
+            if there is not None and there[0] != 1:
+                out[ref] = Ref(fold.ops[1, there[1], there[2]].name, ref.index)
+        return out
 
     @cached_property
     def _alone_s(self) -> tuple[float, float]:

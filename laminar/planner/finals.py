@@ -28,7 +28,7 @@ class Final:
     def simple(self) -> tuple[int, ...]:
         """The smaller, the simpler."""
         cell, style = self.score.cell, self.score.style
-        ways = ("data", "inner", "tensor", "sequence", "free", "hidden")
+        ways = ("data", "inner", "tensor", "sequence", "free", "hidden", "once", "sparing", "mixed")
         steps = len(self.plan.rewrites)
         return (steps, cell.stages, cell.micro_batches > 1, cell.virtual, max(map(ways.index, style)), cell.tp > 1,
                 self.score.zero, cell.recompute)  # fmt: skip
@@ -36,7 +36,8 @@ class Final:
     def row(self) -> dict[str, Any]:
         """For `explain`."""
         return {"plan": described(self.score), "step_s": self.seconds, "peak_bytes": self.peak_bytes,
-                **self.score.cell.to_json(), "zero": self.score.zero}  # fmt: skip
+                **self.score.cell.to_json(), "zero": self.score.zero,
+                **({"again": list(self.score.again)} if self.score.again else {})}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -63,9 +64,14 @@ def described(score: Score) -> str:
     out = f"{' and '.join(ways)} on {mesh}"
     if score.zero:
         out += f", ZeRO {score.zero}"
+    if "mixed" in score.style:
+        out += ", mixed pieces"
     if not cell.plain:
         out += f", {cell.stages} stages" if cell.stages > 1 else ""
         out += f", {cell.micro_batches} micro-batches"
         out += f", {cell.virtual} virtual stages each" if cell.virtual > 1 else ""
-    out += ", blocks made again in backward" if cell.recompute else ""
+    if cell.recompute and (any(score.again) or not score.again):
+        some = f"{sum(score.again)} of {score.blocks} " if score.again and sum(score.again) < score.blocks else ""
+        spared = " but for products" if "sparing" in score.style else ""
+        out += f", {some}blocks made again{spared} in backward"
     return out + (", rewritten" if score.rewrites else "")

@@ -18,31 +18,32 @@ from __future__ import annotations
 import heapq
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
 from laminar.cost.calibrate import interval
 from laminar.cost.uncollected import uncollected
 from laminar.errors import LaminarError
-from laminar.forecast import predict, predict_staged
+from laminar.forecast import predict
 from laminar.ir.graph import Graph
 from laminar.ir.plan import Plan
 from laminar.ir.rewrites import Steps
+from laminar.planner import fewest
 from laminar.planner.bound import Bounds
 from laminar.planner.cells import CHUNKS, Cell, cells
 from laminar.planner.certificate import Certificate, hashed, space
 from laminar.planner.chain import improve
 from laminar.planner.finals import Final, Found, described
-from laminar.planner.look import Looker
-from laminar.planner.parts import share_of, work_by_op
+from laminar.planner.leaner import mixes
+from laminar.planner.look import HOPELESS, Looker
 from laminar.planner.request import Request
 from laminar.planner.rewrites import Variants
 from laminar.planner.score import Model, Score, feasible, no_room, scored
 from laminar.rules.samples import samples_of
 from laminar.search.micro import micro
 from laminar.search.rewrite import carrying
-from laminar.staging import pipeline, refuse_coupled
+from laminar.staging import refuse_coupled
 
 FINALISTS = 1
 """Plans near the best that are simulated at full depth in the end, and as many that have a name."""
@@ -144,6 +145,7 @@ class _Search:
             self.at[cell], self.known[cell] = self.bounds.rough(cell), 0
         self.explore()
         self.settle(math.inf)
+        self.mix()
         self.finalists()
         self.raise_bound()
 
@@ -168,7 +170,7 @@ class _Search:
         best = min(self.finals, key=lambda f: f.seconds, default=None)
         if best is not None and best.score.rewrites != self.steps:
             like = best.score
-            self.confirmed(Score(like.cell, like.style, like.zero, None, 0.0, 0.0, rewrites=self.steps))
+            self.confirmed(replace(like, plan=None, seconds=0.0, peak_bytes=0.0, rewrites=self.steps))
 
     def roomy(self, cell: Cell) -> float:
         """What a rank holds at least where that fits many times over, else 0."""
@@ -283,8 +285,11 @@ class _Search:
         final = self.simulated(score)
         self.confirm_s = time.process_time() - begun
         known = math.inf if final is None else float(final.peak_bytes)
-        now = replace(score, peak_bytes=known, seconds=final.seconds if final else score.seconds or math.inf)
+        score_s = final.seconds if final else score.seconds or math.inf
+        now = replace(final.score if final else score, peak_bytes=known, seconds=score_s)
         self.scores = [s for s in self.scores if s is not score] + [now]
+        if final is None or not feasible(now, self.request):
+            self.wait(self.looker.leaner(now, final))
         if final is None:
             return
         if score.seconds:
@@ -310,6 +315,18 @@ class _Search:
 
     # --- the end
 
+    def mix(self) -> None:
+        """Where memory keeps a faster plan out: the best of it that fits, tensor by tensor."""
+        open_ = [c for c in self.cells if self.at[c] < self.best_s and c not in self.unfit]
+        for final in mixes(self.model, open_, self.scores, self.best_s, self.left):
+            score = replace(final.score, rewrites=self.steps)
+            assert isinstance(final.plan, Plan)
+            plan = carrying(final.plan, self.captured, self.steps)
+            self.finals.append(replace(final, plan=plan, score=score))
+            self.scores.append(score)
+            self.done.append(score)
+            self.progress(f"{final.seconds * 1e3:.3f} ms: {described(score)}")
+
     def finalists(self) -> None:
         """Those near the best, and those of them with a name, at full depth."""
         done = {f.score for f in self.finals}
@@ -321,11 +338,12 @@ class _Search:
                 self.confirmed(score)
         for score in self.known_ways():
             self.confirmed(score)
+        self.settle(math.inf)
         if not self.finals:
             raise no_room(self.request, min((s.peak_bytes for s in self.scores), default=math.inf))
 
     def known_ways(self) -> list[Score]:
-        """Plans with a name on one axis that may be faster than the best, may fit, and have not been looked at.
+        """Plans with a name on one axis that may be faster than the best and fit, and have not been simulated.
 
         Whatever time is left: nobody is to be told a plan that is slower than what they would have written.
         """
@@ -333,16 +351,25 @@ class _Search:
         ways = [(c, ("data",), zero) for c in plain if c.tp == 1 for zero in self.looker.zeros(c)]
         if self.request.allows("tensor"):
             ways += [(c, ("tensor",), 0) for c in plain if c.tp > 1]
-        seen = {(s.cell, s.style, s.zero) for s in self.scores}
+        done = {(s.cell, s.style, s.zero) for s in self.done}
+        known = {(s.cell, s.style, s.zero): s for s in self.scores}
         out = []
-        for cell, style, zero in ways:
-            if (cell, style, zero) not in seen and self.at.get(cell, 0.0) < self.best_s and cell not in self.unfit:
-                with suppress(LaminarError):
+        for way in ways:
+            cell, style, zero = way
+            if way in done or self.room(cell) >= self.best_s:
+                continue
+            with suppress(LaminarError):
+                one = known.get(way)
+                if one is None:
                     graph = self.model.small(1, self.model.keeps[-1])
                     placer = self.model.placer(cell.mesh)
                     pieces = placer.pieces(graph, placer.plan(graph, style), style, zero)
-                    if self.model.stays_bytes(pieces) <= self.request.room_bytes:
-                        out.append(Score(cell, style, zero, None, 0.0, 0.0, rewrites=self.steps))
+                    if self.model.stays_bytes(pieces) > self.request.room_bytes:
+                        continue
+                    one = scored(self.model, cell, style, zero, pieces, HOPELESS * self.best_s)
+                large = one.peak_bytes > HOPELESS * self.request.room_bytes
+                if one.seconds <= NEAR * self.best_s and not large:
+                    out.append(replace(one, rewrites=self.steps))
         return out
 
     def around(self) -> None:
@@ -382,23 +409,17 @@ class _Search:
         try:
             plan = model.unfolded(score)
             if cell.plain:
-                found = predict(model.graph, plan, request.cluster, optimizer=request.optimizer)
+                plan, found, again = fewest.plain(model, score, plan, self.best_s)
+                score = replace(score, again=again)
                 account = {**found.account(), "sigma": found.sigma}
                 plan = carrying(plan, self.captured, self.steps)
                 return Final(score, plan, found.seconds, found.memory.peak_bytes, account, found)
             deep = model.whole(cell.micro_batches)
-            work = work_by_op(model, share_of(model, cell, score.style, score.zero), deep)
-            speeds: list[Sequence[Mapping[str, float]] | None] = [[work] * cell.stages]
-            if self.looker.slow_hops(cell, score.style):
-                speeds.append(None)  # cuts that are less even and send less may be better
-            tried = []
-            for speed in speeds:
-                made = pipeline(
-                    deep, cell.stages, cell.micro_batches, cell.virtual, plan, couple="microbatch", speeds=speed
-                )
-                made = replace(made, name="searched", coupled=False)
-                tried.append((made, predict_staged(deep, made, request.cluster, optimizer=request.optimizer)))
-            staged, ran = min(tried, key=lambda t: t[1].seconds)
+            # Where hops are slow, cuts that are less even and send less may be better.
+            ways = (True, False) if self.looker.slow_hops(cell, score.style) else (True,)
+            tried = [fewest.pipelined(model, score, deep, plan, known, self.best_s) for known in ways]
+            staged, ran, again = min(tried, key=lambda t: (max(t[1].peaks) > request.room_bytes, t[1].seconds))
+            score = replace(score, again=again)
             account = {**staged.account, **ran.account(), "sigma": ran.sigma}
             if self.steps:
                 staged = carrying(staged, micro(self.captured, cell.micro_batches), self.steps)

@@ -15,6 +15,7 @@ from typing import Any
 
 from laminar.errors import PlanError
 from laminar.ir.graph import Graph
+from laminar.ir.patterns import PRODUCTS
 from laminar.ir.planned import Planned, graph_for
 from laminar.planner.form import Form, form
 
@@ -89,7 +90,16 @@ def megatron(found: Form) -> Flags:
     if found.recompute:
         if any(p.startswith("%") for p in found.recompute):
             obstacles.append(f"no flag makes just these again: {', '.join(found.recompute)}")
-        out += ["--recompute-granularity full", "--recompute-method uniform", "--recompute-num-layers 1"]
+        if sparing(found):
+            obstacles.append("no flag makes blocks again without their products")
+        # `block`: so many of the first layers of each stage; `uniform`: all, one by one.
+        method, count = ("block", max(found.again)) if found.again else ("uniform", 1)
+        out += ["--recompute-granularity full", f"--recompute-method {method}", f"--recompute-num-layers {count}"]
+        if not found.leading:
+            notes.append("blocks that are made again are not the first ones of their stage; there they would be")
+        if any(n < min(count, m) for n, m in zip(found.again, found.layers, strict=True)):
+            said = ", ".join(map(str, found.again))
+            notes.append(f"stages make {said} blocks again; there all would make as many as the most, in more time")
     return _flags("megatron", out, notes, obstacles)
 
 
@@ -124,10 +134,21 @@ def torchtitan(found: Form) -> Flags:
     if found.recompute:
         if any(p.startswith("%") for p in found.recompute):
             obstacles.append(f"no flag makes just these again: {', '.join(found.recompute)}")
-        out.append("--activation_checkpoint.mode full")
+        if sparing(found):
+            out += ["--activation_checkpoint.mode selective", "--activation_checkpoint.selective_ac_option op"]
+            notes.append("every second product is made again there, too")
+        else:
+            out.append("--activation_checkpoint.mode full")
+        if found.again:
+            notes.append(f"{sum(found.again)} of {sum(found.layers)} blocks are made again; there all would be")
     else:
         out.append("--activation_checkpoint.mode none")
     return _flags("torchtitan", out, notes, obstacles)
+
+
+def sparing(found: Form) -> bool:
+    """Whether products are kept of what is made again."""
+    return any(PRODUCTS in p for p in found.recompute)
 
 
 def _flags(style: str, out: list[str], notes: list[str], obstacles: list[str]) -> Flags:

@@ -22,6 +22,7 @@ from typing import Any
 from laminar.cost.work import FREE
 from laminar.errors import PlanError
 from laminar.ir.graph import Graph, Node
+from laminar.ir.patterns import pick
 from laminar.ir.plan import Plan
 from laminar.ir.planned import Planned
 from laminar.ir.sbp import B, NdSbp, Partial, Sbp, Split, local_spec
@@ -61,6 +62,12 @@ class Form:
     recompute: tuple[str, ...]
     obstacles: tuple[str, ...]
     notes: tuple[str, ...]
+    again: tuple[int, ...] = ()
+    """By stage, blocks that are made again in backward, where not all are."""
+    layers: tuple[int, ...] = ()
+    """By stage, blocks that there are, where not all are made again."""
+    leading: bool = True
+    """Whether those that are made again are the first of their stage."""
 
     @property
     def micro_batch_size(self) -> int:
@@ -70,12 +77,12 @@ class Form:
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
         return {**self.__dict__, "obstacles": list(self.obstacles), "notes": list(self.notes),
-                "recompute": list(self.recompute)}  # fmt: skip
+                "recompute": list(self.recompute), "again": list(self.again), "layers": list(self.layers)}  # fmt: skip
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> Form:
         """The inverse of `to_json`."""
-        lists = {k: tuple(data[k]) for k in ("obstacles", "notes", "recompute")}
+        lists = {k: tuple(data.get(k, ())) for k in ("obstacles", "notes", "recompute", "again", "layers")}
         return Form(**{**data, **lists})
 
 
@@ -107,10 +114,47 @@ def placed(plan: Planned, graph: Graph) -> tuple[Graph, Plan]:
         {k: v for s in plan.stages for k, v in s.plan.state.items() if k in names},
         plan.name,
         {},
-        tuple(dict.fromkeys(r for s in plan.stages for r in s.plan.recompute)),
+        _together(part, plan),
         offload=tuple(dict.fromkeys(r for s in plan.stages for r in s.plan.offload)),
     )
     return part, whole
+
+
+def _together(graph: Graph, staged: Staged) -> tuple[str, ...]:
+    """What stages make again, as patterns of the whole graph: those of all, or the blocks of each by name."""
+    each = [s.plan.recompute for s in staged.stages]
+    if len(set(each)) == 1:
+        return each[0]
+    out: list[str] = []
+    for s, patterns in enumerate(each):
+        values = [p for p in patterns if p.startswith("%")]
+        picked = pick(graph, [p for p in patterns if p not in values])
+        here = dict.fromkeys(picked.block_of(graph.by_name[n].module) for n, at in staged.of.items() if at == s)
+        out += [b + picked.marks(b) for b in here if b is not None] + values
+    return tuple(dict.fromkeys(out))
+
+
+def block_of(module: str) -> str:
+    """A module up to its first number: the block that it is, or is in; nothing if there is none."""
+    parts = module.split(".")
+    number = next((k for k, p in enumerate(parts) if p.isdigit()), None)
+    return "" if number is None else ".".join(parts[: number + 1])
+
+
+def made_again(graph: Graph, plan: Planned) -> list[tuple[list[str], list[str]]]:
+    """By stage, the blocks that it makes again as a whole, and all that it has; `graph` is the one that is placed."""
+    staged = plan if isinstance(plan, Staged) else None
+    plans = [s.plan for s in staged.stages] if staged else [plan]
+    there: list[dict[str, None]] = [{} for _ in plans]
+    for node in graph.nodes:
+        if node.phase == "forward" and block_of(node.module) and (staged is None or node.name in staged.of):
+            there[staged.of[node.name] if staged else 0][block_of(node.module)] = None
+    out = []
+    for one, blocks in zip(plans, there, strict=True):
+        assert isinstance(one, Plan)
+        picked = pick(graph, [p for p in one.recompute if not p.startswith("%")])
+        out.append(([b for b in blocks if picked.block_of(b)], list(blocks)))
+    return out
 
 
 def used(graph: Graph, plan: Plan) -> dict[str, NdSbp]:
@@ -138,6 +182,8 @@ def form(plan: Planned, graph: Graph) -> Form:
     if staged:
         about.stages(staged)
     zero, pieces = about.zero()
+    made = made_again(part, plan) if whole.recompute else []
+    some = made if any(len(mine) < len(blocks) for mine, blocks in made) else []
     return Form(
         ranks=places * whole.mesh.ranks,
         stages=places,
@@ -153,6 +199,9 @@ def form(plan: Planned, graph: Graph) -> Form:
         recompute=whole.recompute,
         obstacles=tuple(about.obstacles),
         notes=tuple(about.notes),
+        again=tuple(len(mine) for mine, _ in some),
+        layers=tuple(len(blocks) for _, blocks in some),
+        leading=all(mine == blocks[: len(mine)] for mine, blocks in some),
     )
 
 
@@ -283,10 +332,8 @@ class _Reading:
         """Stages that hold unequal numbers of layers are told."""
         layers: dict[int, set[str]] = {s: set() for s in range(len(staged.stages))}
         for node in self.graph.nodes:
-            parts = node.module.split(".")
-            number = next((k for k, p in enumerate(parts) if p.isdigit()), None)
-            if node.name in staged.of and number is not None:
-                layers[staged.of[node.name]].add(".".join(parts[: number + 1]))
+            if node.name in staged.of and block_of(node.module):
+                layers[staged.of[node.name]].add(block_of(node.module))
         counts = [len(found) for found in layers.values()]
         if len(set(counts)) > 1:
             said = ", ".join(map(str, counts))
@@ -322,4 +369,4 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:SHOWN]) + more
 
 
-__all__ = ["Form", "form", "local_bytes", "placed", "unpieced", "used", "zero_of"]
+__all__ = ["Form", "form", "local_bytes", "made_again", "placed", "unpieced", "used", "zero_of"]

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,12 +23,15 @@ import numpy as np
 from laminar.cost.prices import Machine
 from laminar.ir.codec import Ref
 from laminar.ir.graph import Node
-from laminar.ir.sbp import B, NdSbp, Split
 from laminar.ir.tensor import TensorSpec
-from laminar.planner.options import Option, Piece
-from laminar.planner.ways import GRADIENTS, LARGE, PARAMETERS, VALUES, Pairs, Ways, pairs_of
-from laminar.search.minsum import MinSum
+from laminar.planner.options import Exchange, Piece, Rows
+from laminar.planner.ways import GRADIENTS, LARGE, PARAMETERS, VALUES, Ways
+from laminar.search.minsum import Factor, floor
 
+LONG = 4
+"""Layers below which a row is no more than so many of them."""
+WORTHS = (0.1, 0.5, 1.0)
+"""What is tried for the worth of values between layers, of what it takes to make them whole."""
 FAR = (0.03, 0.1, 0.3, math.inf)
 """Signatures that cost more than the cheapest by this share of the whole are left out, while that proves enough."""
 
@@ -50,10 +52,6 @@ class Weights:
     """Whether the program is cut into parts: by stages, or forward from backward."""
 
 
-Domains = dict[str, tuple[int, list[Option]]]
-"""By op, its variable and what its values stand for."""
-
-
 @dataclass(frozen=True)
 class Least:
     """The problem of one piece of a graph."""
@@ -62,60 +60,142 @@ class Least:
     weights: Weights
     ways: Ways | None
     """None: exchanges count nothing."""
+    behind: Ways | None = None
+    """Of what comes once a step, where that has the links for itself; unless given, as all the rest."""
+    exposed: Ways | None = None
+    """Of what nothing runs beside, exchanges of other levels neither; unless given, as all the rest."""
+
+    def repeated(self, times: int) -> float:
+        """The least of so many layers of its kind in a row.
+
+        What a layer is given lies as the one before has left it. Let a value that passes from layer to layer be worth
+        something, by how it lies: every layer pays for what it is given and is paid for what it hands on, which
+        cancels out but for the ends of the row. With whatever worth, the least of one layer is then a bound on all of
+        them; a worth near what it takes to make the value whole keeps a layer from taking for granted what no layer
+        leaves behind. The ends, which may lie in ways of their own, count by their ops alone.
+        """
+        if not self.piece.loops or self.ways is None or times < LONG:
+            return times * self.seconds()
+        # Which worth is best is tried out once for a mesh; any is good for a bound.
+        known, key = self.piece.placements.prices.worths, (self.piece.placements.mesh, self.weights.parts)
+        found = {0.0: times * (self._base_s() if known.get(key) else self.seconds())}
+        for worth in [known[key]] if known.get(key) else [] if key in known else WORTHS:
+            one, spread = self._looped(worth)
+            found[worth] = (times - 2) * one + 2 * self._base_s() - spread
+        known.setdefault(key, max(found, key=lambda w: found[w]))
+        return max(found.values())
+
+    def _looped(self, worth: float) -> tuple[float, float]:
+        """The least of a layer whose values are worth that much of what it takes to make them whole; and that much."""
+        far_s = math.inf if not self.piece.least_s else FAR[min(self.piece.needed, len(FAR) - 1)] * self.piece.least_s
+        found, spread = self._solved(far_s, worth)
+        return min(found, self._base_s() + self.weights.work * far_s - spread), spread
+
+    def _needs(self, far: int) -> None:
+        """Remember how far options have to be kept."""
+        self.piece.needed = far
+        placements = self.piece.placements
+        placements.prices.needed[placements.mesh, bool(self.piece.loops)] = far
+
+    def _base_s(self) -> float:
+        """All ops and updates at their cheapest."""
+        ranks = self.piece.placements.mesh.ranks
+        updates = sum(self._update_s(self._spec(o.ref), ranks) for o in self.piece.grads)
+        return self.weights.work * self.piece.least_s + updates
 
     def seconds(self) -> float:
         """The least of the sum, weighted."""
-        best = base = self.weights.work * self.piece.least_s + sum(
-            self._update_s(self._spec(o.ref), self.piece.placements.mesh.ranks) for o in self.piece.grads
-        )
+        best = base = self._base_s()
         if self.ways is None:
             return base
         for share in FAR[self.piece.needed :]:
             far_s = share * self.piece.least_s if self.piece.least_s else math.inf
-            self.piece.needed = FAR.index(share)
-            found = self._solved(far_s)
+            self._needs(FAR.index(share))
+            found, _ = self._solved(far_s)
             best = max(best, min(found, base + self.weights.work * far_s))
             if found <= best:
                 break
         return best
 
-    def _solved(self, far_s: float) -> float:
-        """Without options that cost so much more than the cheapest."""
-        problem = MinSum()
-        domains: Domains = {}
-        for name, found in self.piece.kept(far_s).items():
-            domains[name] = problem.variable(len(found)), found
-            problem.add((domains[name][0],), self.weights.work * np.array([o.seconds for o in found]))
-        self._exchanges(problem, domains)
-        self._updates(problem, domains)
-        return problem.floor()
+    def _solved(self, far_s: float, worth: float | None = None) -> tuple[float, float]:
+        """Without options that cost so much more than the cheapest; with a worth, as one of a row of layers.
+
+        Also the difference between the most and the least that a layer can be paid.
+        """
+        kept = self.piece.kept(far_s)
+        variables = {name: k for k, name in enumerate(kept)}
+        sizes = [len(rows.seconds) for rows in kept.values()]
+        factors: list[Factor] = [
+            ((k,), (np.arange(len(rows.seconds)),), self.weights.work * rows.seconds)
+            for k, rows in enumerate(kept.values())
+        ]
+        self._exchanges(kept, variables, factors)
+        spread = 0.0 if worth is None else self._loops(kept, variables, sizes, factors, worth)
+        self._updates(kept, variables, sizes, factors)
+        return floor(sizes, factors), spread
+
+    def _loops(
+        self, kept: dict[str, Rows], variables: dict[str, int], sizes: list[int], factors: list[Factor], worth: float
+    ) -> float:
+        """What comes from neighbours, and what it is worth; the most that it can be, in all."""
+        spread = 0.0
+        given: dict[Ref, list[tuple[Node, int, Ref]]] = {}
+        for node in self.piece.nodes:
+            for i, ref in enumerate(node.ins):
+                if ref in self.piece.loops:
+                    given.setdefault(self.piece.loops[ref], []).append((node, i, ref))
+        made = {n.name: len(n.ins) for n in self.piece.nodes}
+        for own, found in given.items():
+            spec, what = self._spec(own), GRADIENTS if self.weights.parts else VALUES
+            placed, lies = kept[own.name].placed[:, made[own.name] + own.index], self.piece.lies(own)
+            whole = np.zeros_like(lies[:1])
+            paid, given_ = (
+                self.weights.work * worth * self._table(spec, between, what)[between.ones, 0]
+                for key, at in (("paid", placed), ("given", lies))
+                for between in [self.piece.exchange((key, own), at, whole)]
+            )
+            before = len(sizes)
+            sizes.append(len(lies))
+            factors.append(((before,), (np.arange(len(lies)),), -given_))
+            factors.append(((variables[own.name],), (np.arange(len(placed)),), paid))
+            spread += float(given_.max() - given_.min())
+            for node, i, ref in found:
+                between = self.piece.exchange(("given", ref, node.name, i), lies, kept[node.name].placed[:, i])
+                table = self._counted(between, ref, node, what, self.piece.readers[ref])
+                factors.append(((before, variables[node.name]), (between.ones, between.others), table))
+        return spread
 
     # --- exchanges
 
-    def _exchanges(self, problem: MinSum, domains: Domains) -> None:
+    def _exchanges(self, kept: dict[str, Rows], variables: dict[str, int], factors: list[Factor]) -> None:
         """Between the ops of the piece."""
         readers: dict[Ref, list[tuple[Node, int]]] = {}
+        made = {n.name: len(n.ins) for n in self.piece.nodes}
         for node in self.piece.nodes:
             for i, ref in enumerate(node.ins):
-                if ref.name in domains:
+                if ref.name in variables:
                     readers.setdefault(ref, []).append((node, i))
+        what = GRADIENTS if self.weights.parts else VALUES
         for ref, found in readers.items():
-            var, makers = domains[ref.name]
+            var = variables[ref.name]
             for node, i in found:
-                other, wanting = domains[node.name]
+                other = variables[node.name]
                 if other != var:
-                    pairs = self._pairs(("value", ref, node.name, i), [o.outs[ref.index] for o in makers],
-                                        [o.ins[i] for o in wanting])  # fmt: skip
-                    what = GRADIENTS if self.weights.parts else VALUES
-                    table = self._table(self._spec(ref), pairs, what, self.piece.readers[ref] > 1)
-                    problem.add((var, other), self._counted(table, ref, node, len(found)))
+                    between = self.piece.exchange(
+                        ("value", ref, node.name, i),
+                        kept[ref.name].placed[:, made[ref.name] + ref.index],
+                        kept[node.name].placed[:, i],
+                    )
+                    table = self._counted(between, ref, node, what, len(found))
+                    factors.append(((var, other), (between.ones, between.others), table))
 
-    def _counted(self, table: np.ndarray, ref: Ref, reader: Node, readers: int) -> np.ndarray:
+    def _counted(self, between: Exchange, ref: Ref, reader: Node, what: int, readers: int) -> np.ndarray:
         """What readers have fetched serves the others: together they pay at least their mean.
 
         One that nothing runs beside pays in full, less what the others pay of it: they may find what it has fetched.
         """
-        hidden = self.weights.hidden / readers
+        hidden, shared, spec = self.weights.hidden / readers, self.piece.readers[ref] > 1, self._spec(ref)
+        table = self._table(spec, between, what, shared)
         if (ref, reader.name) not in self.piece.placements.chain:
             return hidden * table
         machine, specs = self.piece.placements.machine, self.piece.placements.graph.specs
@@ -123,72 +203,61 @@ class Least:
         own = [r for r in reader.ins if r.name in inputs] if machine.fused else []
         beside = sum(machine.kernel(2 * 4 * specs[r].numel, None).seconds for r in own)
         full = (self.weights.work - hidden * (readers - 1)) / reader.ins.count(ref)
-        return np.maximum(hidden * table, full * (table - beside))
+        return np.maximum(hidden * table, full * (self._table(spec, between, what, shared, self.exposed) - beside))
 
-    def _pairs(self, key: tuple[object, ...], rows: Sequence[NdSbp], columns: Sequence[NdSbp]) -> Pairs:
-        """Asked again with other weights."""
-        key = (*key, self.piece.needed)
-        found = self.piece.pairs.get(key)
-        if found is None:
-            found = self.piece.pairs[key] = pairs_of(rows, columns)
-        return found
-
-    def _table(self, spec: TensorSpec, pairs: Pairs, what: int, shared: bool = True) -> np.ndarray:
-        if spec.dtype == "bool" or self.ways is None:
-            return np.zeros(pairs[1].shape)
-        return self.ways.table(spec.nbytes, pairs, what, shared)
+    def _table(
+        self, spec: TensorSpec, between: Exchange, what: int, shared: bool = True, ways: Ways | None = None
+    ) -> np.ndarray:
+        ways = ways or self.ways
+        if spec.dtype == "bool" or ways is None:
+            return np.zeros(between.pairs[1].shape)
+        return ways.table(spec.nbytes, between.pairs, what, shared)
 
     def _spec(self, ref: Ref) -> TensorSpec:
         return self.piece.placements.graph.specs[ref]
 
     # --- parameters
 
-    def _updates(self, problem: MinSum, domains: Domains) -> None:
+    def _updates(
+        self, kept: dict[str, Rows], variables: dict[str, int], sizes: list[int], factors: list[Factor]
+    ) -> None:
         """Parameters: how each is stored, and who updates it.
 
         Stored and updated whole; stored whole and updated in pieces, which are gathered behind the update; or stored
         and updated in pieces, gathered whenever somebody reads them otherwise. Gradients go to whoever updates.
         """
         readers: dict[str, list[tuple[Node, int]]] = {}
+        made = {n.name: len(n.ins) for n in self.piece.nodes}
         for node in self.piece.nodes:
             for i, ref in enumerate(node.ins):
                 readers.setdefault(ref.name, []).append((node, i))
         for o in self.piece.grads:
             spec = self._spec(o.ref)
-            var, makers = domains[o.ref.name]
-            reading = [option.ins[i] for n, i in readers.get(o.name, ()) for option in domains[n.name][1]]
-            made = [option.outs[o.ref.index] for option in makers]
-            kinds = self._kinds(spec, [*reading, *made])
-            owner = problem.variable(len(kinds))
-            stored, owned = [k[0] for k in kinds], [k[1] for k in kinds]
-            gathers = self._table(spec, self._pairs(("state", o.ref), owned, stored), PARAMETERS).diagonal()
-            updates = [self._update_s(spec, self._share(nd)) for nd in owned]
-            problem.add((owner,), np.array(updates) + self.weights.ends * gathers)
-            pairs = self._pairs(("grad", o.ref), made, owned)
+            grad = kept[o.ref.name].placed[:, made[o.ref.name] + o.ref.index]
+            read = [(n, kept[n.name].placed[:, i], i) for n, i in readers.get(o.name, ())]
+            stored, owned = self.piece.kinds(o, spec, [grad, *(placed for _, placed, _ in read)])
+            owner = len(sizes)
+            sizes.append(len(stored))
+            states = self.piece.exchange(("state", o.ref), owned, stored)
+            gathers = self._table(spec, states, PARAMETERS, ways=self.behind)[states.ones, states.others]
+            updates = self._update_s(spec, 1) / self._shares(owned)
+            factors.append(((owner,), (np.arange(len(stored)),), updates + self.weights.ends * gathers))
             if self.piece.readers[o.ref] == 1:  # else somebody may have fetched it already
-                problem.add((var, owner), self.weights.sums * self._table(spec, pairs, GRADIENTS, shared=False))
-            phases = Counter(n.phase == "forward" for n, _ in readers.get(o.name, ()))
-            for node, i in readers.get(o.name, ()):
+                between = self.piece.exchange(("grad", o.ref), grad, owned)
+                table = self.weights.sums * self._table(spec, between, GRADIENTS, shared=False, ways=self.behind)
+                factors.append(((variables[o.ref.name], owner), (between.ones, between.others), table))
+            phases = Counter(n.phase == "forward" for n, _, _ in read)
+            for node, placed, i in read:
                 # Forward and backward fetch for themselves; within each, what one has fetched serves the others.
-                other, wanting = domains[node.name]
-                pairs = self._pairs(("param", o.name, node.name, i), stored, [option.ins[i] for option in wanting])
-                table = self._table(spec, pairs, PARAMETERS)
-                problem.add((owner, other), self.weights.hidden / phases[node.phase == "forward"] * table)
+                between = self.piece.exchange(("param", o.name, node.name, i), stored, placed)
+                table = self.weights.hidden / phases[node.phase == "forward"] * self._table(spec, between, PARAMETERS)
+                factors.append(((owner, variables[node.name]), (between.ones, between.others), table))
 
-    def _kinds(self, spec: TensorSpec, seen: Iterable[NdSbp]) -> list[tuple[NdSbp, NdSbp]]:
-        """(stored, owned): on each axis both whole, or the owned one a piece, or both the same piece."""
-        sizes = self.piece.placements.mesh.sizes
-        found: list[tuple[NdSbp, NdSbp]] = [((), ())]
-        for axis, parts in enumerate(sizes):
-            pieces = list(dict.fromkeys(nd[axis] for nd in seen if isinstance(nd[axis], Split)))
-            # Pieces that nobody reads or makes are all alike.
-            pieces += [p for d, n in enumerate(spec.shape) if n >= parts and (p := Split(d)) not in pieces][:1]
-            ways = [(B, B), *((B, p) for p in pieces), *((p, p) for p in pieces)]
-            found = [((*a, x), (*b, y)) for a, b in found for x, y in ways]
+    def _shares(self, placed: np.ndarray) -> np.ndarray:
+        """Among how many ranks each placement divides a tensor."""
+        sizes = np.array(self.piece.placements.mesh.sizes)
+        found: np.ndarray = np.where(placed > 3, sizes, 1).prod(1)
         return found
-
-    def _share(self, nd: NdSbp) -> int:
-        return math.prod(n for p, n in zip(nd, self.piece.placements.mesh.sizes, strict=True) if isinstance(p, Split))
 
     def _update_s(self, spec: TensorSpec, share: int) -> float:
         return self.weights.ends * per_element_s(self.piece.placements.machine) * spec.numel / share

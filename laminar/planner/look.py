@@ -9,14 +9,17 @@ another number of samples. Nothing here rules a plan out for good: that is what 
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from dataclasses import replace
 
 from laminar.errors import LaminarError
+from laminar.forecast import StagedPrediction
 from laminar.planner.cells import Cell, divisors
+from laminar.planner.fewest import guessed, held_bytes, learned, some
+from laminar.planner.finals import Final
 from laminar.planner.parts import (
     Parts,
     Share,
-    held_bytes,
     hop_s,
     parts_of,
     pipelined_s,
@@ -25,7 +28,7 @@ from laminar.planner.parts import (
     share_of,
     unit,
 )
-from laminar.planner.placing import ZERO, styles
+from laminar.planner.placing import SPARING, ZERO, styles
 from laminar.planner.score import Model, Score, feasible, scored
 
 HOPELESS = 1.25
@@ -60,6 +63,30 @@ class Looker:
         """Whether it may fit, as far as an estimate can tell."""
         return score.peak_bytes <= UNSURE * self.request.room_bytes
 
+    def idle(self, score: Score) -> bool:
+        """Whether nothing has to be made again where something may be: the cell in which nothing may has that plan."""
+        return (
+            score.cell.recompute and bool(score.again) and not any(score.again) and "recompute" not in self.request.pin
+        )
+
+    def leaner(self, score: Score, final: Final | None) -> list[Score]:
+        """A plan that turned out not to fit, with as many blocks made again as it takes, if any may be."""
+        model = self.model
+        allowed = self.request.allows("recompute") and self.request.pin.get("recompute", 1)
+        cell = replace(score.cell, recompute=True)
+        try:
+            if SPARING in score.style:  # blocks as a whole, then
+                return [scored(model, cell, tuple(s for s in score.style if s != SPARING), score.zero)]
+            if score.cell.recompute or final is None or not allowed or not some(model):
+                return []
+            if isinstance(final.ran, StagedPrediction):
+                learned(model, cell, score.style, score.zero, final.ran)
+            elif score.plan is not None:
+                model.shallow[score.cell, score.style, score.zero] = replace(score, peak_bytes=float(final.peak_bytes))
+            return [scored(model, cell, score.style, score.zero, score.plan)]
+        except LaminarError:
+            return []
+
     def plain(self, cell: Cell, best_s: float, roomy: float, free: bool) -> list[Score]:
         """Placements of a step without micro-batches; with `free`, such as have no name too.
 
@@ -80,7 +107,8 @@ class Looker:
                     one = scored(self.model, cell, style, zero, pieces, HOPELESS * best_s, roomy)
                 except LaminarError:
                     continue
-                found.append(one)
+                if not self.idle(one):
+                    found.append(one)
                 if feasible(one, self.request):
                     best_s = min(best_s, one.seconds)
                 # Pieces save memory; besides, they save updates and waiting for gradients, but no work.
@@ -95,19 +123,29 @@ class Looker:
         Parameters in pieces are gathered for every micro-batch: only if that is to be (`lean`), or was asked for.
         """
         found: list[Score] = []
-        for style in styles(cell.mesh, self.request.allows("tensor"), free, lean=True):
-            if cell.stages > 1 and ("inner" in style or style[0] == "free"):
+        for style in styles(cell.mesh, self.request.allows("tensor"), free, lean=True, parts=True):
+            if cell.stages > 1 and ("inner" in style or (style[0] == "free" and cell.dp > 1)):
                 continue  # data parallel outside, any way inside
-            zeros = self.zeros(cell)
-            for zero in zeros:
-                if zero == 3 and not lean and len(zeros) > 1:
-                    continue
-                try:
-                    one = scored(self.model, cell, style, zero)
-                except LaminarError:
-                    continue
-                found.append(one)
-                if zero and feasible(one, self.request):
+            for way in self.ways(cell, style):
+                mine = self._pieces(cell, way, lean)
+                found += [one for one in mine if not self.idle(one)]
+                if any(feasible(one, self.request) for one in mine):
+                    break
+        return found
+
+    def ways(self, cell: Cell, style: tuple[str, ...]) -> list[tuple[str, ...]]:
+        """A style with what costs little made again, and with whole blocks, if anything may be."""
+        return [(*style, SPARING), style] if cell.recompute and some(self.model) and not cell.plain else [style]
+
+    def _pieces(self, cell: Cell, style: tuple[str, ...], lean: bool) -> list[Score]:
+        """With more and more in pieces, until it fits."""
+        zeros, found = self.zeros(cell), []
+        for zero in zeros:
+            if zero == 3 and not lean and len(zeros) > 1:
+                continue
+            with suppress(LaminarError):
+                found.append(scored(self.model, cell, style, zero))
+                if zero and feasible(found[-1], self.request):
                     break
         return found
 
@@ -125,14 +163,21 @@ class Looker:
         """Seconds of the cell's simplest placement that may fit; 0 if there is nothing to guess from."""
         if "tp" in cell.mesh.names and not self.request.allows("tensor"):
             return 0.0
+        named = [tuple(inner if n == "tp" else "data" for n in cell.mesh.names) for inner in ("tensor", "sequence")]
+        once = [] if cell.plain else [(*("free" if n == "tp" else "data" for n in cell.mesh.names), "once")]
         found = math.inf
-        for inner in ("tensor", "sequence") if cell.tp > 1 else ("data",):
-            try:
-                seconds, fits = self._guessed(cell, tuple(inner if n == "tp" else "data" for n in cell.mesh.names))
-            except LaminarError:
-                return 0.0
-            found = min(found, seconds)
-            if fits:
+        if cell.plain and cell.tp > 1 and cell.dp > 1:  # samples may be spread over both axes
+            found = self.guess(Cell(1, 1, 1, cell.ranks, 1, cell.recompute))
+        for style in [*once, *named] if cell.tp > 1 else [("data",)]:
+            for way in self.ways(cell, style):
+                try:
+                    seconds, fits = self._guessed(cell, way)
+                except LaminarError:
+                    return 0.0
+                found = min(found, seconds)
+                if fits:
+                    break
+            if fits and style not in once:
                 break
         return found
 
@@ -142,7 +187,11 @@ class Looker:
         seconds, held = (plain_s, plain_bytes) if cell.plain else (pipelined_s, held_bytes)
         zeros = [z for z in self.zeros(cell) if cell.plain or z < 3] or [1]
         room = UNSURE * self.request.room_bytes
-        found = [(held(self.model, cell, parts, z) > room, seconds(self.model, cell, parts, z)) for z in zeros]
+        if cell.recompute and some(self.model):
+            bare = self._parts(replace(cell, recompute=False), style)
+            found = [guessed(self.model, cell, bare, parts, z, room) for z in zeros]
+        else:
+            found = [(held(self.model, cell, parts, z) > room, seconds(self.model, cell, parts, z)) for z in zeros]
         cramped, least_s = min(found)
         return CRAMPED * least_s if cramped else least_s, not cramped
 

@@ -29,6 +29,7 @@ from laminar.ir.sbp import B, Partial, local_spec
 from laminar.lower.merge import BUCKET_BYTES
 from laminar.lower.stages import KEPT, stages
 from laminar.planner.cells import Cell
+from laminar.planner.placing import SPARING
 from laminar.staging import pipeline, slowest_s, work_s
 
 if TYPE_CHECKING:
@@ -71,6 +72,10 @@ class Share:
     samples: int
     """Of a rank and those beside it."""
 
+    def __post_init__(self) -> None:
+        if not self.recompute:  # then it makes no difference what would be made again
+            object.__setattr__(self, "style", tuple(s for s in self.style if s != SPARING))
+
 
 @dataclass(frozen=True)
 class Parts:
@@ -88,6 +93,8 @@ class Parts:
     """From one layer to the next."""
     weight_bytes: Line
     grad_bytes: Line
+    sums_bytes: Line
+    """Of gradients, those that the ranks beside have yet to add up."""
     elements: Line
     """Of gradients."""
     update_s: Line
@@ -114,8 +121,8 @@ def share_of(model: Model, cell: Cell, style: tuple[str, ...], zero: int) -> Sha
 def unit(model: Model, cell: Cell, style: tuple[str, ...], samples: int) -> Share:
     """The share of one data parallel rank, and the tensor parallel ones beside it, that has so many samples."""
     mesh = Mesh({"tp": cell.tp}) if cell.tp > 1 else Mesh({"dp": 1})
-    inner = tuple(s for s, n in zip(style, cell.mesh.names, strict=False) if n == "tp") + style[len(cell.mesh.names) :]
-    return Share(model.samples // samples, mesh, inner if cell.tp > 1 else ("data",), 0, cell.recompute, samples)
+    inner = tuple(s for s, n in zip(style, cell.mesh.names, strict=False) if n == "tp") if cell.tp > 1 else ("data",)
+    return Share(model.samples // samples, mesh, inner + style[len(cell.mesh.names) :], 0, cell.recompute, samples)
 
 
 def parts_of(model: Model, share: Share) -> Parts:
@@ -163,6 +170,12 @@ def _measured(model: Model, graph: Graph, plan: Plan, share: Share) -> tuple[dic
         out["works_bytes"] = max(out["works_bytes"], float(held.peak_activations))
         grads = [o.placed.local(mesh) for o in part.program.outputs if o.kind == "grad"]
         out["grad_bytes"] += sum(g.nbytes for g in grads)
+        out["sums_bytes"] += sum(
+            o.placed.local(mesh).nbytes
+            for o in part.program.outputs
+            if o.kind == "grad"
+            and any(isinstance(p, Partial) for p, n in zip(o.placed.nd, mesh.names, strict=True) if n == "tp")
+        )
         pieces = owned(part.program, plan)
         out["elements"] += sum(o.placed.local(mesh).numel for o in pieces.outputs if o.kind == "grad")
         out["update_s"] += sum(price.seconds for _, price in Machine.around(prices, pieces, 0)[1])
@@ -196,9 +209,13 @@ def _hop_bytes(model: Model, graph: Graph, plan: Plan) -> float:
 # --- put together
 
 
-def pipelined_s(model: Model, cell: Cell, parts: Parts, zero: int) -> float:
-    """1F1B over stages of nearly equal work: the slowest works on every micro-batch, the rest is filled and emptied."""
-    each = (parts.forward_s.at(model.layers) + parts.backward_s.at(model.layers)) / cell.stages
+def pipelined_s(model: Model, cell: Cell, parts: Parts, zero: int, each_s: float | None = None) -> float:
+    """1F1B over stages of nearly equal work: the slowest works on every micro-batch, the rest is filled and emptied.
+
+    `each_s` is what a place takes for a micro-batch, where that does not follow from the parts.
+    """
+    mean_s = (parts.forward_s.at(model.layers) + parts.backward_s.at(model.layers)) / cell.stages
+    each = mean_s if each_s is None else each_s
     slowest = each * unevenly(model, cell, parts)
     hop = hop_s(model, cell, parts.hop_bytes.at(0)) if cell.stages > 1 else 0.0
     fill = (cell.stages - 1) * (each / cell.virtual + 2 * hop)
@@ -239,22 +256,43 @@ def split_layers(model: Model, cell: Cell) -> bool:
 
 
 def ends_s(model: Model, cell: Cell, parts: Parts, zero: int) -> float:
-    """What a stage does once a step: sums reduced to who updates, updates, and what was updated in pieces gathered."""
+    """What a stage does once a step: sums reduced to who updates, updates, and what was updated in pieces gathered.
+
+    Gradients that tensor parallel ranks have parts of are added up there first, and travel on in pieces.
+    """
     layers, stages = model.layers, cell.stages
     update_s = parts.update_s.at(layers) / stages
-    if zero == 3 or cell.dp == 1:
+    if zero == 3:
         return update_s
-    reduced = exchange_s(model, cell, "reduce_scatter" if zero else "all_reduce", parts.grad_bytes.at(layers) / stages)
+    grads, sums = parts.grad_bytes.at(layers) / stages, parts.sums_bytes.at(layers) / stages
+    weights = parts.weight_bytes.at(layers) / stages
+    left = _left(cell, parts, model.layers)
+    kind = "reduce_scatter" if zero else "all_reduce"
+    seconds = exchange_s(model, cell, kind, sums, "tp") + exchange_s(model, cell, kind, grads * left, "dp")
     if not zero:
-        return reduced + update_s
-    return reduced + update_s / cell.dp + exchange_s(model, cell, "all_gather", parts.weight_bytes.at(layers) / stages)
+        return seconds + update_s
+    seconds += exchange_s(model, cell, "all_gather", weights * left, "dp") + exchange_s(
+        model, cell, "all_gather", sums, "tp"
+    )
+    return seconds + update_s * left / cell.dp
 
 
-def exchange_s(model: Model, cell: Cell, kind: str, nbytes: float) -> float:
-    """Seconds of an exchange among data parallel ranks, in buckets."""
-    buckets = max(1, round(nbytes / BUCKET_BYTES))
+def _left(cell: Cell, parts: Parts, layers: float) -> float:
+    """The share of its gradients that a rank is left with when those beside it have added up theirs."""
+    grads = parts.grad_bytes.at(layers)
+    return 1 - parts.sums_bytes.at(layers) / grads * (1 - 1 / cell.tp) if grads else 1.0
+
+
+def exchange_s(model: Model, cell: Cell, kind: str, nbytes: float, axis: str = "dp") -> float:
+    """Seconds of an exchange along an axis, in buckets."""
+    if axis not in cell.mesh.names or not nbytes:
+        return 0.0
+    # What is larger than a bucket travels by itself.
+    tensors = sum(o.kind == "grad" for o in model.graph.outputs) / cell.stages
+    buckets = max(1, round(min(nbytes / BUCKET_BYTES, tensors)))
     prices = model.machine(cell.mesh).collectives
-    return buckets * prices.on(kind, max(1, int(nbytes / buckets)), cell.mesh, (0,)).seconds
+    at = (cell.mesh.names.index(axis),)
+    return buckets * prices.on(kind, max(1, int(nbytes / buckets)), cell.mesh, at).seconds
 
 
 def hop_s(model: Model, cell: Cell, nbytes: float) -> float:
@@ -264,27 +302,9 @@ def hop_s(model: Model, cell: Cell, nbytes: float) -> float:
     return level.latency_s.value + CONTROL_S[cluster.kind] + nbytes / level.bytes_per_s.value
 
 
-def under_way(cell: Cell) -> float:
-    """Micro-batches that the first stage holds at once; with virtual stages, of all of its chunks together."""
-    if cell.virtual == 1:
-        return float(min(cell.micro_batches, cell.stages))
-    # Interleaved, the first half of a place's chunks have two rounds of micro-batches under way, the others one.
-    rounds = cell.virtual + -(-cell.virtual // 2)
-    return min(float(cell.micro_batches), cell.stages * rounds / cell.virtual)
-
-
-def held_bytes(model: Model, cell: Cell, parts: Parts, zero: int) -> float:
-    """On the fullest rank, taken to be the first stage's, with both ends of the model."""
-    optimizer = UPDATES[model.request.optimizer]
-    layers = model.layers / cell.stages
-    share = cell.dp if 0 < zero < 3 else 1
-    ends = 1.0 if cell.stages == 1 else 0.5
-    stays = parts.weight_bytes.each + 2 * parts.grad_bytes.each + optimizer * parts.elements.each / share
-    outer = parts.weight_bytes.ends + 2 * parts.grad_bytes.ends + optimizer * parts.elements.ends / share
-    layers *= unevenly(model, cell, parts) if split_layers(model, cell) else 1.0
-    kept = parts.kept_bytes.each * layers * under_way(cell) + parts.kept_bytes.ends * (cell.stages == 1)
-    hops = HOPS_HELD * cell.virtual * parts.hop_bytes.at(0) if cell.stages > 1 else 0.0
-    return stays * layers + ends * outer + kept + hops + parts.works_bytes.at(layers)
+def state_share(cell: Cell, parts: Parts, layers: float, zero: int) -> float:
+    """Into how many pieces the state is cut that the ranks of a micro-batch have whole."""
+    return cell.dp / _left(cell, parts, layers) if 0 < zero < 3 else 1.0
 
 
 def plain_s(model: Model, cell: Cell, parts: Parts, zero: int) -> float:

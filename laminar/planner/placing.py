@@ -8,7 +8,8 @@
 
 Each comes without ZeRO, with state in pieces, and with everything in pieces. A free axis may find any of the others.
 Where gradients are reduced while backward is still at work, how much of that is hidden can't be known before the whole
-is simulated; so free placements are asked for twice, as if all of it were hidden and as if nothing were.
+is simulated; so free placements are asked for twice, as if all of it were hidden and as if nothing were. With
+micro-batches gradients are reduced once a step (`once`): splitting tokens and keeping weights whole costs little then.
 """
 
 from __future__ import annotations
@@ -29,16 +30,25 @@ from laminar.search.complete import Pins, Solved, completed
 
 HIDDEN = 0.9
 """Share of the gradients' reduction that other work is taken to hide, where it is taken to hide any."""
+ONCE = 0.99
+"""Share of the gradients' reduction that a micro-batch does not pay, if it is done once for all of them. Assumed."""
+SPARING = "sparing"
+"""Ends a style in which blocks that are made again keep their products."""
 ZERO = (0, 1, 3)
 """Stages of ZeRO that differ: gradients leave a step in pieces wherever state is in pieces."""
 
 
-def styles(mesh: Mesh, tensor: bool, free: bool, lean: bool = False) -> list[tuple[str, ...]]:
-    """Which style each axis may have, the best known first; with `lean`, also those that only save memory."""
+def styles(mesh: Mesh, tensor: bool, free: bool, lean: bool = False, parts: bool = False) -> list[tuple[str, ...]]:
+    """Which style each axis may have, the best known first; with `lean`, also those that only save memory.
+
+    With `parts` for a step of several micro-batches.
+    """
     names = mesh.names
     out = [tuple("tensor" if n == "tp" else "data" for n in names)] if tensor or "tp" not in names else []
     if lean and tensor and "tp" in names:
         out.append(tuple("sequence" if n == "tp" else "data" for n in names))
+    if parts and tensor and "tp" in names:
+        out.append((*("free" if n == "tp" else "data" for n in names), "once"))
     if len(names) == 2:
         out.append(("data", "inner"))
     if free and tensor and mesh.ranks > 1:
@@ -55,8 +65,7 @@ def sequence_pins(graph: Graph) -> Pins:
     for ref in presets.residual_stream(graph):
         dims = len(graph.specs[ref].shape)
         if dims > 2:
-            pins.values[ref] = Split(dims - 2)
-            pins.read.pop(ref, None)
+            pins.values[ref] = pins.read[ref] = Split(dims - 2)
     return pins
 
 
@@ -67,12 +76,14 @@ class Placer:
         """`place` holds placements of tensors that are fixed, by pattern."""
         self.mesh, self.place = mesh, place or {}
         open_ = [PricedAxis(machine, mesh, a) for a in range(len(mesh.sizes))]
-        self.costs = {0.0: open_, HIDDEN: [PricedAxis(machine, mesh, a, HIDDEN, one) for a, one in enumerate(open_)]}
+        self.costs = {0.0: open_}
+        for hidden in (HIDDEN, ONCE):
+            self.costs[hidden] = [PricedAxis(machine, mesh, a, hidden, one) for a, one in enumerate(open_)]
         self.solved: dict[Hashable, Solved] = {}
 
     def plan(self, graph: Graph, style: tuple[str, ...]) -> Plan:
         """The graph spread in one style."""
-        axes = [s for s in style if s != "hidden"]
+        axes = list(style[: len(self.mesh.sizes)])
         pins = []
         for axis, one in enumerate(axes):
             if one in ("data", "inner"):
@@ -83,7 +94,7 @@ class Placer:
                 )
         for here, fixed in zip(pins, pinned(graph, self.mesh, self.place), strict=True):
             here.inputs.update(fixed)
-        hidden = HIDDEN if "hidden" in style else 0.0
+        hidden = HIDDEN if "hidden" in style else ONCE if "once" in style else 0.0
         names = []
         for axis in range(len(axes)):
             # "inner" pins what "data" does; what is hidden makes no difference where nothing is left open.

@@ -2,13 +2,14 @@
 
 Without micro-batches the whole way of a prediction is walked (lowering, prices, simulation, memory), on the folded
 graph with two and with four layers; what two layers add, every further two add. With micro-batches the parts of one are
-put together (`planner/parts.py`). Both are estimates, good for ranking: what is to win is simulated at full depth.
+put together (`planner/parts.py`). How many blocks are made again, where some are, follows from what none and all would
+take and hold (`planner/fewest.py`). All are estimates, good for ranking: what is to win is simulated at full depth.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
@@ -20,13 +21,15 @@ from laminar.errors import PlanError
 from laminar.forecast import held_by, inside, machine, timed
 from laminar.ir.graph import Graph, Node
 from laminar.ir.mesh import Mesh
+from laminar.ir.patterns import COLLECTIVES, PRODUCTS
 from laminar.ir.plan import Plan
 from laminar.ir.rewrites import Steps
 from laminar.ir.sbp import local_spec
 from laminar.lower.step import step_programs
 from laminar.planner.cells import Cell
-from laminar.planner.parts import Parts, Share, held_bytes, parts_of, pipelined_s, share_of
-from laminar.planner.placing import Placer
+from laminar.planner.fewest import held_bytes, pattern, places, some
+from laminar.planner.parts import Parts, Share, parts_of, pipelined_s, share_of
+from laminar.planner.placing import SPARING, Placer
 from laminar.planner.request import Request
 from laminar.rules.samples import samples_of
 from laminar.search.fold import Fold, fold
@@ -54,6 +57,12 @@ class Score:
     """Of the seconds, those behind the last op: gradients still on their way, updates."""
     rewrites: Steps = ()
     """What the graph was made by that it places, see `planner/rewrites.py`."""
+    again: tuple[int, ...] = ()
+    """By place, blocks that are made again in backward where not all are; nothing where all are, or none."""
+    blocks: int = 0
+    """Of how many, where not all are."""
+    saves_bytes: float = 0.0
+    """What one more saves of a step without stages, where not all are made again."""
 
     def __str__(self) -> str:
         zero = f" zero{self.zero}" if self.zero else ""
@@ -78,6 +87,10 @@ class Model:
         """Seconds before each op that belongs to one stage."""
         self.uneven: dict[tuple[Share, int], float] = {}
         """How much longer the slowest of so many stages takes than the mean."""
+        self.off: dict[tuple[Cell, tuple[str, ...], int], np.ndarray] = {}
+        """By place, bytes by which the estimate of a pipeline was found to be too low."""
+        self.shallow: dict[tuple[Cell, tuple[str, ...], int], Score] = {}
+        """Scores of steps without micro-batches in which nothing or everything is made again."""
 
     @cached_property
     def cuttable(self) -> tuple[list[Node], np.ndarray]:
@@ -158,8 +171,35 @@ class Model:
                     break
         return max(found, key=lambda n: found[n]) if found else None
 
+    @cached_property
+    def block_names(self) -> tuple[str, ...]:
+        """Modules that repeat, by number, in the order in which they run."""
+        if self.blocks is None:
+            return ()
+        before = self.blocks.removesuffix("*")
+        found: dict[str, None] = {}
+        for node in self.graph.nodes:
+            if node.phase == "forward" and node.module.startswith(before):
+                number = node.module.removeprefix(before).partition(".")[0]
+                if number.isdigit():
+                    found[number] = None
+        return tuple(found)
+
+    @cached_property
+    def block_of(self) -> dict[str, int]:
+        """For forward ops in blocks, which one it is."""
+        at = {f"{(self.blocks or '').removesuffix('*')}{number}": k for k, number in enumerate(self.block_names)}
+        depth = (self.blocks or "").count(".") + 1
+        out = {}
+        for node in self.graph.nodes:
+            name = ".".join(node.module.split(".")[:depth])
+            if node.phase == "forward" and name in at:
+                out[node.name] = at[name]
+        return out
+
     def planned(self, micro_batches: int, mesh: Mesh, style: tuple[str, ...]) -> Plan:
         """The folded graph of a micro-batch spread over a mesh in one style, without ZeRO."""
+        style = tuple(s for s in style if s != SPARING)
         key = (micro_batches, mesh, style)
         if key not in self._plans:
             self._plans[key] = self.placer(mesh).plan(self.small(micro_batches, self.keeps[-1]), style)
@@ -176,9 +216,17 @@ class Model:
 
     def again(self, cell: Cell, style: tuple[str, ...]) -> tuple[str, ...]:
         """Patterns of what backward makes again; where the stream is in pieces, what is gathered from them too."""
-        if not cell.recompute or self.blocks is None:
+        return self.patterns(range(len(self.block_names)), style) if cell.recompute else ()
+
+    def patterns(self, blocks: Sequence[int], style: tuple[str, ...], of: int | None = None) -> tuple[str, ...]:
+        """The same for some blocks, by their place in the order; with all of so many, or of all, the whole family."""
+        if not blocks or self.blocks is None:
             return ()
-        return (f"{self.blocks}+collectives" if "sequence" in style else self.blocks,)
+        every = len(blocks) == (len(self.block_names) if of is None else of)
+        text = self.blocks if every else pattern(self.blocks, [self.block_names[b] for b in sorted(blocks)])
+        if SPARING in style:
+            return (f"{text}{PRODUCTS}",)
+        return (f"{text}{COLLECTIVES}" if "sequence" in style else text,)
 
     def unfolded(self, score: Score) -> Plan:
         """Its placement on the micro-batch's graph at full depth."""
@@ -234,10 +282,19 @@ def scored(
     Without a plan, that of the style. Where there are no micro-batches, what takes longer than `worth_s` is not asked
     how much it holds: nan. Nor is any where there is plenty of room: it is taken to hold `roomy` bytes.
     """
+    if cell.recompute and some(model):
+        return (_between if cell.plain else _spread)(model, cell, style, zero, plan, worth_s)
     if not cell.plain:
         parts = parts_of(model, share_of(model, cell, style, zero))
         return Score(cell, style, zero, plan, pipelined_s(model, cell, parts, zero),
                      held_bytes(model, cell, parts, zero))  # fmt: skip
+    return _shallow(model, cell, style, zero, plan, worth_s, roomy)
+
+
+def _shallow(
+    model: Model, cell: Cell, style: tuple[str, ...], zero: int, plan: Plan | None, worth_s: float, roomy: float = 0.0
+) -> Score:
+    """A step without micro-batches, nothing or everything made again."""
     if plan is None:
         plan = model.placed(Score(cell, style, zero, None, 0.0, 0.0))
     else:
@@ -248,7 +305,64 @@ def scored(
     if roomy or seconds > worth_s:
         return Score(cell, style, zero, plan, seconds, roomy or math.nan, behind_s)
     held = {keep: found[2]() for keep, found in ran.items()}
-    return Score(cell, style, zero, plan, seconds, extrapolated(held, model.layers), behind_s)
+    found = Score(cell, style, zero, plan, seconds, extrapolated(held, model.layers), behind_s)
+    model.shallow[cell, style, zero] = found
+    return found
+
+
+def _between(model: Model, cell: Cell, style: tuple[str, ...], zero: int, plan: Plan | None, worth_s: float) -> Score:
+    """A step without micro-batches, as few blocks made again as fit: between none and all, in proportion."""
+    twin, room = replace(cell, recompute=False), model.request.room_bytes
+    none = model.shallow.get((twin, style, zero)) or _shallow(model, twin, style, zero, plan, worth_s)
+    if math.isnan(none.peak_bytes):
+        return replace(none, cell=cell)
+    every = model.shallow.get((cell, style, zero)) or _shallow(model, cell, style, zero, plan, math.inf)
+    blocks = len(model.block_names)
+    saves = (none.peak_bytes - every.peak_bytes) / blocks
+    if saves <= 0 or every.peak_bytes > room:
+        return every
+    if none.plan is not None and none.peak_bytes > room:
+        # The first ones save more than all in the mean: behind them a block at work takes what they have saved.
+        saves = max(saves, _first_saves(model, none.plan, style))
+    count = min(blocks, max(0, math.ceil((none.peak_bytes - room) / saves)))
+
+    def at(a: float, b: float) -> float:
+        return a + count / blocks * (b - a)
+
+    return replace(
+        every,
+        seconds=at(none.seconds, every.seconds),
+        peak_bytes=none.peak_bytes - count * saves,
+        behind_s=at(none.behind_s, every.behind_s),
+        again=(count,),
+        blocks=blocks,
+        saves_bytes=saves,
+    )
+
+
+def _first_saves(model: Model, plan: Plan, style: tuple[str, ...]) -> float:
+    """Bytes that the first block saves if it alone is made again."""
+    keep = model.depths[-1]
+    deep = model.deepened(plan, model.small(1, keep))
+    none, one = (_plain(model, replace(deep, recompute=p), keep)[2]() for p in ((), model.patterns([0], style)))
+    return none - one
+
+
+def _spread(model: Model, cell: Cell, style: tuple[str, ...], zero: int, plan: Plan | None, worth_s: float) -> Score:
+    """A step with micro-batches in which every place makes again as few blocks as fit."""
+    del worth_s
+    here = places(model, cell, style, zero)
+    found = here.spread()
+    if found is None:
+        return Score(cell, style, zero, plan, pipelined_s(model, cell, here.parts, zero),
+                     held_bytes(model, cell, here.parts, zero))  # fmt: skip
+    blocks = len(model.block_names)
+    seconds, again = here.seconds(found, blocks)
+    held = max(
+        here.held(p, [n / cell.virtual] * cell.virtual, [a / cell.virtual] * cell.virtual)
+        for p, (n, a) in enumerate(zip(found.layers, found.again, strict=True))
+    )
+    return Score(cell, style, zero, plan, seconds, held, again=again, blocks=blocks)
 
 
 def _plain(model: Model, plan: Plan, keep: int) -> tuple[float, float, Callable[[], float]]:

@@ -25,12 +25,13 @@ import itertools
 import math
 from collections.abc import Sequence
 from functools import cached_property
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from laminar.cost.prices import Machine
 from laminar.ir.mesh import Mesh
-from laminar.ir.sbp import NdSbp, Partial, Split
+from laminar.ir.sbp import B, NdSbp, Partial, Sbp, Split
 from laminar.lower.merge import BUCKET_BYTES, GATHER_BYTES, REDUCTIONS, SMALL_BYTES
 
 LARGE = 1 << 28
@@ -44,6 +45,14 @@ VALUES, PARAMETERS, GRADIENTS = range(3)
 """What travels."""
 Pairs = tuple[np.ndarray, np.ndarray]
 """States before, and states behind."""
+Places = tuple[np.ndarray, np.ndarray]
+"""Of a table: rows, and columns."""
+Priced = dict[tuple[str, float, tuple[int, ...], bool], float]
+"""Seconds by kind, bytes, axes, and whether it travels alone."""
+
+
+_PRICED: WeakKeyDictionary[Machine, dict[Mesh, Priced]] = WeakKeyDictionary()
+"""What exchanges cost on meshes, whatever a second of them counts."""
 
 
 class Ways:
@@ -56,7 +65,8 @@ class Ways:
         self.states = list(itertools.product(range(STATES), repeat=len(self.axes)))
         self._known: dict[tuple[int, int, bool], np.ndarray] = {}
         self._rates: dict[tuple[str, tuple[int, ...]], float] = {}
-        self._priced: dict[tuple[str, float, tuple[int, ...], bool], float] = {}
+        self._priced: Priced = _PRICED.setdefault(machine, {}).setdefault(mesh, {})
+        self._counts: dict[tuple[int, ...], float] = {}
 
     def table(self, nbytes: int, pairs: Pairs, what: int = VALUES, shared: bool = True) -> np.ndarray:
         """Seconds from each placement to each other.
@@ -100,42 +110,59 @@ class Ways:
 
     def _moves(self, nbytes: int, alone: bool) -> np.ndarray:
         """Seconds of every single move."""
-        sizes, at = self.mesh.sizes, {state: k for k, state in enumerate(self.states)}
-        ways = np.full((len(at), len(at)), np.inf)
+        ways = np.full((len(self.states), len(self.states)), np.inf)
         np.fill_diagonal(ways, 0.0)
-        for state, k in at.items():
-            held = nbytes / math.prod(n for n, c in zip(sizes, state, strict=True) if c >= PIECE)
-            terms = [a for a in self.axes if state[a] == TERM]
-            if len(terms) > 1:
-                to = at[tuple(WHOLE if a in terms else c for a, c in enumerate(state))]
-                ways[k, to] = self._price("all_reduce", held, tuple(terms), alone)
-            for axis in self.axes:
-                for new in range(STATES):
-                    if new not in (TERM, state[axis]):
-                        to = at[(*state[:axis], new, *state[axis + 1 :])]
-                        ways[k, to] = min(ways[k, to], self._move(state[axis], new, held, axis, alone))
+        whole, priced = self._single
+        ways[whole] = 0.0
+        for (kind, share, axes), places in priced.items():
+            ways[places] = self._price(kind, nbytes / share, axes, alone)
         return ways
 
-    def _move(self, old: int, new: int, held: float, axis: int, alone: bool) -> float:
-        """Seconds for one axis to change, a rank holding so many bytes before."""
-        if old == WHOLE:
-            return 0.0
+    @cached_property
+    def _single(self) -> tuple[Places, dict[tuple[str, float, tuple[int, ...]], Places]]:
+        """Which moves are free, and which are exchanges, of a tensor cut into so many pieces: (from, to)."""
+        sizes, at = self.mesh.sizes, {state: k for k, state in enumerate(self.states)}
+        free: list[tuple[int, int]] = []
+        found: dict[tuple[str, float, tuple[int, ...]], list[tuple[int, int]]] = {}
+        for state, k in at.items():
+            share = math.prod(n for n, c in zip(sizes, state, strict=True) if c >= PIECE)
+            terms = tuple(a for a in self.axes if state[a] == TERM)
+            if len(terms) > 1:
+                to = at[tuple(WHOLE if a in terms else c for a, c in enumerate(state))]
+                found.setdefault(("all_reduce", share, terms), []).append((k, to))
+            for axis in self.axes:
+                for new in range(STATES):
+                    if new in (TERM, state[axis]):
+                        continue
+                    move = (k, at[(*state[:axis], new, *state[axis + 1 :])])
+                    if state[axis] == WHOLE:
+                        free.append(move)
+                    else:
+                        kind, part = self._move(state[axis], new, axis)
+                        found.setdefault((kind, share / part, (axis,)), []).append(move)
+        return _places(free), {key: _places(moves) for key, moves in found.items()}
+
+    def _move(self, old: int, new: int, axis: int) -> tuple[str, float]:
+        """How one axis changes that is not whole, and how much that takes of what a rank holds."""
         if old == TERM:
-            return self._price("all_reduce" if new == WHOLE else "reduce_scatter", held, (axis,), alone)
+            return ("all_reduce" if new == WHOLE else "reduce_scatter"), 1
         if new == WHOLE:
-            return self._price("all_gather", held * self.mesh.sizes[axis], (axis,), alone)
-        return self._price("all_to_all", held, (axis,), alone)
+            return "all_gather", self.mesh.sizes[axis]
+        return "all_to_all", 1
 
     # --- prices
 
     def _price(self, kind: str, held: float, axes: tuple[int, ...], alone: bool) -> float:
+        share = self._counts.get(axes)
+        if share is None:
+            share = self._counts[axes] = self._shares_of(axes)
+        if not share:
+            return 0.0
         key = (kind, held, axes, alone)
         found = self._priced.get(key)
         if found is None:
-            share = self._shares_of(axes)
-            found = share * self._least(kind, held, axes, alone) if share else 0.0
-            self._priced[key] = found
-        return found
+            found = self._priced[key] = self._least(kind, held, axes, alone)
+        return share * found
 
     def _least(self, kind: str, held: float, axes: tuple[int, ...], alone: bool) -> float:
         if not alone:
@@ -207,19 +234,54 @@ class Ways:
         return out
 
 
-def pairs_of(rows: Sequence[NdSbp], columns: Sequence[NdSbp]) -> Pairs:
-    """From each placement of `rows` to each of `columns`."""
-    start, end = np.zeros((len(rows), 1), dtype=int), np.zeros((len(rows), len(columns)), dtype=int)
-    for axis in range(len(rows[0]) if rows else 0):
-        numbers: dict[object, int] = {}
-        here = np.array([numbers.setdefault(nd[axis], len(numbers)) for nd in rows])[:, None]
-        there = np.array([numbers.setdefault(nd[axis], len(numbers)) for nd in columns], dtype=int)[None, :]
-        codes = np.array([code(p) for p in numbers])
-        start = start * STATES + codes[here]
-        end = end * STATES + np.where((here != there) & (codes[there] == PIECE), OTHER, codes[there])
+def _places(moves: list[tuple[int, int]]) -> Places:
+    rows, columns = zip(*moves, strict=True) if moves else ((), ())
+    return np.array(rows, dtype=np.intp), np.array(columns, dtype=np.intp)
+
+
+# --- placements as numbers
+
+ROW, COLUMN = 4, 5
+"""Pieces that are like none on the other side of an exchange, on the one side and on the other."""
+_NUMBERS: dict[Sbp, int] = {B: 0, Partial("sum"): 1, Partial("max"): 2, Partial("min"): 3}
+_PLACEMENTS: list[Sbp] = [B, Partial("sum"), Partial("max"), Partial("min"), Split(0), Split(0)]
+
+
+def number(placement: Sbp) -> int:
+    """A number for what a tensor is on an axis, the same in all tables: 0 is whole, 1 to 3 terms, the rest pieces."""
+    found = _NUMBERS.get(placement)
+    if found is None:
+        found = _NUMBERS[placement] = len(_PLACEMENTS)
+        _PLACEMENTS.append(placement)
+    return found
+
+
+def placement(number: int) -> Sbp:
+    """What a number stands for."""
+    return _PLACEMENTS[number]
+
+
+def known() -> int:
+    """How many numbers there are."""
+    return len(_PLACEMENTS)
+
+
+def codes(numbers: np.ndarray) -> np.ndarray:
+    """What placements are on an axis: `WHOLE`, `TERM` or `PIECE`."""
+    found: np.ndarray = (numbers > 0).astype(np.intp) + (numbers > 3)
+    return found
+
+
+def pairs_of(rows: np.ndarray, columns: np.ndarray) -> Pairs:
+    """From each placement of `rows` to each of `columns`, given as numbers by axis."""
+    start, end = np.zeros((len(rows), 1), dtype=np.intp), np.zeros((len(rows), len(columns)), dtype=np.intp)
+    for axis in range(rows.shape[1]):
+        here, there = rows[:, axis, None], columns[None, :, axis]
+        start = start * STATES + codes(here)
+        end = end * STATES + codes(there) + ((here != there) & (there > 3))
     return start, end
 
 
-def code(placement: object) -> int:
-    """What a placement is on an axis."""
-    return PIECE if isinstance(placement, Split) else TERM if isinstance(placement, Partial) else WHOLE
+def numbers_of(nds: Sequence[NdSbp]) -> np.ndarray:
+    """Placements as numbers by axis."""
+    return np.array([[number(p) for p in nd] for nd in nds], dtype=np.intp)

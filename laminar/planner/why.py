@@ -4,8 +4,8 @@ One axis at a time, the tensor is pinned to another placement and the step is si
 is tried in several ways, the fastest counts, and the row says which it was: ops stay as they are and the tensor is
 moved for them; ops are placed anew, while other tensors and the residual stream lie as they do; and, for a plan that
 was searched for, everything is placed anew around the pin. Layers that are alike change together. A deep model is
-simulated at two depths and continued to its own, a plan with stages at full depth; the plan's own row is simulated in
-the same way, so that rows compare.
+simulated at two depths and continued to its own, a plan with stages at full depth; where some of its blocks are made
+again, between none and all in proportion. The plan's own row is simulated in the same way, so that rows compare.
 
 What can't be is in the table too, with the reason.
 """
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from laminar.errors import LaminarError, PlanError
@@ -21,14 +22,14 @@ from laminar.forecast import machine, predict, predict_staged
 from laminar.ir.cluster import Cluster
 from laminar.ir.codec import Ref
 from laminar.ir.graph import Graph, Node
-from laminar.ir.patterns import known
+from laminar.ir.patterns import known, pick
 from laminar.ir.plan import Plan
 from laminar.ir.planned import Planned, cluster_for, graph_for, sized
 from laminar.ir.sbp import B, NdSbp, Partial, Sbp, Split, check, local_spec, show
 from laminar.ir.staged import Staged, StagePlan
 from laminar.lower.split import split
 from laminar.planner.costs import PricedAxis
-from laminar.planner.form import placed, unpieced, used, zero_of
+from laminar.planner.form import made_again, placed, unpieced, used, zero_of
 from laminar.planner.pinned import alike, closest
 from laminar.rules.notation import call_of
 from laminar.rules.signing import blocks_in, options, probed_signatures
@@ -272,22 +273,41 @@ class _Asking:
         if isinstance(self.plan, Staged):
             return self._staged(self.plan, plan, placement, rest)
         depths = DEPTHS if self.layers.layers > DEPTHS[-1] else (max(1, self.layers.layers),)
-        at: list[tuple[float, float]] = []
-        for depth in depths:
-            graph = self.layers.small(depth) if self.layers.layers else self.graph
-            deep = _fitted(self.layers.unfold(plan, KEPT, graph), graph)
-            ran = predict(graph, deep, self.cluster, optimizer=self.optimizer)
-            at.append((ran.seconds, float(ran.memory.peak_bytes)))
-        low, high = at[0], at[-1]
         more = (self.layers.layers - depths[-1]) / (depths[-1] - depths[0]) if len(depths) > 1 else 0.0
-        step_s, peak = (h + more * (h - x) for x, h in zip(low, high, strict=True))
+        step_s = peak = 0.0
+        for share, patterns in self.shares if len(depths) > 1 else [(1.0, self.whole.recompute)]:
+            at: list[tuple[float, float]] = []
+            for depth in depths:
+                graph = self.layers.small(depth) if self.layers.layers else self.graph
+                deep = _fitted(replace(self.layers.unfold(plan, KEPT, graph), recompute=patterns), graph)
+                ran = predict(graph, deep, self.cluster, optimizer=self.optimizer)
+                at.append((ran.seconds, float(ran.memory.peak_bytes)))
+            low, high = at[0], at[-1]
+            step_s += share * (high[0] + more * (high[0] - low[0]))
+            peak += share * (high[1] + more * (high[1] - low[1]))
         return Option(placement, step_s, round(peak), rest)
+
+    @cached_property
+    def shares(self) -> list[tuple[float, tuple[str, ...]]]:
+        """What is made again: where that is some blocks of many, shares of none and of all stand for it."""
+        patterns = self.whole.recompute
+        made, blocks = made_again(self.graph, self.whole)[0]
+        picked = pick(self.graph, patterns)
+        family = {b.rpartition(".")[0] for b in blocks}
+        if len(made) in (0, len(blocks)) or len(family) > 1 or picked.values or len(picked.blocks) != len(made):
+            return [(1.0, patterns)]
+        every = ".".join([*filter(None, family), "*"]) + picked.marks(made[0])
+        share = len(made) / len(blocks)
+        return [(1 - share, ()), (share, (every,))]
 
     def _staged(self, staged: Staged, plan: Plan, placement: str, rest: str) -> Option:
         deep = _fitted(self.layers.unfold(plan, KEPT, self.graph), self.graph)
         cut = split(self.graph, staged.of, len(staged.stages))
         own = tuple(
-            StagePlan(stage.place, stage_plan(self.graph, cut, s, [deep] * len(staged.stages)))
+            StagePlan(
+                stage.place,
+                replace(stage_plan(self.graph, cut, s, [deep] * len(staged.stages)), recompute=stage.plan.recompute),
+            )
             for s, stage in enumerate(staged.stages)
         )
         made = replace(staged, graph_hash=self.graph.hash, stages=own, rewrites=(), captured_hash="")

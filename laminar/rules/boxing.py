@@ -241,6 +241,8 @@ def boxing(spec: TensorSpec, src: NdSbp, dst: NdSbp, sizes: tuple[int, ...], lin
     dst = tuple(B if sizes[a] == 1 else p for a, p in enumerate(dst))
     if src == dst:
         return ()
+    if len(sizes) == 1 and (direct := _direct(src, dst)) is not None:
+        return (direct,)
     before: list[Step] = []
     after: list[tuple[int, int, int]] = []
     begin, end = _codes(src, dst)
@@ -283,6 +285,27 @@ def boxing(spec: TensorSpec, src: NdSbp, dst: NdSbp, sizes: tuple[int, ...], lin
         chain.append(Step("slice", (a,), now, nxt, take=(d, blocks)))
         now = nxt
     return tuple(chain)
+
+
+def _direct(src: NdSbp, dst: NdSbp) -> Step | None:
+    """The one step of one axis, which no detour is cheaper than; nothing where there may be one, or none is needed.
+
+    A detour over another dim waits for one more message; one over the whole moves more, or no less in more steps.
+    """
+    (x,), (y,) = src, dst
+    give = (x.dim, x.blocks) if isinstance(x, Split) else (0, 1)
+    take = (y.dim, y.blocks) if isinstance(y, Split) else (0, 1)
+    if isinstance(x, Partial):
+        if isinstance(y, Partial):  # of other kinds: through pieces
+            return None
+        return Step("all_reduce" if y == B else "reduce_scatter", (0,), src, dst, give, take, x.op)
+    if isinstance(y, Partial):
+        return Step("pad", (0,), src, dst, give if x != B else (-1, 1), take, y.op)
+    if x == B:
+        return Step("slice", (0,), src, dst, give, take)
+    if y == B:
+        return Step("all_gather", (0,), src, dst, give, take)
+    return Step("all_to_all", (0,), src, dst, give, take) if give[0] != take[0] else None
 
 
 def _codes(src: NdSbp, dst: NdSbp) -> tuple[list[int], list[int]]:
@@ -368,12 +391,12 @@ def _search(board: _Board, spec: TensorSpec, begin: State, end: State, link: Lin
             some = [a for i, a in enumerate(terms) if mask >> i & 1]
             p = math.prod(sizes[a] for a in some)
             nxt = tuple(WHOLE if a in some else c for a, c in enumerate(state))
-            moves.append((link.latency_s + 2 * (p - 1) / p * local / link.bytes_per_s, nxt))
+            moves.append((link.latency_s + 2 * (p - 1) / p * local * _dear(min(some)) / link.bytes_per_s, nxt))
         for a in axes:
             code, p = state[a], sizes[a]
             if code >= 0:
-                moves.append((link.latency_s + (p - 1) * local / link.bytes_per_s, _set(state, a, WHOLE)))
-            cheap = 0.0 if code == WHOLE else link.latency_s + (p - 1) / p * local / link.bytes_per_s
+                moves.append((link.latency_s + (p - 1) * local * _dear(a) / link.bytes_per_s, _set(state, a, WHOLE)))
+            cheap = 0.0 if code == WHOLE else link.latency_s + (p - 1) / p * local * _dear(a) / link.bytes_per_s
             taken = board.taken(state, a)
             open_ = [i for i in fits[a] if i != code and not places[i].mask & taken]
             # One free place is as good as another, and better than one where somebody else belongs. The
@@ -392,6 +415,11 @@ def _search(board: _Board, spec: TensorSpec, begin: State, end: State, link: Lin
     while path[-1] != begin:
         path.append(came[path[-1]])
     return path[::-1]
+
+
+def _dear(a: int) -> float:
+    """Which of two orders with the same bytes: axes further out have the slower links, so they move less."""
+    return 1 + 1e-6 / (1 + a)
 
 
 def _set(state: State, a: int, code: int) -> State:

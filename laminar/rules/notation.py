@@ -21,13 +21,13 @@ be split with blocks of its own, for the block counts in circulation in the grap
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 from laminar.ir.codec import Ref
-from laminar.ir.graph import Node
+from laminar.ir.graph import Graph, Node
 from laminar.ir.sbp import PSUM, B, Partial, Sbp, Split, no_rank_empty, split_size
 from laminar.ir.tensor import TensorSpec
 
@@ -47,6 +47,21 @@ class Call:
     least: tuple[tuple[int, ...], ...] = ()
     """Where earlier axes cut unevenly: the shapes of the rank that got least, ins then outs."""
 
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.op, self.args, self.ins, self.outs, self.least))
+
+    @cached_property
+    def notes(self) -> dict[Any, Any]:
+        """What was worked out about it, for who asks again."""
+        return {}
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Call, (self.op, self.args, self.ins, self.outs, self.least)  # hashes of text differ between processes
+
     def at(self, position: int) -> TensorSpec | None:
         """The tensor at an argument position, or None if there is none."""
         arg = self.args[position] if position < len(self.args) else None
@@ -63,18 +78,49 @@ class Call:
         return self.outs[0]
 
 
+_CALLS: dict[tuple[Any, ...], Call] = {}
+"""Calls that differ in nothing, not even in how a number is written, are one object: layers repeat, and what is known
+of a call is looked up again and again."""
+_MOST = 1 << 16
+_NUMBERED = tuple(Ref("", i) for i in range(64))
+
+
 def call_of(node: Node, specs: Mapping[Ref, TensorSpec]) -> Call:
     """The call a node makes, whole tensors."""
-    count = -1
+    args, read = node.args, node.ins
+    ins = tuple([specs[r] for r in read])
+    if args[: len(read)] == read and len(read) <= len(_NUMBERED):  # tensors first, all else behind
+        args = (*_NUMBERED[: len(read)], *args[len(read) :])
+    else:
+        args = _numbered(args, iter(range(len(read))))
+    return one_call(node.op, args, ins, node.outs)
 
-    def number(arg: Any) -> Any:
-        nonlocal count
-        if isinstance(arg, Ref):
-            count += 1
-            return Ref("", count)
-        return tuple(map(number, arg)) if isinstance(arg, tuple) else arg
 
-    return Call(node.op, number(node.args), tuple(specs[r] for r in node.ins), node.outs)
+def calls_in(graph: Graph) -> Mapping[str, Call]:
+    """The calls of all nodes of a graph, by name."""
+    found: Mapping[str, Call] | None = graph.notes.get("calls")
+    if found is None:
+        if len(_CALLS) >= _MOST:
+            _CALLS.clear()  # not below: within a graph, calls that are the same are one object
+        specs = graph.specs
+        found = graph.notes["calls"] = {n.name: call_of(n, specs) for n in graph.nodes}
+    return found
+
+
+def _numbered(arg: Any, count: Iterator[int]) -> Any:
+    if isinstance(arg, Ref):
+        return Ref("", next(count))
+    return tuple([_numbered(a, count) for a in arg]) if isinstance(arg, tuple) else arg
+
+
+def one_call(op: str, args: Any, ins: Any, outs: Any, least: tuple[tuple[int, ...], ...] = ()) -> Call:
+    """The one call of its kind; 1, 1.0 and True are equal, but not the same."""
+    first = len(ins) if args[: len(ins)] == _NUMBERED[: len(ins)] else 0
+    key = (op, repr(args[first:]) if first < len(args) else "", ins, outs, least)
+    found = _CALLS.get(key)
+    if found is None:
+        found = _CALLS[key] = Call(op, args, ins, outs, least)
+    return found
 
 
 @dataclass(frozen=True)
@@ -111,6 +157,16 @@ class Signature:
     outs: tuple[Sbp, ...]
     how: str = ""
     """Empty, `expand`, or the name of the local form."""
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((self.ins, self.outs, self.how)))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Signature, (self.ins, self.outs, self.how)  # hashes of text differ from process to process
 
     def __str__(self) -> str:
         return f"{','.join(map(str, self.ins))}->{','.join(map(str, self.outs))}"
@@ -274,7 +330,13 @@ def circulating_blocks(rule: Rule, call: Call) -> Iterable[tuple[int, int]]:
 
 def localise(call: Call, signature: Signature, parts: int) -> Call:
     """The call a rank of the axis makes: what the next axis sees. Sizes are the first rank's."""
+    found: Call | None = call.notes.get((signature, parts))
+    if found is None:
+        found = call.notes[signature, parts] = _localised(call, signature, parts)
+    return found
 
+
+def _localised(call: Call, signature: Signature, parts: int) -> Call:
     def local(spec: TensorSpec | None, placement: Sbp) -> TensorSpec | None:
         if spec is None or not isinstance(placement, Split):
             return spec
@@ -295,7 +357,7 @@ def localise(call: Call, signature: Signature, parts: int) -> Call:
         for shape, p in zip(shapes, placed, strict=True)
     )
     uneven = any(shape != (s.shape if s else ()) for shape, s in zip(least, (*ins, *outs), strict=True))
-    return Call(call.op, args, ins, outs, least if uneven else ())  # type: ignore[arg-type]
+    return one_call(call.op, args, ins, outs, least if uneven else ())
 
 
 def local_args(call: Call, ins: tuple[TensorSpec | None, ...], outs: tuple[TensorSpec | None, ...]) -> tuple[Any, ...]:

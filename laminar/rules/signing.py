@@ -17,7 +17,16 @@ from laminar.ir.graph import Graph, Node
 from laminar.ir.mesh import Mesh
 from laminar.ir.sbp import B, NdSbp, Partial, Sbp, Split, no_rank_empty, parse, show
 from laminar.ir.tensor import TensorSpec
-from laminar.rules.notation import Call, Signature, call_of, circulating_blocks, localise, replicated, signatures
+from laminar.rules.notation import (
+    Call,
+    Signature,
+    call_of,
+    calls_in,
+    circulating_blocks,
+    localise,
+    replicated,
+    signatures,
+)
 from laminar.rules.table import rule_for
 
 Blocks = tuple[tuple[int, tuple[int, ...]], ...]
@@ -58,8 +67,7 @@ def probed_signatures(graph: Graph) -> dict[str, Probed]:
 def blocks_in(graph: Graph) -> Blocks:
     """The block counts that a graph's own views, cats and splits bring up, by dim size."""
     found: dict[int, set[int]] = {}
-    for node in graph.nodes:
-        call = call_of(node, graph.specs)
+    for call in dict.fromkeys(calls_in(graph).values()):
         rule = rule_for(call)
         if rule is not None and "(" in rule.text:
             for size, count in circulating_blocks(rule, call):
@@ -149,7 +157,7 @@ def follow(
         for node in nodes:
             call = calls[node.name]
             have = tuple(here[r] for r in node.ins)
-            chosen = _closest(call, have, parts)
+            chosen = closest(call, have, parts)
             ins[node.name].append(chosen.ins)
             outs[node.name].append(chosen.outs)
             calls[node.name] = localise(call, chosen, parts)
@@ -160,7 +168,8 @@ def follow(
     return [Placing(n, tuple(zip(*ins[n.name], strict=True)), tuple(zip(*outs[n.name], strict=True))) for n in nodes]
 
 
-def _closest(call: Call, have: tuple[Sbp, ...], parts: int) -> Signature:
+@lru_cache(maxsize=1 << 16)
+def closest(call: Call, have: tuple[Sbp, ...], parts: int) -> Signature:
     """The signature that changes its inputs least: slicing is nearly free, gathering is a last resort."""
     counts = {p.blocks for p in have if isinstance(p, Split)}
     shapes = {n for s in (*call.ins, *call.outs) if s for n in s.shape}

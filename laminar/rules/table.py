@@ -7,6 +7,7 @@ see docs/add_a_rule.md; every entry here is checked against arithmetic by tests/
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 
 from laminar.rules import indexing, layers, moving
 from laminar.rules.families import blind_to, leading, matrices, pointwise, reduction, reshape
@@ -228,4 +229,9 @@ add("im2col col2im", layers.spatial("0", only_batch=True))
 def rule_for(call: Call) -> Rule | None:
     """The rule of a call, or None if its op has none."""
     fn = RULES.get(call.op)
-    return fn(call) if fn else None
+    return _ruled(fn, call) if fn else None
+
+
+@lru_cache(maxsize=1 << 16)
+def _ruled(fn: RuleFn, call: Call) -> Rule:
+    return fn(call)

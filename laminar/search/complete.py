@@ -26,7 +26,7 @@ from laminar.ir.sbp import B, NdSbp, Partial, Sbp, Split, check, local_spec, spl
 from laminar.ir.tensor import TensorSpec
 from laminar.rules.boxing import WIRE, Step, boxing, chain_s
 from laminar.rules.expand import LAZY, expand
-from laminar.rules.notation import Call, Signature, call_of, circulating_blocks, localise
+from laminar.rules.notation import Call, Signature, calls_in, circulating_blocks, localise
 from laminar.rules.signing import Blocks, follow, options, probed_signatures
 from laminar.rules.table import rule_for
 from laminar.search.minsum import MinSum
@@ -71,11 +71,12 @@ def completed(
     Who asks for many plans that are the same on their first axes keeps them in `solved`; `solved_as` has for each axis
     a name that stands for all that was asked for on it, and on those before it.
     """
-    calls = {n.name: call_of(n, graph.specs) for n in graph.nodes}
+    whole = calls_in(graph)
+    calls = dict(whole)
     chosen: dict[str, list[Signature]] = {n.name: [] for n in graph.nodes}
     inputs: dict[str, list[Sbp]] = {i.name: [] for i in graph.inputs}
     grads: dict[str, list[Sbp]] = {i.name: [] for i in graph.inputs}
-    total, whole_s, exact = 0.0, sum(op_s(c) for c in calls.values()), True
+    total, whole_s, exact = 0.0, sum(_op_s(c) for c in calls.values()), True
     for axis, parts in enumerate(mesh.sizes):
         if parts == 1:  # nothing to decide
             for node in graph.nodes:
@@ -118,20 +119,21 @@ def completed(
         "cost_s": total,
         "replicated_s": whole_s,
         "solver": "completed exactly, axis by axis" if exact else "completed approximately: some tables were cut",
-        "unsplit": _unsplit(graph),
+        "unsplit": _unsplit(graph, whole, whole_s),
     }
     return Plan(mesh, graph.hash, ops, {k: tuple(v) for k, v in inputs.items()}, outputs, {}, name, account)
 
 
-def _unsplit(graph: Graph) -> list[dict[str, object]]:
+_op_s = lru_cache(maxsize=1 << 16)(op_s)
+
+
+def _unsplit(graph: Graph, calls: Mapping[str, Call], total_s: float) -> list[dict[str, object]]:
     """Ops with neither rule nor probed signature, and their share of the work."""
-    total = sum(op_s(call_of(n, graph.specs)) for n in graph.nodes) or 1.0
     probed = {name for name, sigs in graph.probed if sigs}
     rows = []
     for node in graph.nodes:
-        call = call_of(node, graph.specs)
-        if rule_for(call) is None and node.name not in probed:
-            rows.append({"op": node.op, "share": op_s(call) / total, "where": node.where})
+        if rule_for(calls[node.name]) is None and node.name not in probed:
+            rows.append({"op": node.op, "share": op_s(calls[node.name]) / (total_s or 1.0), "where": node.where})
     return rows
 
 
@@ -215,7 +217,7 @@ assumed = lru_cache(maxsize=64)(AxisCosts)
 def circulating(calls: Mapping[str, Call]) -> Blocks:
     """Block counts that these calls' own merged dims bring up, by dim size."""
     found: dict[int, set[int]] = {}
-    for call in calls.values():
+    for call in dict.fromkeys(calls.values()):
         rule = rule_for(call)
         if rule is not None and "(" in rule.text:
             for size, count in circulating_blocks(rule, call):
@@ -225,6 +227,13 @@ def circulating(calls: Mapping[str, Call]) -> Blocks:
 
 def _splits(signature: Signature) -> bool:
     return any(isinstance(p, Split) for p in (*signature.ins, *signature.outs))
+
+
+@lru_cache(maxsize=1 << 14)
+def _passed_on(signature: Signature) -> tuple[tuple[int, str], ...]:
+    """Inputs that are partial, and of which kind, where nothing is split: they can only be passed on."""
+    wanted = tuple((i, p.op) for i, p in enumerate(signature.ins) if isinstance(p, Partial))
+    return () if _splits(signature) else wanted
 
 
 _Reader = tuple[int, tuple[Sbp, ...], TensorSpec, bool]
@@ -330,14 +339,12 @@ class _Axis:
         """Signatures of a node that respect the pins on what it reads and makes."""
         pins = self.pins
         every = options(self.calls[node.name], self.parts, self.blocks, self.probed.get(node.name, ()))
-        kept = [
-            s
-            for s in every
-            if all(self._readable(r, p) for r, p in zip(node.ins, s.ins, strict=True))
-            and all(
-                pins.values.get(Ref(node.name, i), p) == p or (isinstance(p, Partial)) for i, p in enumerate(s.outs)
-            )
-        ]
+        kept = list(every)
+        if read := [(i, r) for i, r in enumerate(node.ins) if r in pins.read]:
+            kept = [s for s in kept if all(self._readable(r, s.ins[i]) for i, r in read)]
+        outs = range(len(node.outs)) if pins.values else ()
+        for i, want in [(i, pins.values[ref]) for i in outs if (ref := Ref(node.name, i)) in pins.values]:
+            kept = [s for s in kept if s.outs[i] == want or isinstance(s.outs[i], Partial)]
         kept = [s for s in kept if self._arises(node, s)] or kept
         if node.name in pins.sums:
             kept = [s for s in kept if any(isinstance(p, Partial) for p in s.outs)] or kept
@@ -362,10 +369,10 @@ class _Axis:
 
     def _arises(self, node: Node, signature: Signature) -> bool:
         """Whether the partial inputs of a signature can come about: no use in passing on what nobody makes."""
-        wanted = [(r, p.op) for r, p in zip(node.ins, signature.ins, strict=True) if isinstance(p, Partial)]
-        if not wanted or _splits(signature):
+        wanted = _passed_on(signature)
+        if not wanted:
             return True
-        native = [op in self.partials.get(r, ()) for r, op in wanted]
+        native = [op in self.partials.get(node.ins[i], ()) for i, op in wanted]
         return any(native) if wanted[0][1] == "sum" else all(native)
 
     def _domain(self, name: str, spec: TensorSpec, signatures: dict[str, list[Signature]]) -> tuple[Sbp, ...]:

@@ -20,10 +20,13 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
+
 from laminar.ir.codec import Ref
 from laminar.ir.graph import Graph, Node, map_refs
 from laminar.ir.plan import Plan
 from laminar.ir.sbp import NdSbp
+from laminar.rules.notation import calls_in
 
 LEAST = 3
 """Layers below which folding is not worth while."""
@@ -152,6 +155,13 @@ class Fold:
 
 def fold(graph: Graph) -> Fold:
     """The layers of a graph; none where there is nothing that repeats, or where it can't be taken apart."""
+    if "fold" not in graph.notes:
+        graph.notes["fold"] = _layers(graph)
+    out: Fold = graph.notes["fold"]
+    return out
+
+
+def _layers(graph: Graph) -> Fold:
     found = _folded(graph, graph.nodes)
     if found is None and (shared := _tables(graph)):
         found = _folded(graph, [n for n in graph.nodes if n.name not in shared])
@@ -159,7 +169,8 @@ def fold(graph: Graph) -> Fold:
 
 
 def _folded(graph: Graph, ops: Sequence[Node]) -> Fold | None:
-    letters = [_letter(n, graph) for n in ops]
+    calls = calls_in(graph)
+    letters = [(n.phase, id(calls[n.name])) for n in ops]  # what an op does to what: names play no part
     begun = next((k for k, n in enumerate(ops) if n.phase != "forward"), len(ops))
     forward = _repeats(letters[:begun])
     backward = _repeats(letters[begun:])
@@ -186,32 +197,23 @@ def _tables(graph: Graph) -> set[str]:
     return found
 
 
-def _letter(node: Node, graph: Graph) -> Any:
-    """What an op does to what: the same for two ops that differ in names only."""
-    return (
-        node.op,
-        node.phase,
-        tuple(str(o) for o in node.outs),
-        repr(map_refs(node.args, lambda r: str(graph.specs[r]))),
-    )
-
-
 def _repeats(letters: Sequence[Any]) -> tuple[int, int, int] | None:
     """(start, period, count) of the repetition that covers most; nothing if there are fewer than `LEAST` layers."""
     number: dict[Any, int] = {}
     text = [number.setdefault(x, len(number)) for x in letters]
+    array = np.array(text)
     where: dict[int, list[int]] = {}
     for i, x in enumerate(text):
         where.setdefault(x, []).append(i)
     periods = {b - a for places in where.values() if len(places) >= LEAST for a, b in pairwise(places)}
     best: tuple[int, int, int] | None = None
     for period in sorted(periods):
-        run = 0
-        for i in range(len(text) - period):
-            run = run + 1 if text[i] == text[i + period] else 0
-            count = run // period + 1
-            if count >= LEAST and (best is None or count * period > best[1] * best[2]):
-                best = (i + 1 - run, period, count)
+        same = array[:-period] == array[period:]
+        at = np.arange(1, len(same) + 1)
+        runs = at - np.maximum.accumulate(np.where(same, 0, at))  # of what is the same, up to here
+        count = int(runs.max()) // period + 1
+        if count >= LEAST and (best is None or count * period > best[1] * best[2]):
+            best = (int(np.argmax(runs >= (count - 1) * period)) + 1 - (count - 1) * period, period, count)
     return best
 
 
@@ -227,14 +229,15 @@ def _laid_out(
             if start + layer * period + k >= behind:
                 return None
             at[names[start + layer * period + k]] = (layer, "f", k)
-    reads: list[set[int]] = []
+    top = -1
     for block in range(again):
         first = behind + block * length
-        reads.append({at[r.name][0] for n in ops[first : first + length] for r in n.ins if r.name in at})
-    layers = {max(found) + block for block, found in enumerate(reads) if found}
-    if len(layers) != 1 or any(not found for found in reads):
+        read = [at[r.name][0] for n in ops[first : first + length] for r in n.ins if r.name in at]
+        if not read or (block and max(read) + block != top):
+            return None
+        top = max(read) + block
+    if top < 0:
         return None
-    top = layers.pop()
     for block in range(again):
         if not 0 <= top - block < count:
             continue

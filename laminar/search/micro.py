@@ -17,9 +17,9 @@ from laminar.errors import PlanError
 from laminar.ir.codec import Ref
 from laminar.ir.graph import Graph, Node
 from laminar.ir.sbp import B, Partial, Sbp, Split, local_spec
-from laminar.rules.notation import Signature, call_of, localise
+from laminar.rules.notation import Call, Signature, calls_in, localise
 from laminar.rules.samples import samples_of
-from laminar.rules.signing import blocks_in, follow, options, probed_signatures
+from laminar.rules.signing import blocks_in, closest, options, probed_signatures
 
 
 def micro(graph: Graph, parts: int) -> Graph:
@@ -38,16 +38,21 @@ class _Cut:
         self.told: dict[str, Signature] = {}
         """Ops that make for each sample what they would make for all: how."""
         self.makers = {Ref(n.name, i): n for n in whole.nodes for i in range(len(n.outs))}
+        self.calls = calls_in(whole)
         self.blocks, self.probed = blocks_in(whole), probed_signatures(whole)
 
     def graph(self) -> Graph:
         while not self._placed():
             pass
-        nodes = tuple(_local(n, self.chosen[n.name], self.whole, self.parts) for n in self.whole.nodes)
+        calls = {n: localise(call, self.chosen[n], self.parts) for n, call in self.calls.items()}
+        nodes = tuple([_local(n, self.calls[n.name], calls[n.name]) for n in self.whole.nodes])
         inputs = tuple(
             replace(i, spec=local_spec(i.spec, (self.lies[Ref(i.name)],), (self.parts,))) for i in self.whole.inputs
         )
-        return replace(self.whole, inputs=inputs, nodes=nodes)
+        made = replace(self.whole, inputs=inputs, nodes=nodes)
+        if not any(call.least for call in calls.values()):
+            made.notes["calls"] = calls
+        return made
 
     def _placed(self) -> bool:
         """Place every op by what it reads; False if one had to be told otherwise, and all is to be done again."""
@@ -69,19 +74,20 @@ class _Cut:
                     next="run the batch in one part",
                 )  # fmt: skip
             self.chosen[node.name] = found
-            self.lies.update({Ref(node.name, i): B if isinstance(p, Partial) else p for i, p in enumerate(found.outs)})
+            for i, p in enumerate(found.outs):
+                self.lies[Ref(node.name, i)] = B if isinstance(p, Partial) else p
         return True
 
     def _following(self, node: Node) -> Signature:
-        (placing,) = follow((node,), {r: (self.lies[r],) for r in node.ins}, self.whole.specs, (self.parts,))
-        return Signature(tuple(nd[0] for nd in placing.ins), tuple(nd[0] for nd in placing.outs))
+        found = closest(self.calls[node.name], tuple([self.lies[r] for r in node.ins]), self.parts)
+        return Signature(found.ins, found.outs) if found.how else found
 
     def _tell(self, ref: Ref, want: Split) -> bool:
         """Have a value that is the same for all parts made for the samples of one; whether that can be."""
         node = self.makers.get(ref)
         if node is None or node.name in self.told:
             return False
-        call = call_of(node, self.whole.specs)
+        call = self.calls[node.name]
         for s in options(call, self.parts, self.blocks, self.probed.get(node.name, ())):
             if s.outs[ref.index] != want or s.how:
                 continue
@@ -92,8 +98,9 @@ class _Cut:
         return False
 
 
-def _local(node: Node, signature: Signature, graph: Graph, parts: int) -> Node:
-    call = localise(call_of(node, graph.specs), signature, parts)
+def _local(node: Node, whole: Call, call: Call) -> Node:
+    if call.args is whole.args:
+        return node if call.outs == node.outs else replace(node, outs=call.outs)
     refs = iter(node.ins)
 
     def named(arg: object) -> object:

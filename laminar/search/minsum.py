@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -48,12 +49,13 @@ class MinSum:
 
     def intern(self, table: Table) -> int:
         """The number of a table, equal tables sharing one."""
-        table = np.array(table, dtype=np.float64, order="C")
+        table = np.asarray(table, dtype=np.float64, order="C")
         key = (table.shape, table.tobytes())
-        if key not in self.known:
-            self.known[key] = len(self.tables)
-            self.tables.append(table)
-        return self.known[key]
+        found = self.known.get(key)
+        if found is None:
+            found = self.known[key] = len(self.tables)
+            self.tables.append(table.copy())
+        return found
 
     def add(self, scope: tuple[int, ...], table: Table) -> None:
         """Add a cost over the variables of `scope`, in that order."""
@@ -69,12 +71,14 @@ class MinSum:
                 touching[v].add(f)
         neighbours: list[set[int]] = [set() for _ in range(n)]
         for scope, _ in scopes.values():
-            for v in scope:
-                neighbours[v].update(u for u in scope if u != v)
-        allowed = [np.arange(s) for s in self.sizes]
+            if len(scope) > 1:
+                for v in scope:
+                    neighbours[v].update([u for u in scope if u != v])
+        counts = {s: np.arange(s) for s in set(self.sizes)}
+        allowed = [counts[s] for s in self.sizes]
 
         def weight(v: int) -> int:
-            return math.prod(len(allowed[u]) for u in neighbours[v])
+            return math.prod([len(allowed[u]) for u in neighbours[v]])
 
         heap = [(weight(v), v) for v in range(n)]
         heapq.heapify(heap)
@@ -86,8 +90,8 @@ class MinSum:
             w, v = heapq.heappop(heap)
             if gone[v]:
                 continue
-            if w != weight(v):
-                heapq.heappush(heap, (weight(v), v))
+            if w != (now := weight(v)):
+                heapq.heappush(heap, (now, v))
                 continue
             while weight(v) * len(allowed[v]) > limit and (wide := [u for u in neighbours[v] if len(allowed[u]) > 1]):
                 exact = False
@@ -101,8 +105,8 @@ class MinSum:
                         neighbours[other].discard(u)
             scope = tuple(sorted(neighbours[v]))
             place = {u: i for i, u in enumerate((*scope, v))}
-            parts = sorted((scopes[f][1], tuple(place[u] for u in scopes[f][0])) for f in touching[v])
-            shape = tuple(len(allowed[u]) for u in (*scope, v))
+            parts = sorted([(scopes[f][1], tuple([place[u] for u in scopes[f][0]])) for f in touching[v]])
+            shape = tuple([len(allowed[u]) for u in (*scope, v)])
             key = (tuple(parts), shape)
             if key not in memo:
                 memo[key] = self._eliminate(parts, shape)
@@ -115,7 +119,8 @@ class MinSum:
             gone[v] = True
             for u in scope:
                 neighbours[u].discard(v)
-                neighbours[u].update(x for x in scope if x != u)
+                neighbours[u].update(scope)
+                neighbours[u].discard(u)
             if scope:
                 scopes[count] = (scope, table)
                 for u in scope:
@@ -127,80 +132,26 @@ class MinSum:
                 constant += float(self.tables[table])
         values = [0] * n
         for v, scope, best, then in reversed(steps):
-            at = tuple(int(np.searchsorted(kept, values[u])) for u, kept in zip(scope, then, strict=False))
+            # Where no value was lost, a value stands at its own number.
+            at = tuple([values[u] if len(kept) == self.sizes[u] else int(np.searchsorted(kept, values[u]))
+                        for u, kept in zip(scope, then, strict=False)])  # fmt: skip
             values[v] = int(then[-1][best[at]])
         return Solution(values, constant, exact)
 
-    def floor(self, limit: int = 1 << 20) -> float:
-        """A number that the least sum is not below; the least sum itself where no table grows beyond `limit`.
-
-        Where one would, tables that hardly depend on the variable that goes are taken at their best over it, which
-        only lowers the sum, until the rest is small enough.
-        """
-        factors = {  # variables with one value are no axes of a table
-            f: (tuple(u for u in scope if self.sizes[u] > 1), self.tables[table].squeeze())
-            for f, (scope, table) in enumerate(self.factors)
-        }
-        touching: list[set[int]] = [set() for _ in self.sizes]
-        for f, (scope, _) in factors.items():
-            for v in scope:
-                touching[v].add(f)
-
-        def around(v: int) -> set[int]:
-            return {u for f in touching[v] for u in factors[f][0]} - {v}
-
-        def weight(v: int) -> int:
-            return math.prod(self.sizes[u] for u in around(v))
-
-        heap = [(weight(v), v) for v in range(len(self.sizes))]
-        heapq.heapify(heap)
-        gone, constant, count = [False] * len(self.sizes), 0.0, len(factors)
-        while heap:
-            w, v = heapq.heappop(heap)
-            if gone[v]:
-                continue
-            if w != (now := weight(v)):
-                heapq.heappush(heap, (now, v))
-                continue
-            while weight(v) * self.sizes[v] > limit and len(touching[v]) > 1:
-                f = min(touching[v], key=lambda f: (_depends(*factors[f], v), f))
-                factors[f] = _without(*factors[f], v)
-                touching[v].discard(f)
-                for u in factors[f][0]:
-                    heapq.heappush(heap, (weight(u), u))
-            gone[v] = True
-            scope = tuple(sorted(around(v)))
-            place = {u: i for i, u in enumerate((*scope, v))}
-            total = np.zeros([self.sizes[u] for u in (*scope, v)])
-            for f in sorted(touching[v]):
-                old, table = factors.pop(f)
-                axes = [place[u] for u in old]
-                shape = [total.shape[a] if a in axes else 1 for a in range(total.ndim)]
-                total += table.transpose(np.argsort(axes)).reshape(shape)
-                for u in old:
-                    if u != v:
-                        touching[u].discard(f)
-            least = total.min(-1)
-            if not scope:
-                constant += float(least)
-                continue
-            factors[count] = (scope, least)
-            for u in scope:
-                touching[u].add(count)
-            count += 1
-            for u in scope:
-                heapq.heappush(heap, (weight(u), u))
-        return constant + sum(float(table.min()) for _, table in factors.values())
+    def floor(self, limit: int = 1 << 18) -> float:
+        """A number that the least sum is not below; the least sum itself where no table grows beyond `limit`."""
+        found = [(scope, tuple(np.arange(self.sizes[v]) for v in scope), self.tables[t]) for scope, t in self.factors]
+        return floor(self.sizes, found, limit)
 
     def _eliminate(self, parts: list[tuple[int, tuple[int, ...]]], shape: tuple[int, ...]) -> tuple[int, Table]:
         """Sum tables over the variables of `shape`, and minimise over the last, which goes."""
         total = np.zeros(shape)
         for table, axes in parts:
-            order = np.argsort(axes)
-            part = self.tables[table].transpose(order)
+            part = self.tables[table]
+            if len(axes) > 1:
+                part = part.transpose(sorted(range(len(axes)), key=axes.__getitem__))
             total += part.reshape([shape[a] if a in axes else 1 for a in range(len(shape))])
-        best = total.argmin(-1)
-        return self.intern(np.take_along_axis(total, best[..., None], -1)[..., 0]), best
+        return self.intern(total.min(-1)), total.argmin(-1)
 
     def _settle(self, v: int, touching: list[set[int]], scopes: dict[int, tuple[tuple[int, ...], int]]) -> float:
         """Take a variable that has one value left out of its tables; what those cost that have no other."""
@@ -232,13 +183,179 @@ class MinSum:
             scopes[f] = (scope, self.intern(self.tables[table].take(keep, axis=scope.index(v))))
 
 
-def _depends(scope: tuple[int, ...], table: Table, v: int) -> float:
-    """By how much a table may differ over a variable."""
-    at = scope.index(v)
-    return float((table.max(at) - table.min(at)).max())
+Factor = tuple[tuple[int, ...], tuple[Table, ...], Table]
+"""Variables, for each the class of every value, and a table over classes."""
 
 
-def _without(scope: tuple[int, ...], table: Table, v: int) -> tuple[tuple[int, ...], Table]:
-    """A table at its best over a variable."""
-    at = scope.index(v)
-    return scope[:at] + scope[at + 1 :], table.min(at)
+def floor(sizes: Sequence[int], factors: Iterable[Factor], limit: int = 1 << 18) -> float:
+    """A number that the least sum is not below; the least sum itself where no table grows beyond `limit`.
+
+    A table often tells few values of a variable apart: it is given over classes of values. Of the values of a variable
+    that no table tells apart only the cheapest counts, and what is left of it when it has gone is a table over the
+    classes of its neighbours. Where that would grow too large, it goes from its tables in groups, each at its best: as
+    if it could have a value for each of them, which only lowers the sum.
+    """
+    return _Floor(sizes, factors, limit).found()
+
+
+class _Floor:
+    def __init__(self, sizes: Sequence[int], factors: Iterable[Factor], limit: int) -> None:
+        self.sizes, self.limit, self.constant = sizes, limit, 0.0
+        self.own = [np.zeros(n) for n in sizes]
+        """What each value costs by itself."""
+        self.factors: dict[int, Factor] = {}
+        self.touching: list[set[int]] = [set() for _ in sizes]
+        self.heap: list[tuple[int, int]] = []
+        self.made = 0
+        for scope, classes, table in factors:
+            self.add(scope, classes, table)
+
+    def add(self, scope: tuple[int, ...], classes: tuple[Table, ...], table: Table) -> None:
+        """One more table; what it does not tell apart is none of its axes."""
+        if 1 in table.shape:
+            real = [k for k, n in enumerate(table.shape) if n > 1]
+            scope, classes, table = tuple(scope[k] for k in real), tuple(classes[k] for k in real), table.squeeze()
+        if not scope:
+            self.constant += float(table)
+        elif len(scope) == 1:
+            self.own[scope[0]] = self.own[scope[0]] + table[classes[0]]
+        else:
+            self.factors[self.made] = (scope, classes, table)
+            for v in scope:
+                self.touching[v].add(self.made)
+            self.made += 1
+
+    def weight(self, v: int) -> int:
+        """How large a table its going leaves, or a little less than that."""
+        around: dict[int, int] = {}
+        for f in self.touching[v]:
+            scope, _, table = self.factors[f]
+            for u, classes in zip(scope, table.shape, strict=True):
+                if u != v:
+                    around[u] = min(around.get(u, 1) * classes, self.sizes[u])
+        return math.prod(around.values())
+
+    def found(self) -> float:
+        """Variables go one after the other, those that leave least first."""
+        heap = self.heap = [(self.weight(v), v) for v in range(len(self.sizes))]
+        heapq.heapify(heap)
+        gone = [False] * len(self.sizes)
+        while heap:
+            w, v = heapq.heappop(heap)
+            if gone[v]:
+                continue
+            if w != (now := self.weight(v)):
+                heapq.heappush(heap, (now, v))
+                continue
+            gone[v] = True
+            self.without(v)
+        return self.constant
+
+    def without(self, v: int) -> None:
+        """Let a variable go."""
+        groups = self._groups(v, sorted(self.touching[v]))
+        if not groups:
+            self.constant += float(self.own[v].min())
+        for group in groups:
+            self._gone(v, group, self.own[v] / len(groups))
+
+    def _groups(self, v: int, mine: list[int]) -> list[list[int]]:
+        """All tables of a variable together, or in groups that are small enough, those that depend on it most first."""
+        if not mine or self._size(v, mine) <= self.limit:
+            return [mine] if mine else []
+        groups: list[list[int]] = []
+        for f in sorted(mine, key=lambda f: (-self._depends(f, v), f)):
+            for group in groups:
+                if self._size(v, [*group, f]) <= self.limit:
+                    group.append(f)
+                    break
+            else:
+                groups.append([f])
+        return groups
+
+    def _size(self, v: int, mine: Sequence[int]) -> int:
+        """Of the table over a variable and all neighbours that these tables have."""
+        values = len(self._told_apart(v, mine, self.own[v]))
+        return values * math.prod(count for _, count, _ in self._around(v, mine).values())
+
+    def _gone(self, v: int, mine: Sequence[int], own: Table) -> None:
+        """Add up tables of a variable, and what its values cost, and take the best value."""
+        values, around = self._told_apart(v, mine, own), self._around(v, mine)
+        shape = [len(values), *(count for _, count, _ in around.values())]
+        total = own[values].reshape(-1, *(1 for _ in around))
+        at = {u: k + 1 for k, u in enumerate(around)}
+        for f in sorted(mine, key=lambda f: self.factors[f][2].size):  # it grows as late as can be
+            scope, classes, table = self._take(f)
+            axes = []
+            for k, u in enumerate(scope):
+                if u == v:
+                    table = table.take(classes[k][values], axis=k)
+                elif (of := around[u][2].get(f)) is not None:
+                    table = table.take(of, axis=k)
+                axes.append(0 if u == v else at[u])
+            table = table.transpose(np.argsort(axes))
+            total = total + table.reshape([shape[a] if a in axes else 1 for a in range(len(shape))])
+        self._left(tuple(around), tuple(classes for classes, _, _ in around.values()), total.min(0))
+
+    def _left(self, scope: tuple[int, ...], classes: tuple[Table, ...], table: Table) -> None:
+        """What has become of tables."""
+        self.add(scope, classes, table)
+        for u in scope:
+            heapq.heappush(self.heap, (self.weight(u), u))
+
+    def _take(self, f: int) -> Factor:
+        """A table, which is no longer there then."""
+        factor = self.factors.pop(f)
+        for u in factor[0]:
+            self.touching[u].discard(f)
+        return factor
+
+    def _told_apart(self, v: int, mine: Sequence[int], own: Table) -> Table:
+        """Of the values of a variable between which no table can tell, the cheapest."""
+        key = _joined([self.factors[f][1][self.factors[f][0].index(v)] for f in mine])
+        order = np.lexsort((own, key))
+        sorted_ = key[order]
+        first = np.ones(len(order), dtype=bool)
+        first[1:] = sorted_[1:] != sorted_[:-1]
+        found: Table = order[first]
+        return found
+
+    def _around(self, v: int, mine: Sequence[int]) -> dict[int, tuple[Table, int, dict[int, Table]]]:
+        """By neighbour: the class of each of its values, how many, and for tables with other classes, which of theirs.
+
+        Where several tables look at a neighbour, classes are those that one or another tells apart.
+        """
+        seen: dict[int, list[tuple[int, Table, int]]] = {}
+        for f in mine:
+            scope, classes, table = self.factors[f]
+            for u, of, count in zip(scope, classes, table.shape, strict=True):
+                if u != v:
+                    seen.setdefault(u, []).append((f, of, count))
+        out: dict[int, tuple[Table, int, dict[int, Table]]] = {}
+        for u, looks in seen.items():
+            if len(looks) == 1:
+                out[u] = looks[0][1], looks[0][2], {}
+            else:
+                _, index, of = np.unique(
+                    _joined([classes for _, classes, _ in looks]), return_index=True, return_inverse=True
+                )
+                out[u] = of, len(index), {f: classes[index] for f, classes, _ in looks}
+        return out
+
+    def _depends(self, f: int, v: int) -> float:
+        """By how much a table may differ over a variable."""
+        scope, _, table = self.factors[f]
+        at = scope.index(v)
+        return float((table.max(at) - table.min(at)).max())
+
+
+def _joined(columns: Sequence[Table]) -> Table:
+    """Rows as numbers: equal ones where all columns are."""
+    key, size = columns[0].astype(np.int64), 1 + int(columns[0].max(initial=0))
+    for column in columns[1:]:
+        count = 1 + int(column.max(initial=0))
+        if size * count > 1 << 60:
+            _, key = np.unique(key, return_inverse=True)
+            size = len(key)
+        key, size = key * count + column, size * count
+    return key
