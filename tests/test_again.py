@@ -397,7 +397,11 @@ def test_the_stash_shrinks_and_with_it_registers_and_the_bound(schedule: str) ->
         (old,) = (q for q in before.queues if q.name == queue.name)
         assert queue.registers == old.registers and queue.bytes < 0.2 * old.bytes
         saved = (old.bytes - queue.bytes) * queue.registers
-        assert before.bound_bytes(s) - net.bound_bytes(s) >= 0.9 * saved
+        alone = [replace(n, queues=tuple(replace(q, bytes=q.bytes * (q.name == queue.name)) for q in n.queues))
+                 for n in (before, net)]  # fmt: skip
+        assert alone[0].bound_bytes(s) - alone[1].bound_bytes(s) == saved
+        # Of all registers: sums of gradients may be what is most now, when nothing is stashed any more.
+        assert net.bound_bytes(s) < before.bound_bytes(s)
 
 
 def test_a_stage_keeps_the_patterns_that_name_something_in_it() -> None:

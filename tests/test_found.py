@@ -5,8 +5,8 @@ model of the zoo is searched for 2, 4, 8 and 16 devices, on machines that lead t
 is run on as many ranks in one process, in float64. On two and four ranks it then trains in processes joined by Gloo, a
 few steps, beside an ordinary loop.
 
-The whole tables are slow. The normal run takes each model once or twice, so that every model, every number of devices
-and every kind of plan (with stages, on two axes, in pieces) is there.
+The whole tables are slow. The normal run takes most models once, so that every number of devices and every kind of plan
+(with stages, on two axes, in pieces) is there.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MACHINES = ("2xcpu", "2xh100", "4xcpu", "2x2xa100@eth25", "8xh100", "2x4xa100@et
 """Memory that ranks share, one node, nodes, and nodes that a slow network joins."""
 SAMPLE = [
     ("mlp.py:tiny", "16xh100"), ("resnet.py:tiny", "4xcpu"), ("gpt.py:tiny", "2x8xh100"), ("llama.py:tiny", "8xh100"),
-    ("bert.py:tiny", "2x2xa100@eth25"), ("vit.py:tiny", "4xcpu"), ("t5.py:tiny", "2xh100"), ("moe.py:tiny", "4xcpu"),
+    ("bert.py:tiny", "2x2xa100@eth25"), ("vit.py:tiny", "4xcpu"), ("moe.py:tiny", "2xh100"),
     ("dlrm.py:tiny", "8xh100"), ("lstm.py:tiny", "2xcpu"), ("unet.py:tiny", "2xcpu"),
 ]  # fmt: skip
 
@@ -52,7 +52,7 @@ def _check(name: str, machine: str, **pin: int) -> Plan | Staged:
 
 @pytest.mark.parametrize(("name", "machine"), SAMPLE)
 def test_what_is_found_gives_the_numbers_of_one_device(name: str, machine: str) -> None:
-    """Every model, every number of devices once."""
+    """Most models, every number of devices."""
     _check(name, machine)
 
 
@@ -109,12 +109,11 @@ def _train(ranks: dict[int, Ranks], name: str, count: int, pin: Mapping[str, int
 
 
 REAL = [
-    ("mlp.py:tiny", 2, {}), ("gpt.py:tiny", 2, {}), ("unet.py:tiny", 2, {}), ("dlrm.py:tiny", 2, {}),
-    ("llama.py:tiny", 4, {}), ("moe.py:tiny", 4, {}), ("vit.py:tiny", 4, {}),
+    ("mlp.py:tiny", 2, {}), ("gpt.py:tiny", 2, {}), ("dlrm.py:tiny", 2, {}), ("vit.py:tiny", 4, {}),
 ]  # fmt: skip
 PINNED = [
     ("gpt.py:tiny", 4, {"stages": 2, "microbatches": 4, "dp": 2}), ("llama.py:tiny", 4, {"dp": 2, "tp": 2}),
-    ("t5.py:tiny", 2, {"stages": 1, "zero": 3}), ("gpt.py:tiny", 2, {"stages": 1, "recompute": 1}),
+    ("mlp.py:tiny", 2, {"stages": 1, "zero": 3}), ("gpt.py:tiny", 2, {"stages": 1, "recompute": 1}),
 ]  # fmt: skip
 
 

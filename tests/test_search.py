@@ -294,3 +294,19 @@ def test_the_same_request_gives_the_same_plan() -> None:
     graph = traced(3, batch=8)
     hashes = {find(graph, Request(Cluster.preset("2xcpu"), budget_s=60)).plan.hash for _ in range(2)}
     assert len(hashes) == 1
+
+
+@pytest.mark.parametrize("act", [torch.nn.ReLU, torch.nn.GELU])
+def test_gradients_are_not_lost_where_layers_of_backward_begin_elsewhere(act: type[torch.nn.Module]) -> None:
+    """In a plain stack of layers the gradient of a weight may be in the backward of its neighbour."""
+    with torch.device("meta"):
+        stack = [m for _ in range(12) for m in (torch.nn.Linear(64, 64), act())]
+        model, batch = torch.nn.Sequential(*stack[:-1]), {"x": torch.zeros(32, 64)}
+    graph = laminar.capture(model, lambda m, b: m(b["x"]).square().mean(), batch)
+    layers = fold(graph)
+    assert layers.layers > 3
+    small = layers.small(3)
+    plan = layers.unfold(presets.data_parallel(small, laminar.Mesh({"dp": 2})), 3)
+    assert {k for k in plan.outputs if k.startswith("grad:")} == {
+        f"grad:{o.name}" for o in graph.outputs if o.kind == "grad"
+    }

@@ -53,8 +53,6 @@ PLENTY = 10
 """How many times what a rank holds at least must fit for memory not to be asked about before the end."""
 EQUAL = 1.005
 """Plans within this of the best are as good as it: the simplest of them is taken."""
-LATE = 0.5
-"""Share of the budget at which there should be a plan: until then, a cell that promises more is looked at first."""
 WORTH = 0.998
 """A score is simulated if it is below this of the best."""
 SAME = 0.98
@@ -183,8 +181,7 @@ class _Search:
         heapq.heapify(queue)
         while queue:
             promise_s, k, cell, turn = heapq.heappop(queue)
-            late = not self.finals and self.left() < LATE * self.request.budget_s
-            self.settle(math.inf if late else promise_s)
+            self.settle(promise_s if self.finals else math.inf)  # the first plan is simulated as soon as there is one
             if promise_s > PROMISING * self.best_s or self.out_of_time():
                 break
             if self.at[cell] >= self.best_s or cell in self.looked_at:

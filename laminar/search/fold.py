@@ -124,12 +124,16 @@ class Fold:
         outputs = spread(spread(plan.outputs, "grad:"), "buffer:")
         wanted = {f"{o.kind}:{o.name}" for o in graph.outputs}
         names = {i.name for i in graph.inputs}
+        inputs = {k: v for k, v in spread(plan.inputs).items() if k in names}
+        # Layers of backward may begin elsewhere than those of forward, and a gradient of a parameter that is kept be in
+        # one that is not: it leaves as its parameter lies.
+        lost = {f"grad:{o.name}": inputs[o.name] for o in graph.outputs if o.kind == "grad" and o.name in inputs}
         return Plan(
             plan.mesh,
             graph.hash,
             ops,
-            {k: v for k, v in spread(plan.inputs).items() if k in names},
-            {k: v for k, v in outputs.items() if k in wanted},
+            inputs,
+            {k: v for k, v in {**lost, **outputs}.items() if k in wanted},
             {k: v for k, v in spread(plan.state).items() if k in names},
             plan.name,
             {},
