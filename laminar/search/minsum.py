@@ -138,7 +138,7 @@ class MinSum:
             values[v] = int(then[-1][best[at]])
         return Solution(values, constant, exact)
 
-    def floor(self, limit: int = 1 << 18) -> float:
+    def floor(self, limit: int = 1 << 19) -> float:
         """A number that the least sum is not below; the least sum itself where no table grows beyond `limit`."""
         found = [(scope, tuple(np.arange(self.sizes[v]) for v in scope), self.tables[t]) for scope, t in self.factors]
         return floor(self.sizes, found, limit)
@@ -187,7 +187,7 @@ Factor = tuple[tuple[int, ...], tuple[Table, ...], Table]
 """Variables, for each the class of every value, and a table over classes."""
 
 
-def floor(sizes: Sequence[int], factors: Iterable[Factor], limit: int = 1 << 18) -> float:
+def floor(sizes: Sequence[int], factors: Iterable[Factor], limit: int = 1 << 19) -> float:
     """A number that the least sum is not below; the least sum itself where no table grows beyond `limit`.
 
     A table often tells few values of a variable apart: it is given over classes of values. Of the values of a variable
