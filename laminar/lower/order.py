@@ -86,7 +86,8 @@ def overlap(program: Program) -> Program:
     pending = _issued_early(program)
     if not any(i.op in MOVES for i in pending):
         return replace(program, instrs=tuple(pending))
-    flying: set[str] = set()
+    flying: dict[str, int] = {}
+    """Collectives that nobody has waited for, by when they were issued."""
     drawn = 0
     """Instructions that went ahead of a collective that waits for another."""
     out: list[Instr] = []
@@ -97,7 +98,7 @@ def overlap(program: Program) -> Program:
         pick = 0
         moves = head.op in MOVES
         if moves and drawn >= SECOND_HALF:
-            flying -= {r.name for r in head.refs}
+            _landed(flying, head)
         if flying and any(r.name in flying for r in head.refs):
             for k in range(1, min(WINDOW, len(pending))):
                 item = pending[-1 - k]
@@ -107,11 +108,30 @@ def overlap(program: Program) -> Program:
                     pick = k
                     break
             else:
-                flying -= {r.name for r in head.refs}
+                # Nothing is free. A collective may wait for one that is young: what waits for the oldest goes first.
+                near = [k for k in range(min(WINDOW, len(pending))) if moves and _ready(pending[-1 - k], head, done)]
+                pick = min(near, key=lambda k: _age(flying, pending[-1 - k]), default=0)
+                _landed(flying, pending[-1 - pick])
         instr = pending.pop(-1 - pick)
         drawn = drawn + 1 if pick and moves else 0
         out.append(instr)
         done.add(instr.name)
         if instr.op in MOVES:
-            flying.add(instr.name)
+            flying[instr.name] = len(out)
     return replace(program, instrs=tuple(out))
+
+
+def _landed(flying: dict[str, int], instr: Instr) -> None:
+    """Who runs has waited for what it reads."""
+    for ref in instr.refs:
+        flying.pop(ref.name, None)
+
+
+def _ready(instr: Instr, head: Instr, done: set[str]) -> bool:
+    """Whether it may go before the head: all that it reads is under way, and forward drops nothing that it makes."""
+    return (instr.phase != "recompute" or head.phase != "forward") and all(r.name in done for r in instr.refs)
+
+
+def _age(flying: dict[str, int], instr: Instr) -> int:
+    """When the youngest collective that it reads was issued."""
+    return max((flying[r.name] for r in instr.refs if r.name in flying), default=-1)

@@ -23,7 +23,7 @@ A sum that no plan can undercut, minimised over all placements. What it adds up,
                times, and stands still while the first micro-batch comes to it and the last one leaves. Besides, ranks
                agree on the beginning and the end of the step.
 
-Layers are taken apart: each may choose anew how to lie, for nothing, and one stands for all. That only lowers it.
+Layers stand in a row, and one stands for all (`Least.repeated`); what lies outside of layers may lie anyhow.
 
 Taken for granted besides what `alone` says: stages are cut so that their work is nearly equal (`staging.balanced`).
 Were the first ones much heavier than the last, a pipe could fill and empty in less than is counted here.
