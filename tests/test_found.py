@@ -113,7 +113,7 @@ REAL = [
 ]  # fmt: skip
 PINNED = [
     ("gpt.py:tiny", 4, {"stages": 2, "microbatches": 4, "dp": 2}), ("llama.py:tiny", 4, {"dp": 2, "tp": 2}),
-    ("mlp.py:tiny", 2, {"stages": 1, "zero": 3}), ("gpt.py:tiny", 2, {"stages": 1, "recompute": 1}),
+    ("gpt.py:tiny", 2, {"stages": 1, "zero": 3}), ("gpt.py:tiny", 2, {"stages": 1, "recompute": 1}),
 ]  # fmt: skip
 
 

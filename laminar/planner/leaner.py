@@ -236,7 +236,7 @@ class Mix:
 
     def best(self, best_s: float) -> Final | None:
         """The fastest mix that fits, simulated at full depth; nothing if none is faster than `best_s`."""
-        model, request = self.model, self.model.request
+        request = self.model.request
         every, again = self.ways(), self._again()
         ways = [w for w in every if w.nbytes < 0]
         if not ways and not feasible(self.base, request):
@@ -251,18 +251,31 @@ class Mix:
             if self.base.seconds + seconds > WORTH * best_s:
                 break
             stored = self.whole(stored, [w for w in every if w.nbytes >= 0])
-            plan = replace(self.plan(stored, count), name="searched")
-            ran = predict(model.graph, plan, request.cluster, optimizer=request.optimizer)
-            if ran.memory.peak_bytes <= request.room_bytes and ran.seconds < best_s:
-                cell = replace(self.cell, recompute=count > 0)
-                score = Score(cell, (*self.style, "mixed"), self.base.zero, plan, ran.seconds,
-                              float(ran.memory.peak_bytes), again=(count,) if count else (),
-                              blocks=len(model.block_names) if count else 0)  # fmt: skip
-                account = {**ran.account(), "sigma": ran.sigma}
-                found = Final(score, plan, ran.seconds, ran.memory.peak_bytes, account, ran)
-                best_s = ran.seconds
-            off = ran.memory.peak_bytes - (self.base.peak_bytes + more)
+            now = self.simulated(stored, count)
+            if now.peak_bytes <= request.room_bytes and now.seconds < best_s:
+                found, best_s = now, now.seconds
+            off = now.peak_bytes - (self.base.peak_bytes + more)
+        # Groups don't quite add up: what does one thing to all of them may be better than it looks.
+        held = self.base.peak_bytes - self.held(self.params, 0)
+        lean = [k for k in range(1, len(self.deep)) if held + self.held(self.params, k) <= request.room_bytes]
+        if lean:
+            alike = min((dict.fromkeys(self.params, k) for k in lean), key=lambda s: self._shallow(s)[0])
+            now = self.simulated(alike, 0)
+            if now.peak_bytes <= request.room_bytes and now.seconds < best_s:
+                found = now
         return found
+
+    def simulated(self, stored: Mapping[str, int], count: int) -> Final:
+        """A mix at full depth, so many blocks made again."""
+        model, request = self.model, self.model.request
+        plan = replace(self.plan(stored, count), name="searched")
+        ran = predict(model.graph, plan, request.cluster, optimizer=request.optimizer)
+        cell = replace(self.cell, recompute=count > 0)
+        score = Score(cell, (*self.style, "mixed"), self.base.zero, plan, ran.seconds,
+                      float(ran.memory.peak_bytes), again=(count,) if count else (),
+                      blocks=len(model.block_names) if count else 0)  # fmt: skip
+        account = {**ran.account(), "sigma": ran.sigma}
+        return Final(score, plan, ran.seconds, ran.memory.peak_bytes, account, ran)
 
     def whole(self, stored: dict[str, int], ways: Sequence[Way]) -> dict[str, int]:
         """The same with small tensors whole, where that is faster beside all the rest."""
