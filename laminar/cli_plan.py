@@ -40,7 +40,8 @@ examples
   laminar plan examples/gpt.py:tiny --stages 2 --microbatches 4 -o plan.json
 
 clusters: a file of `laminar profile`, or [NODESx][COUNTx]DEVICE[@FABRIC[+FABRIC]], such as 8xh100, 16x4xa100-80g,
-2xcpu. What can be pinned: dp, tp, stages, microbatches, virtual, zero, recompute (0 or 1), and how tensors lie.
+2xcpu. What can be pinned: dp, tp, stages, microbatches, virtual, zero, recompute (0: nothing, 1: what memory asks for),
+and how tensors lie.
 What can be asked: memory (GB), devices, cluster, link (a factor), only, budget, and any pin (tp=any lifts it).
 """
 

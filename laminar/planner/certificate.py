@@ -17,6 +17,7 @@ from laminar.planner.cells import Cell
 from laminar.planner.request import Request
 
 PLACEMENTS = "every tensor in any placement that the rules allow, on one mesh for each stage"
+RECOMPUTE = "where a cell has it: any number of blocks of each stage, the first ones, whole or without their products"
 CUTS = "stages are stretches of the program, in its own order, with equal meshes"
 
 
@@ -30,6 +31,7 @@ def space(graph: Graph, request: Request, cells: Sequence[Cell]) -> dict[str, An
         "placements": PLACEMENTS,
         "cuts": CUTS,
         **({"pinned": dict(request.place)} if request.place else {}),
+        "recompute": RECOMPUTE,
         "zero": [0, 1, 2, 3] if request.allows("zero") else [0],
         "cells": [cell.to_json() for cell in cells],
     }
