@@ -188,9 +188,20 @@ class plans:
         return accounted(graph, presets.data_parallel(graph, mesh, recompute, offload))
 
     @staticmethod
-    def zero(graph: Graph, mesh: Mesh, stage: int = 3, recompute: Patterns = (), offload: Patterns = ()) -> Plan:
-        """Data parallel with optimizer state (1), gradients (2) and parameters (3) in pieces."""
-        return accounted(graph, presets.zero(graph, mesh, stage, recompute, offload))
+    def zero(
+        graph: Graph,
+        mesh: Mesh,
+        stage: int = 3,
+        recompute: Patterns = (),
+        offload: Patterns = (),
+        gather_once: bool = False,
+    ) -> Plan:
+        """Data parallel with optimizer state (1), gradients (2) and parameters (3) in pieces.
+
+        With `gather_once` what forward has gathered of parameters stays for backward: a third less is exchanged, and
+        parameters are whole on every rank while a step lasts.
+        """
+        return accounted(graph, presets.zero(graph, mesh, stage, recompute, offload, gather_once))
 
     @staticmethod
     def tensor_parallel(

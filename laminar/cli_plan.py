@@ -171,7 +171,7 @@ def _made(args: argparse.Namespace) -> int:
         if args.seed:
             plan = plans.seeded(graph, mesh, parse_seeds(args.seed), **kept)
         elif preset.startswith("zero"):
-            plan = plans.zero(graph, mesh, int(preset[4:] or 3), **kept)
+            plan = plans.zero(graph, mesh, int(preset[4:] or 3), **kept, gather_once=args.gather_once)
         elif preset == "tensor_parallel":
             plan = plans.tensor_parallel(graph, mesh, **kept)
         else:
@@ -264,6 +264,9 @@ def options(p: argparse.ArgumentParser) -> None:
     made.add_argument("--offload", action="append", default=[], metavar="PATTERN",
                       help="keep what these modules or values hold in the host's memory until backward; may be "
                       "repeated")  # fmt: skip
+    made.add_argument("--gather-once", action="store_true",
+                      help="with zero3: what forward has gathered of parameters stays for backward, which takes less "
+                      "time and more memory")  # fmt: skip
     made.add_argument("--program", action="store_true", help="print the program every rank runs")
     made.add_argument("--stages", metavar="N", help="cut the model into N stages of equal work at ranks of their own, "
                       "or where these modules begin (patterns, with commas); --mesh is then that of each "

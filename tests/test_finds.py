@@ -55,9 +55,10 @@ def test_it_finds_what_people_would_do_or_better_on_larger_models(name: str) -> 
 def test_each_known_way_is_taken_somewhere() -> None:
     """Kept plans, read as people name them: nothing here depends on a search, but that all cases are not one case."""
     kept = {n: json.loads((GOLDEN / f"{n}.json").read_text()) for n in CASES}
-    big = kept["big_layers"]["weights"]
-    assert big["blocks.0.attention.qkv.weight"] == "S(0, blocks=3)" and big["blocks.0.attention.out.weight"] == "S(1)"
-    assert big["blocks.0.mlp.up.weight"] == "S(0)" and big["blocks.0.mlp.down.weight"] == "S(1)"
+    inner = {"qkv": "S(0, blocks=3)", "out": "S(1)", "up": "S(0)", "down": "S(1)"}
+    for name, nd in kept["big_layers"]["weights"].items():
+        if name.startswith("blocks.") and name.split(".")[-2] in inner and name.endswith("weight"):
+            assert nd.rstrip("]").endswith(inner[name.split(".")[-2]]), name
     assert kept["little_memory"]["zero"] == 3
     assert all(kept["tables"]["weights"][f"tables.{i}.weight"].startswith("S") for i in range(8))
     assert kept["experts"]["weights"]["blocks.0.experts.up"] == "S(0)"

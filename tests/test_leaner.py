@@ -15,6 +15,7 @@ import laminar
 from laminar.forecast import predict
 from laminar.ir.cluster import Cluster
 from laminar.ir.graph import Graph
+from laminar.lower.merge import BUCKET_BYTES
 from laminar.planner.cells import Cell
 from laminar.planner.leaner import Mix, kept_out, mixes
 from laminar.planner.request import Request
@@ -85,7 +86,10 @@ def test_tensors_of_one_role_may_lie_differently() -> None:
 
 
 def test_what_a_group_is_expected_to_save_is_what_it_saves() -> None:
-    """The choice rests on it. Some units of a group may save more: gradients then travel in other buckets."""
+    """The choice rests on it, but for gradients that then travel in other buckets.
+
+    Those hold up to twice their limit, and as much again before they are reduced between the ranks of a node.
+    """
     mix = Mix(model(0.93 * base().peak_bytes), CELL, INNER)
     before = predict(graph(), mix.plan({}), CLUSTER).memory.peak_bytes
     ways = mix.ways()
@@ -93,7 +97,7 @@ def test_what_a_group_is_expected_to_save_is_what_it_saves() -> None:
     for way in ways:
         units = mix.groups[way.group].units
         held = predict(graph(), mix.plan({n: way.storage for u in units for n in u}), CLUSTER).memory.peak_bytes
-        assert held - before == pytest.approx(len(units) * way.nbytes, abs=0.01 * before)
+        assert held - before == pytest.approx(len(units) * way.nbytes, abs=4 * BUCKET_BYTES)
 
 
 def test_nothing_is_handed_out_that_is_not_faster() -> None:

@@ -25,6 +25,9 @@ from laminar.ir.plan import Plan
 from laminar.ir.program import Instr, Program
 from laminar.ir.sbp import Split, local_spec
 from laminar.ir.tensor import TensorSpec
+from laminar.search import presets
+from laminar.search.micro import micro
+from tests.finds import gpt_of
 from tests.test_examples import load
 from tests.zoo import NAMES, Specimen, captured, one_thread, recipe, specimen, verified
 
@@ -176,10 +179,72 @@ def test_zero_3_gathers_each_parameter_once_each_way() -> None:
     assert {(w, phase) for w in weights for phase in ("forward", "backward")} <= set(fetched)
 
 
+@pytest.mark.parametrize("name", ["gpt.py:tiny", "llama.py:tiny", "moe.py:tiny"])
+def test_gathered_once_parameters_serve_backward_too(name: str) -> None:
+    """A third less is exchanged where weights are: forward gathers, backward reads what is there. Files keep it."""
+    one, mesh = specimen(name), Mesh({"dp": 2})
+    plan = laminar.plans.zero(one.graph, mesh, gather_once=True)
+    program = program_of(one, plan)
+    gathers = [i for i in program.instrs if i.kind == "all_gather"]
+    fetched = Counter(r.name for i in gathers for r in i.refs)
+    stored = {i.name for i in program.inputs if i.kind == "param" and i.placed.nd != (B,)}
+    assert {n: k for n, k in fetched.items() if n in stored} == dict.fromkeys(stored, 1)
+    twice = laminar.lower(one.graph, laminar.plans.zero(one.graph, mesh))
+    assert sum(i.bytes for i in gathers) < 0.6 * sum(i.bytes for i in twice.instrs if i.kind == "all_gather")
+    assert Plan.from_json(plan.to_json()) == plan and plan.hash != replace(plan, gather_once=False).hash
+    assert "gathered once" in plan.explain()
+
+
+def test_what_is_in_pieces_over_two_axes_travels_together_over_both() -> None:
+    """Between nodes first, where a rank holds least, then inside: as few gathers on the second axis as on the first."""
+    one = gpt(layers=4)
+    flat = laminar.plans.data_parallel(one.graph, Mesh({"node": 2, "gpu": 2}))
+    program = program_of(one, presets.in_pieces(one.graph, flat, 3))
+    gathers = Counter(i.args[1] for i in program.instrs if i.kind == "all_gather")
+    weights = [i.name for i in one.graph.of_kind("param")]
+    assert gathers[(0,)] == gathers[(1,)] < len(weights) / 4
+
+
+def test_the_last_buckets_of_two_axes_are_smaller() -> None:
+    """Nothing hides what is reduced behind backward. Every gradient is in one bucket, whatever their size."""
+    graph = laminar.capture(*gpt_of(6, 512, 8, 64, 16))
+    flat = laminar.plans.data_parallel(graph, Mesh({"node": 2, "gpu": 2}))
+    plan = presets.in_pieces(graph, flat, 3, spared=0.01)
+
+    def buckets(limit: int) -> list[Instr]:
+        every = parting(laminar.lower(graph, plan, bucket_bytes=limit))
+        return [i for i in every if i.kind == "reduce_scatter"]
+
+    sizes = [i.bytes for i in buckets(1 << 20)]
+    layers = [n for n in sizes if n < 4 << 20]  # without head and table
+    assert len(layers) > 4 and max(layers[-2:]) < min(layers[:-2]) / 2
+    assert sum(sizes) == sum(i.bytes for i in buckets(1 << 30))
+
+
+def test_the_smallest_parameters_stay_whole() -> None:
+    """To cut them saves nothing. All of one size or none: what holds for three layers holds for a hundred."""
+    for layers in (2, 4):
+        graph = gpt(layers=layers, d=64).graph
+        flat = laminar.plans.data_parallel(graph, Mesh({"dp": 2}))
+        plan = presets.in_pieces(graph, flat, 3, spared=0.02)
+        whole = [i for i in graph.of_kind("param") if plan.inputs[i.name] == (B,)]
+        assert {i.name.split(".")[-1] for i in whole} == {"weight", "bias"} and all(
+            len(i.spec.shape) == 1 for i in whole
+        )
+        assert sum(i.spec.numel for i in whole) <= 0.02 * sum(i.spec.numel for i in graph.of_kind("param"))
+        assert all(plan.inputs[i.name] != (B,) for i in graph.of_kind("param") if len(i.spec.shape) > 1)
+
+
 def test_zero_has_three_stages() -> None:
-    """Anything else is refused."""
+    """Anything else is refused, and so is to gather once what is not gathered."""
+    graph = specimen("mlp.py:tiny").graph
     with pytest.raises(PlanError, match="no stage 4"):
-        laminar.plans.zero(specimen("mlp.py:tiny").graph, Mesh({"dp": 2}), stage=4)
+        laminar.plans.zero(graph, Mesh({"dp": 2}), stage=4)
+    with pytest.raises(PlanError, match="gathers no parameters"):
+        laminar.plans.zero(graph, Mesh({"dp": 2}), stage=1, gather_once=True)
+    inner = laminar.plans.zero(micro(graph, 2), Mesh({"dp": 1}), gather_once=True)
+    with pytest.raises(PlanError, match="every micro-batch under way"):
+        laminar.plans.pipeline(micro(graph, 2), stages=2, microbatches=2, inner=inner)
 
 
 # --- tensor parallel ---------------------------------------------------------------------------

@@ -78,6 +78,8 @@ class Plan(Planned):
     """Of the graph that rewrites start from, where that is known."""
     offload: tuple[str, ...] = ()
     """What waits in the host's memory between forward and backward: patterns, as for `recompute`."""
+    gather_once: bool = False
+    """Whether parameters that were put together from pieces for forward stay whole until backward has read them."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain data; `from_json` is the inverse."""
@@ -92,6 +94,7 @@ class Plan(Planned):
             "ops": {k: [[_text(p) for p in c.ins], [_text(p) for p in c.outs]] for k, c in self.ops.items()},
             **({"recompute": list(self.recompute)} if self.recompute else {}),
             **({"offload": list(self.offload)} if self.offload else {}),
+            **({"gather_once": True} if self.gather_once else {}),
             **rewrites_json(self.rewrites, self.captured_hash),
             "account": self.account,
         }
@@ -122,6 +125,7 @@ class Plan(Planned):
                 rewrites=rewrites,
                 captured_hash=captured,
                 offload=as_patterns(data.get("offload")),
+                gather_once=bool(data.get("gather_once", False)),
             )
         except LaminarError as error:
             raise PlanError(f"corrupt plan: {error}") from error
@@ -197,6 +201,8 @@ class Plan(Planned):
             lines += ["", f"made again in backward: {', '.join(self.recompute)}", *_again(account)]
         if self.offload:
             lines += ["", f"kept in the host's memory: {', '.join(self.offload)}", *_away(account)]
+        if self.gather_once:
+            lines += ["", "parameters in pieces are gathered once a step: what forward has gathered stays for backward"]
         if self.rewrites:
             lines += ["", f"rewritten before it is spread: {described(self.rewrites)}"]
         if "proof" in account:

@@ -3,7 +3,7 @@
 Values live in several placements at once: the one they were made in and those they were boxed to.
 A consumer that wants another gets the cheapest chain from any of them, and leaves the result for
 the next. Parameters are the exception: forward and backward fetch them separately, so that a
-gathered parameter need not stay in memory between the two.
+gathered parameter need not stay in memory between the two, unless the plan gathers once.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ class _Writer:
     have: dict[Any, dict[NdSbp, Ref]] = field(default_factory=dict)
     specs: dict[Ref, TensorSpec] = field(default_factory=dict)
     params: set[str] = field(default_factory=set)
+    """Parameters that forward and backward fetch separately."""
     gathered: set[str] = field(default_factory=set)
     """Nodes of forward that only cast or view parameters that were gathered for them."""
     boxed: Counter[str] = field(default_factory=Counter)
@@ -218,7 +219,7 @@ def written(graph: Graph, plan: Plan) -> Program:
     """The program line by line, as the graph has it, and what the plan makes again in backward."""
     plan.fits(graph)
     writer = _Writer(graph, plan.mesh, probed_signatures(graph), specs=dict(graph.specs))
-    writer.params = {i.name for i in graph.inputs if i.kind == "param"}
+    writer.params = set() if plan.gather_once else {i.name for i in graph.inputs if i.kind == "param"}
     whole = tuple(writer._plain(plan.inputs[i.name]) for i in graph.inputs)
     for item, nd in zip(graph.inputs, whole, strict=True):
         if any(isinstance(p, Partial) for p in nd) and item.kind != "given":
@@ -227,7 +228,7 @@ def written(graph: Graph, plan: Plan) -> Program:
     everywhere = (B,) * len(plan.mesh.sizes)
     for const in graph.constants:
         writer.have[Ref(const.name)] = {everywhere: Ref(const.name)}
-    writer.gathered = _gathered(graph, plan)
+    writer.gathered = set() if plan.gather_once else _gathered(graph, plan)
     calls = calls_in(graph)
     for node in graph.nodes:
         choice = plan.ops[node.name]

@@ -4,8 +4,8 @@ A step has as many gradient reductions as parameters, and each costs its latency
 result only leaves the step are merged into buckets, in the order in which they become ready, up to a
 size; a bucket is issued as soon as its last member is ready, so that it overlaps with the rest of
 backward. Where gradients are reduced over two axes one after the other, both halves are merged.
-Gathers of parameters that are needed close together are merged at the first of them. Small
-all-reduces inside the step are merged where all their inputs are ready when the first is issued.
+Gathers of parameters that are needed close together are merged at the first of them, over a second
+axis too. Small all-reduces inside the step are merged where all their inputs are ready when the first is issued.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from laminar.cost.families import COMPUTES, family_of
+from laminar.cost.forms import MOVES
 from laminar.ir.codec import Ref
 from laminar.ir.graph import map_refs
 from laminar.ir.program import Instr, Program
@@ -22,13 +24,15 @@ GATHER_BYTES = 8 << 20
 REDUCTIONS = ("all_reduce", "reduce_scatter")
 SMALL_BYTES = 1 << 18
 """Reductions below this size cost mostly their latency."""
+TAPER = 4
+"""How often the limit of a bucket halves towards the end of backward, where gradients are reduced over two axes."""
 REACH = 64
 """How many instructions ahead to look for company."""
 
 
 def merged(program: Program, bucket_bytes: int = BUCKET_BYTES) -> Program:
     """All three kinds of merging."""
-    return _small_reductions(_parameter_gathers(_buckets(program, bucket_bytes)))
+    return _small_reductions(_second_gathers(_parameter_gathers(_buckets(program, bucket_bytes))))
 
 
 def _key(instr: Instr) -> tuple[object, ...]:
@@ -50,11 +54,41 @@ def _buckets(program: Program, limit_bytes: int) -> Program:
     for instr in program.instrs:
         if instr.kind in REDUCTIONS and Ref(instr.name) not in used:
             groups.setdefault(_key(instr), []).append(instr)
-    runs = [
-        run for members in groups.values() for run in _cut(sorted(members, key=when), limit_bytes, lambda run, i: True)
-    ]
-    merged = _replace(program, runs, "gradients in one bucket", lambda run: max(map(when, run)))
+    runs = []
+    for members in groups.values():
+        members.sort(key=when)
+        tapers = any(i.refs[0].name in halves for i in members)
+        runs += _tapered(members, limit_bytes) if tapers else _cut(members, limit_bytes, lambda run, i: True)
+    behind = _behind(program)
+    merged = _replace(program, runs, "gradients in one bucket", lambda run: behind(max(map(when, run))))
     return _first_halves(merged, set(halves))
+
+
+def _behind(program: Program) -> Callable[[int], int]:
+    """Where a bucket is issued that is ready behind a line: before the next op that has a kernel of its own.
+
+    A compiler works between collectives. What an activation's gradient is made of, and often the activation itself,
+    made again for the gradient of a weight, belongs into one kernel: a bucket in between would take it apart.
+    """
+    light = [i.op not in MOVES and family_of(i.op) not in (*COMPUTES, "indexing") for i in program.instrs]
+
+    def found(k: int) -> int:
+        at = k
+        while 0 <= at < len(light) - 1 and light[at + 1]:
+            at += 1
+        return k if at == len(light) - 1 else at
+
+    return found
+
+
+def _tapered(members: list[Instr], limit_bytes: int) -> list[list[Instr]]:
+    """Buckets that are smaller towards the end: nothing hides what is still to be reduced when backward is over."""
+    runs: list[list[Instr]] = [[]]
+    for instr in reversed(members):
+        if sum(i.bytes for i in runs[-1]) >= limit_bytes * min(1.0, 2.0 ** (len(runs) - TAPER)):
+            runs.append([])
+        runs[-1].append(instr)
+    return [run[::-1] for run in reversed(runs)]
 
 
 def _halves(program: Program) -> dict[str, Instr]:
@@ -79,6 +113,7 @@ def _halves(program: Program) -> dict[str, Instr]:
 def _first_halves(program: Program, halves: set[str]) -> Program:
     """What a bucket reduces over another axis first travels in buckets too, as soon as it is there."""
     makers = {i.name: (k, i) for k, i in enumerate(program.instrs)}
+    behind = _behind(program)
     runs: list[list[Instr]] = []
     for bucket in program.instrs:
         groups: dict[tuple[object, ...], list[Instr]] = {}
@@ -88,7 +123,7 @@ def _first_halves(program: Program, halves: set[str]) -> Program:
         runs += groups.values()
 
     def when(run: list[Instr]) -> int:
-        return max(makers.get(i.refs[0].name, (-1, None))[0] for i in run)
+        return behind(max(makers.get(i.refs[0].name, (-1, None))[0] for i in run))
 
     return _replace(program, runs, "gradients in one bucket", when)
 
@@ -96,11 +131,30 @@ def _first_halves(program: Program, halves: set[str]) -> Program:
 def _parameter_gathers(program: Program) -> Program:
     """Merge gathers of inputs that are first needed close together."""
     inputs = {i.name for i in program.inputs}
-    at = {i.name: k for k, i in enumerate(program.instrs)}
     groups: dict[tuple[object, ...], list[Instr]] = {}
     for instr in program.instrs:
         if instr.kind == "all_gather" and instr.refs[0].name in inputs:
             groups.setdefault((*_key(instr), instr.phase), []).append(instr)
+    return _gathered(program, groups)
+
+
+def _second_gathers(program: Program) -> Program:
+    """What was gathered in one run and is gathered over another axis then, merged as far as it is needed together."""
+    inputs = {i.name for i in program.inputs}
+    first = {
+        i.name for i in program.instrs
+        if i.kind == "all_gather" and len(i.refs) > 1 and all(r.name in inputs for r in i.refs)
+    }  # fmt: skip
+    groups: dict[tuple[object, ...], list[Instr]] = {}
+    for instr in program.instrs:
+        if instr.kind == "all_gather" and len(instr.refs) == 1 and instr.refs[0].name in first:
+            groups.setdefault((*_key(instr), instr.phase, instr.refs[0].name), []).append(instr)
+    return _gathered(program, groups)
+
+
+def _gathered(program: Program, groups: dict[tuple[object, ...], list[Instr]]) -> Program:
+    """Gathers of each group in runs of those that are needed close together, each where its first one stands."""
+    at = {i.name: k for k, i in enumerate(program.instrs)}
 
     def near(run: list[Instr], instr: Instr) -> bool:
         return at[instr.name] - at[run[0].name] < REACH

@@ -109,7 +109,12 @@ def without(program: Program) -> Program:
 
 
 def refuse_stages(plan: Plan) -> None:
-    """Stages keep their values in registers, which lie on the device."""
+    """Stages keep their values in registers, which lie on the device, one for each micro-batch under way."""
+    if plan.gather_once:
+        raise PlanError(
+            "parameters gathered once in a plan with stages: they would be kept for every micro-batch under way",
+            next="gather_once=False, or a plan without stages",
+        )
     if plan.offload:
         raise PlanError(
             f"offload of {', '.join(plan.offload)} in a plan with stages: what stages keep stays on the device",

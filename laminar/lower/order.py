@@ -41,7 +41,7 @@ def _issued_early(program: Program) -> list[Instr]:
 
     Gathers of parameters come out ahead of the ops that need them, which is prefetching.
     """
-    first = _from_inputs(program)
+    first, read = _from_inputs(program), _read(program)
     ahead = [i for i in program.instrs if i.name in first]
     rest = [i for i in program.instrs if i.name not in first]
     ready: dict[str, int] = {}
@@ -49,7 +49,7 @@ def _issued_early(program: Program) -> list[Instr]:
     last = -1
     for k, instr in enumerate(rest):
         at = k
-        if instr.op in MOVES:
+        if instr.op in MOVES and instr.name in read:  # gradients are issued where they stand
             made = max((ready.get(r.name, -1) for r in instr.refs), default=-1)
             far = instr.bytes < SMALL_BYTES  # costs no memory to hold, only time to wait for
             at = made + 1 if far else max(made + 1, k - WINDOW, last)
@@ -58,6 +58,15 @@ def _issued_early(program: Program) -> list[Instr]:
         slots.append((at, k, instr))
     # At one place collectives that were moved up go first: what stood there does not depend on them.
     return ahead + [instr for _, _, instr in sorted(slots, key=lambda s: (s[0], s[2].op not in MOVES, s[1]))]
+
+
+def _read(program: Program) -> set[str]:
+    """What some op reads, before it was moved or after."""
+    found: set[str] = set()
+    for instr in reversed(program.instrs):
+        if instr.op not in MOVES or instr.name in found:
+            found.update(r.name for r in instr.refs)
+    return found
 
 
 def _from_inputs(program: Program) -> set[str]:

@@ -13,8 +13,9 @@ A sum that no plan can undercut, minimised over all placements. What it adds up,
                meanwhile: there it is 1.
     levels     Exchanges that use the links of one level share them, so their seconds add up, whatever their axes.
                Those of different levels may run at the same time: of two, a mean counts, any mean, and the best one
-               is looked for. With micro-batches, what comes once a step begins when all of them are done, and has a
-               mean of its own.
+               is looked for. What is exchanged before any gradient is there has a mean of its own, since nothing that
+               comes later runs beside it; what may be exchanged at either time counts by the less of both. With
+               micro-batches there is no such order, but what comes once a step begins when all of them are done.
     lanes      A step is not over before its exchanges are: a mixture of the sum above and of their seconds alone is a
                bound as well. It is only looked at where exchanges could take longer than everything together.
     update     Optimizer state lies whole or in pieces. In pieces it is updated faster, but then what was updated is
@@ -50,12 +51,12 @@ from laminar.planner.options import Piece, Placements, Prices
 from laminar.planner.score import Model, extrapolated
 from laminar.planner.ways import Ways
 
-MEANS = ((0.6, 0.6), (0.3, 0.3))
-"""How much the inner level counts of two: beside work, and behind it."""
-PARTED = ((0.5, 0.1), (0.9, 0.1))
-"""The same with micro-batches, where these don't run at the same time."""
-Shares = tuple[tuple[float, ...], tuple[float, ...]]
-"""By level, what its exchanges count beside work, and behind it."""
+MEANS = ((0.6, 0.6, 0.6), (0.9, 0.2, 0.2))
+"""How much the inner level counts of two: before any gradient is there, after, and of gradients themselves."""
+PARTED = ((0.5, 0.5, 0.1), (0.9, 0.9, 0.1))
+"""The same with micro-batches, where gradients come behind all of them."""
+Shares = tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]
+"""By level, what its exchanges count before any gradient is there, after, and of gradients."""
 MIXES = (0.7, 0.45)
 """How much everything counts against exchanges alone."""
 FEW = 4
@@ -239,7 +240,7 @@ class Bounds:
             return tuple(dict(zip(levels, way, strict=True)).get(k, 0.0) for k in range(len(cluster.levels)))
 
         means = MEANS if cell.plain else PARTED
-        return list(dict.fromkeys((by_level(beside), by_level(behind)) for beside, behind in means))
+        return list(dict.fromkeys((by_level(a), by_level(b), by_level(c)) for a, b, c in means))
 
     # --- placements
 
@@ -247,7 +248,9 @@ class Bounds:
         """The least of everything that depends on placements, at full depth."""
         ways: list[Ways | None] = [None]
         if shares:
-            ways = [self._ways_of(mesh, one) for one in (*shares, (1.0,) * len(shares[0]))]
+            before, after, behind = shares
+            either = tuple(map(min, before, after))
+            ways = [self._ways_of(mesh, one) for one in (either, before, after, behind, (1.0,) * len(behind))]
         return sum(Least(piece, weights, *ways).repeated(times) for piece, times in self._pieces_of(mesh, parts))
 
     def _ways_of(self, mesh: Mesh, shares: tuple[float, ...]) -> Ways:

@@ -28,7 +28,7 @@ class Final:
     def simple(self) -> tuple[int, ...]:
         """The smaller, the simpler."""
         cell, style = self.score.cell, self.score.style
-        ways = ("data", "inner", "tensor", "sequence", "free", "hidden", "once", "sparing", "mixed")
+        ways = ("data", "kept", "inner", "tensor", "sequence", "free", "hidden", "once", "sparing", "mixed")
         steps = len(self.plan.rewrites)
         return (steps, cell.stages, cell.micro_batches > 1, cell.virtual, max(map(ways.index, style)), cell.tp > 1,
                 self.score.zero, cell.recompute)  # fmt: skip
@@ -64,6 +64,7 @@ def described(score: Score) -> str:
     out = f"{' and '.join(ways)} on {mesh}"
     if score.zero:
         out += f", ZeRO {score.zero}"
+        out += " gathered once" if "kept" in score.style and score.zero == 3 else ""
     if "mixed" in score.style:
         out += ", mixed pieces"
     if not cell.plain:

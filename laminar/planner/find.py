@@ -37,6 +37,7 @@ from laminar.planner.chain import improve
 from laminar.planner.finals import Final, Found, described
 from laminar.planner.leaner import mixes
 from laminar.planner.look import HOPELESS, Looker
+from laminar.planner.placing import KEPT
 from laminar.planner.request import Request
 from laminar.planner.rewrites import Variants
 from laminar.planner.score import Model, Score, feasible, no_room, scored
@@ -155,12 +156,12 @@ class _Search:
         plain = [c for c in self.cells if c.plain and not c.recompute and self.roomy(c)]
         for cell in (c for c in plain if c.tp == 1):
             zero = self.looker.zeros(cell)[-1]
-            self.confirmed(Score(cell, ("data",), zero, None, 0.0, 0.0, rewrites=self.steps))
+            self.confirmed(Score(cell, ("data", KEPT), zero, None, 0.0, 0.0, rewrites=self.steps))
         node = self.request.cluster.levels[0].size
         for cell in (c for c in plain if c.dp > 1 and 1 < c.tp == node and self.looker.zeros(c)[-1]):
             with suppress(LaminarError):
                 zero = self.looker.zeros(cell)[-1]
-                self.wait([scored(self.model, cell, ("data", "inner"), zero, roomy=self.roomy(cell))])
+                self.wait([scored(self.model, cell, ("data", "inner", KEPT), zero, roomy=self.roomy(cell))])
                 self.settle(math.inf)
 
     def follow(self) -> None:
@@ -329,7 +330,7 @@ class _Search:
         done = {f.score for f in self.finals}
         near = sorted((s for s in self.scores if feasible(s, self.request) and s not in done), key=lambda s: s.seconds)
         near = [s for s in near if s.seconds <= NEAR * self.best_s]
-        named = [s for s in near if set(s.style) <= {"data", "inner", "tensor", "sequence"}]
+        named = [s for s in near if set(s.style) <= {"data", "inner", "tensor", "sequence", KEPT}]
         for score in dict.fromkeys([*near[:FINALISTS], *named[:FINALISTS]]):
             if self.left() > self.confirm_s or not self.finals:
                 self.confirmed(score)
@@ -349,6 +350,7 @@ class _Search:
         if self.request.allows("tensor"):
             ways += [(c, ("tensor",), 0) for c in plain if c.tp > 1]
         done = {(s.cell, s.style, s.zero) for s in self.done}
+        done |= {(f.score.cell, f.score.style[:-1], 3) for f in self.finals if f.score.style[-1] == KEPT}
         known = {(s.cell, s.style, s.zero): s for s in self.scores}
         out = []
         for way in ways:

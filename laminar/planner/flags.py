@@ -124,7 +124,9 @@ def torchtitan(found: Form) -> Flags:
         if found.virtual > 1:
             notes.append(f"{found.virtual} stages on each rank follow from where layers are cut")
     if found.zero:
-        out.append(f"--parallelism.fsdp_reshard_after_forward {'always' if found.zero == 3 else 'never'}")
+        out.append(
+            f"--parallelism.fsdp_reshard_after_forward {'always' if found.zero == 3 and not found.once else 'never'}"
+        )
         if found.zero == 1:
             notes.append("gradients are in pieces there too: it has no stage 1 of ZeRO")
         if found.zero < 3:

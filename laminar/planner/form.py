@@ -54,6 +54,8 @@ class Form:
     """Ranks of a stage that work on the same samples with different pieces of the weights."""
     zero: int
     """Stage of ZeRO: state (1), gradients (2), parameters (3) in pieces."""
+    once: bool
+    """Whether parameters in pieces are gathered once, for forward and backward."""
     pieces: int
     """Ranks that hold different pieces; fewer than `data` where groups of ranks hold the same."""
     sequence: bool
@@ -193,6 +195,7 @@ def form(plan: Planned, graph: Graph) -> Form:
         data=math.prod(whole.mesh.sizes[a] for a in about.data),
         tensor=math.prod(whole.mesh.sizes[a] for a in about.tensor),
         zero=zero,
+        once=whole.gather_once,
         pieces=math.prod(whole.mesh.sizes[a] for a in pieces),
         sequence=about.sequence,
         samples=samples_of(part) * micro_batches,

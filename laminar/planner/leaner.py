@@ -33,7 +33,7 @@ from laminar.lower.step import step_programs
 from laminar.planner.cells import Cell
 from laminar.planner.fewest import some
 from laminar.planner.finals import Final
-from laminar.planner.placing import ZERO, styles
+from laminar.planner.placing import KEPT, ZERO, styles
 from laminar.planner.score import Model, Score, feasible, scored
 from laminar.search.capped import Capped
 
@@ -84,6 +84,7 @@ def kept_out(
     for cell in sorted(c for c in cells if c.plain and not c.recompute and c.ranks > 1):
         mine = [s for s in scores if s.cell == cell]
         named = styles(cell.mesh, request.allows("tensor"), False) if mine or cell.tp == node else []
+        mine = [s for s in mine if KEPT not in s.style]  # where memory is short
         for style in dict.fromkeys([*named, *(s.style for s in mine)]):
             fastest = min((s for s in mine if s.style == style), key=lambda s: s.seconds, default=None)
             unknown = fastest is None and (mine or "inner" in style)

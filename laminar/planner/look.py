@@ -28,7 +28,7 @@ from laminar.planner.parts import (
     share_of,
     unit,
 )
-from laminar.planner.placing import SPARING, ZERO, styles
+from laminar.planner.placing import KEPT, SPARING, ZERO, styles
 from laminar.planner.score import Model, Score, feasible, scored
 
 HOPELESS = 1.25
@@ -100,15 +100,20 @@ class Looker:
             for zero in self.zeros(cell):
                 if "inner" in style and not zero:
                     continue  # that is data parallel on one axis
-                try:
-                    pieces = placer.pieces(graph, plan, style, zero)
-                    if self.model.stays_bytes(pieces) > UNSURE * self.request.room_bytes:
-                        continue
-                    one = scored(self.model, cell, style, zero, pieces, HOPELESS * best_s, roomy)
-                except LaminarError:
+                # Gathered once is never slower than twice.
+                for way in [(*style, KEPT), style] if zero == 3 and not cell.recompute else [style]:
+                    one = None
+                    with suppress(LaminarError):
+                        pieces = placer.pieces(graph, plan, way, zero)
+                        if self.model.stays_bytes(pieces) > UNSURE * self.request.room_bytes:
+                            break
+                        one = scored(self.model, cell, way, zero, pieces, HOPELESS * best_s, roomy)
+                        if not self.idle(one):
+                            found.append(one)
+                    if one is None or not one.peak_bytes > self.request.room_bytes:
+                        break
+                if one is None:
                     continue
-                if not self.idle(one):
-                    found.append(one)
                 if feasible(one, self.request):
                     best_s = min(best_s, one.seconds)
                 # Pieces save memory; besides, they save updates and waiting for gradients, but no work.

@@ -1,7 +1,8 @@
 """Ways to spread a graph over one mesh: those people know by name, and those that the prices ask for.
 
     data      the batch split over an axis, weights whole
-    inner     the same on both axes, where ZeRO cuts pieces along the inner one only: nodes hold the same
+    inner     the same on both axes, where ZeRO cuts pieces along the inner one only: nodes hold the same; with `data`
+              on both, pieces are cut along both, and travel between nodes before they do so inside
     tensor    weights split, the residual stream whole (Megatron's way)
     sequence  the same, with the residual stream in pieces of the sequence between products: leaner, and nearly as fast
     free      whatever is cheapest: every tensor of the graph is placed at least cost, exactly on each axis
@@ -32,8 +33,13 @@ HIDDEN = 0.9
 """Share of the gradients' reduction that other work is taken to hide, where it is taken to hide any."""
 ONCE = 0.99
 """Share of the gradients' reduction that a micro-batch does not pay, if it is done once for all of them. Assumed."""
+KEPT = "kept"
+"""Ends a style in which parameters in pieces are gathered once: what forward has gathered stays for backward."""
 SPARING = "sparing"
 """Ends a style in which blocks that are made again keep their products."""
+SMALL = 0.005
+"""Share of all parameters that stays whole in all stages of ZeRO, the smallest tensors first: it saves next to nothing
+to cut them, and every piece is a kernel. Assumed."""
 ZERO = (0, 1, 3)
 """Stages of ZeRO that differ: gradients leave a step in pieces wherever state is in pieces."""
 
@@ -50,7 +56,7 @@ def styles(mesh: Mesh, tensor: bool, free: bool, lean: bool = False, parts: bool
     if parts and tensor and "tp" in names:
         out.append((*("free" if n == "tp" else "data" for n in names), "once"))
     if len(names) == 2:
-        out.append(("data", "inner"))
+        out += [("data", "inner"), ("data", "data")]
     if free and tensor and mesh.ranks > 1:
         if "tp" in names and "dp" in names:
             out += [("data", "free", "hidden"), ("free", "free", "hidden"), ("free", "free")]
@@ -104,7 +110,8 @@ class Placer:
 
     def pieces(self, graph: Graph, plan: Plan, style: tuple[str, ...], zero: int) -> Plan:
         """The plan with a stage of ZeRO."""
-        found = presets.in_pieces(graph, plan, zero, (1,) if "inner" in style else None)
+        found = presets.in_pieces(graph, plan, zero, (1,) if "inner" in style else None, SMALL)
+        found = replace(found, gather_once=zero == 3 and KEPT in style)
         fixed = {n: plan.inputs[n] for here in pinned(graph, self.mesh, self.place) for n in here}
         return replace(found, inputs={**found.inputs, **fixed}) if fixed else found
 

@@ -13,8 +13,7 @@ What travels together is cheaper (`lower.merge`):
 
     values       Those inside of a step travel alone, but for small all-reduces, which may have company and count by
                  their bytes.
-    parameters   Gathers of what is stored are merged; they count as a share of a full bucket. What is gathered on
-                 another axis after that travels alone.
+    parameters   Gathers of what is stored are merged, on a second axis too; they count as a share of a full bucket.
     gradients    All reductions are merged, those of a first axis with those of the next. In a program that is cut into
                  parts, whatever comes into one or leaves it travels so.
 """
@@ -83,12 +82,8 @@ class Ways:
         if found is None:
             if what == VALUES:
                 found = self._closed(self._moves(nbytes, True), shared)
-            elif what == GRADIENTS:
-                found = self._closed(self._moves(nbytes, False), shared)
             else:
-                # The first exchange may have company, those behind it have not.
-                together, alone = self._moves(nbytes, False), self._closed(self._moves(nbytes, True), True)
-                found = np.minimum((together[:, :, None] + alone[None, :, :]).min(1), alone)
+                found = self._closed(self._moves(nbytes, False), shared)
             found = self._known[key] = self._padded(found)
         return found
 

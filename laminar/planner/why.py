@@ -254,7 +254,10 @@ class _Asking:
         made = completed(self.small, self.mesh, pins, self.base.name, self.costs)
         pieces = presets.in_pieces(self.small, made, self.zero, self.axes) if self.zero else made
         inputs = {**pieces.inputs, **({} if self.value else {name: given[name] for name in self.members})}
-        return replace(pieces, inputs=inputs, recompute=self.base.recompute, offload=self.base.offload)
+        base = self.base
+        return replace(
+            pieces, inputs=inputs, recompute=base.recompute, offload=base.offload, gather_once=base.gather_once
+        )
 
     def _stream(self) -> dict[Ref, NdSbp]:
         """The residual stream as it lies, where no sum is left to make."""

@@ -139,6 +139,7 @@ class Fold:
             {},
             plan.recompute,
             offload=plan.offload,
+            gather_once=plan.gather_once,
         )
 
     def standing(self, keep: int) -> dict[str, str]:

@@ -49,10 +49,23 @@ def again(graph: Graph, plan: Plan, recompute: Patterns, offload: Patterns = ())
     return replace(plan, recompute=made, offload=away)
 
 
-def zero(graph: Graph, mesh: Mesh, stage: int = 3, recompute: Patterns = (), offload: Patterns = ()) -> Plan:
-    """Data parallel with optimizer state (1), gradients (2) and parameters (3) in pieces."""
+def zero(
+    graph: Graph,
+    mesh: Mesh,
+    stage: int = 3,
+    recompute: Patterns = (),
+    offload: Patterns = (),
+    gather_once: bool = False,
+) -> Plan:
+    """Data parallel with optimizer state (1), gradients (2) and parameters (3) in pieces.
+
+    With `gather_once` parameters that were gathered for forward stay whole until backward: a third less to exchange,
+    for as much memory as they take.
+    """
     if stage not in (1, 2, 3):
         raise PlanError(f"zero has no stage {stage!r}", allowed="1  2  3")
+    if gather_once and stage < 3:
+        raise PlanError(f"zero({stage}) gathers no parameters in a step", next="stage=3 with gather_once, or neither")
     pins = [data_pins(graph, mesh, a) for a in range(len(mesh.sizes))]
     pieces: dict[str, NdSbp] = {}
     for item in graph.of_kind("param"):
@@ -66,18 +79,19 @@ def zero(graph: Graph, mesh: Mesh, stage: int = 3, recompute: Patterns = (), off
             if stage >= 3:
                 pins[axis].inputs[name] = placement
     plan = completed(graph, mesh, pins, f"zero({stage})")
-    return again(graph, replace(plan, state=pieces), recompute, offload)
+    return again(graph, replace(plan, state=pieces, gather_once=gather_once), recompute, offload)
 
 
-def in_pieces(graph: Graph, plan: Plan, stage: int, axes: Sequence[int] | None = None) -> Plan:
+def in_pieces(graph: Graph, plan: Plan, stage: int, axes: Sequence[int] | None = None, spared: float = 0.0) -> Plan:
     """ZeRO on any plan: what lies whole on an axis is kept in pieces there; ops read what they read before.
 
     Of optimizer state (1), of gradients too (2), of parameters too (3); on all axes, or only on some (the ranks of a
-    node share pieces, nodes hold the same).
+    node share pieces, nodes hold the same). The smallest parameters, as many as are that share of all, are `spared`.
     """
     state, inputs, outputs = dict(plan.state), dict(plan.inputs), dict(plan.outputs)
+    small = _smallest(graph, spared)
     for item in graph.of_kind("param"):
-        if item.trainable and stage:
+        if item.trainable and stage and item.name not in small:
             nd = _finer(
                 item.spec, plan.inputs[item.name], plan.mesh, range(len(plan.mesh.sizes)) if axes is None else axes
             )
@@ -87,6 +101,20 @@ def in_pieces(graph: Graph, plan: Plan, stage: int, axes: Sequence[int] | None =
             if stage >= 3:
                 inputs[item.name] = nd
     return replace(plan, state=state, inputs=inputs, outputs=outputs, account={})
+
+
+def _smallest(graph: Graph, share: float) -> set[str]:
+    """The smallest parameters, so many that they are no more than that share of all; all of one size, or none."""
+    sizes = Counter[int]()
+    for item in graph.of_kind("param"):
+        sizes[item.spec.numel] += item.spec.numel
+    room, most = share * sizes.total(), 0
+    for size in sorted(sizes):
+        room -= sizes[size]
+        if room < 0:
+            break
+        most = size
+    return {i.name for i in graph.of_kind("param") if i.spec.numel <= most}
 
 
 def _finer(spec: TensorSpec, nd: NdSbp, mesh: Mesh, axes: Sequence[int]) -> NdSbp:
@@ -181,7 +209,8 @@ def like(graph: Graph, plan: Plan) -> Plan:
                     here.grads[item.name] = made[axis]
         pins.append(here)
     recompute, offload = known(graph, plan.recompute), known(graph, plan.offload)
-    return replace(completed(graph, mesh, pins, plan.name), state=plan.state, recompute=recompute, offload=offload)
+    found = completed(graph, mesh, pins, plan.name)
+    return replace(found, state=plan.state, recompute=recompute, offload=offload, gather_once=plan.gather_once)
 
 
 def data_pins(graph: Graph, mesh: Mesh, axis: int) -> Pins:
