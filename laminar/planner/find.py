@@ -151,7 +151,8 @@ class _Search:
     def begin(self) -> None:
         """What people would try first, if there is room for it without any doubt: data parallel, simulated at once.
 
-        Where a machine has nodes, then also with pieces in each node: a good plan early leaves less to be looked at.
+        Where a machine has nodes, then also with exchanges in each node and between them: a good plan early leaves
+        less to be looked at.
         """
         plain = [c for c in self.cells if c.plain and not c.recompute and self.roomy(c)]
         for cell in (c for c in plain if c.tp == 1):
@@ -161,7 +162,7 @@ class _Search:
         for cell in (c for c in plain if c.dp > 1 and 1 < c.tp == node and self.looker.zeros(c)[-1]):
             with suppress(LaminarError):
                 zero = self.looker.zeros(cell)[-1]
-                self.wait([scored(self.model, cell, ("data", "inner", KEPT), zero, roomy=self.roomy(cell))])
+                self.wait([scored(self.model, cell, ("data", "data", KEPT), zero, roomy=self.roomy(cell))])
                 self.settle(math.inf)
 
     def follow(self) -> None:

@@ -82,11 +82,10 @@ def kept_out(
         return
     node = request.cluster.levels[0].size
     for cell in sorted(c for c in cells if c.plain and not c.recompute and c.ranks > 1):
-        mine = [s for s in scores if s.cell == cell]
+        mine = [(tuple(way for way in s.style if way != KEPT), s) for s in scores if s.cell == cell]
         named = styles(cell.mesh, request.allows("tensor"), False) if mine or cell.tp == node else []
-        mine = [s for s in mine if KEPT not in s.style]  # where memory is short
-        for style in dict.fromkeys([*named, *(s.style for s in mine)]):
-            fastest = min((s for s in mine if s.style == style), key=lambda s: s.seconds, default=None)
+        for style in dict.fromkeys([*named, *(style for style, _ in mine)]):
+            fastest = min((s for bare, s in mine if bare == style), key=lambda s: s.seconds, default=None)
             unknown = fastest is None and (mine or "inner" in style)
             if unknown or (fastest is not None and fastest.seconds < best_s and not feasible(fastest, request)):
                 yield cell, style

@@ -33,7 +33,7 @@ from laminar.planner.score import Model, Score, feasible, scored
 
 HOPELESS = 1.25
 """A placement that is so much slower than the best is not asked how much it holds."""
-BUSY = 0.98
+BUSY = 0.955
 """With state in pieces gradients travel half as far, and slow the work down less: by no more than this. Assumed."""
 UNSURE = 1.015
 """How much more than there is an estimate of memory may say, for a plan to be worth simulating."""
@@ -98,7 +98,7 @@ class Looker:
         wanted = styles(cell.mesh, self.request.allows("tensor"), free, lean=not roomy)
         for style, plan in placer.plans(graph, wanted):
             for zero in self.zeros(cell):
-                if "inner" in style and not zero:
+                if {*style} <= {"data", "inner"} and len(style) > 1 and not zero:
                     continue  # that is data parallel on one axis
                 # Gathered once is never slower than twice.
                 for way in [(*style, KEPT), style] if zero == 3 and not cell.recompute else [style]:

@@ -117,12 +117,12 @@ class Placer:
 
     def plans(self, graph: Graph, wanted: list[tuple[str, ...]]) -> Iterator[tuple[tuple[str, ...], Plan]]:
         """All that can be had; a style that a model has no rules for is left out."""
-        seen: set[str] = set()
+        seen: set[tuple[str, bool]] = set()
         for style in wanted:
             try:
                 found = self.plan(graph, style)
             except LaminarError:
                 continue
-            if found.hash not in seen:
-                seen.add(found.hash)
+            if (found.hash, "inner" in style) not in seen:
+                seen.add((found.hash, "inner" in style))
                 yield style, found
