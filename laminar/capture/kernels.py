@@ -217,24 +217,24 @@ def batch_norm_grad(
 def lstm(
     x: Tensor, h0: Tensor, c0: Tensor, w_ih: Tensor, w_hh: Tensor, bias: Tensor | None, reverse: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """One layer, one direction, time first: y, last h, last c, and the gates and cells of every step."""
+    """One layer, one direction, time first: y, last h, last c, and the gates and cells of every step.
+
+    What does not wait for the step before is done for all steps at once; the rest is written where it stays.
+    """
     steps, batch, hidden = x.shape[0], x.shape[1], h0.shape[-1]
-    ahead = (
-        x.reshape(-1, x.shape[2]) @ w_ih.t() if bias is None else torch.addmm(bias, x.reshape(-1, x.shape[2]), w_ih.t())
-    )
-    ahead = ahead.view(steps, batch, 4 * hidden)
+    flat = x.reshape(-1, x.shape[2])
+    gates = (flat @ w_ih.t() if bias is None else torch.addmm(bias, flat, w_ih.t())).view(steps, batch, 4 * hidden)
     y, cells = x.new_empty(steps, batch, hidden), x.new_empty(steps, batch, hidden)
-    gates = x.new_empty(steps, batch, 4 * hidden)
+    squashed = x.new_empty(batch, hidden)
     h, c = h0, c0
     turned = w_hh.t()
     for t in reversed(range(steps)) if reverse else range(steps):
-        z = torch.addmm(ahead[t], h, turned)
-        i, f, g, o = z.chunk(4, 1)
-        i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
-        c = f * c + i * g
-        h = o * c.tanh()
-        torch.cat([i, f, g, o], 1, out=gates[t])
-        y[t], cells[t] = h, c
+        z, before = gates[t].addmm_(h, turned), c
+        both, i, f, g, o = z[:, : 2 * hidden], *z.chunk(4, 1)
+        both.sigmoid_(), g.tanh_(), o.sigmoid_()
+        h, c = y[t], cells[t]
+        torch.mul(f, before, out=c).addcmul_(i, g)
+        torch.mul(o, torch.tanh(c, out=squashed), out=h)
     return y, h.clone(), c.clone(), gates, cells
 
 
@@ -242,24 +242,33 @@ def lstm_backward(
     dy: Tensor, dh: Tensor, dc: Tensor, x: Tensor, h0: Tensor, c0: Tensor, w_ih: Tensor, w_hh: Tensor,
     y: Tensor, gates: Tensor, cells: Tensor, reverse: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of x, h0, c0, w_ih, w_hh and the bias."""
-    steps = x.shape[0]
-    order = list(reversed(range(steps))) if reverse else list(range(steps))
-    dz = torch.empty_like(gates)
-    for n in reversed(range(steps)):
-        t = order[n]
-        before_c = cells[order[n - 1]] if n else c0
-        i, f, g, o = gates[t].chunk(4, 1)
-        tanh_c = cells[t].tanh()
+    """Gradients of x, h0, c0, w_ih, w_hh and the bias.
+
+    A gate's gradient is that of the cell, or of the output for the last gate, times what is known of all steps before
+    the first one runs.
+    """
+    steps, _, hidden = cells.shape
+    before_c, before_h = (
+        torch.cat([of[1:], first.unsqueeze(0)]) if reverse else torch.cat([first.unsqueeze(0), of[:-1]])
+        for of, first in ((cells, c0), (y, h0))
+    )
+    i, f, g, o = gates.unflatten(2, (4, hidden)).unbind(2)
+    tanh_c = cells.tanh()
+    into_c = o * (1 - tanh_c * tanh_c)
+    dz = torch.empty_like(gates).unflatten(2, (4, hidden))
+    torch.mul(g * i, 1 - i, out=dz[:, :, 0])
+    torch.mul(before_c * f, 1 - f, out=dz[:, :, 1])
+    torch.mul(i, 1 - g * g, out=dz[:, :, 2])
+    torch.mul(tanh_c * o, 1 - o, out=dz[:, :, 3])
+    for t in range(steps) if reverse else reversed(range(steps)):
+        here = dz[t]
         dh = dh + dy[t]
-        dc = dc + dh * o * (1 - tanh_c * tanh_c)
-        parts = [dc * g * i * (1 - i), dc * before_c * f * (1 - f), dc * i * (1 - g * g), dh * tanh_c * o * (1 - o)]
-        torch.cat(parts, 1, out=dz[t])
-        dc = dc * f
-        dh = dz[t] @ w_hh
-    first = h0.unsqueeze(0)
-    before_h = torch.cat([y[1:], first]) if reverse else torch.cat([first, y[:-1]])
-    flat = dz.reshape(-1, dz.shape[2])
+        dc = torch.addcmul(dc, dh, into_c[t])
+        here[:, :3].mul_(dc.unsqueeze(1))
+        here[:, 3].mul_(dh)
+        dc = dc * f[t]
+        dh = here.flatten(1) @ w_hh
+    flat = dz.view(-1, 4 * hidden)
     dx = (flat @ w_ih).view(x.shape)
     return dx, dh, dc, flat.t() @ x.reshape(-1, x.shape[2]), flat.t() @ before_h.reshape(flat.shape[0], -1), flat.sum(0)
 
