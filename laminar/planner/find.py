@@ -21,10 +21,11 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import cached_property
 
 from laminar.cost.calibrate import interval
 from laminar.cost.uncollected import uncollected
-from laminar.errors import LaminarError
+from laminar.errors import LaminarError, PlanError
 from laminar.forecast import predict
 from laminar.ir.graph import Graph
 from laminar.ir.plan import Plan
@@ -98,13 +99,6 @@ class _Search:
         self.model = Model(graph, request)
         self.bounds, self.looker = Bounds(self.model), Looker(self.model)
         self.outside = ["stages cut elsewhere, or of different meshes", "other schedules"]
-        samples = samples_of(graph)
-        try:
-            refuse_coupled(self.model.small(1, self.model.keeps[-1]))
-        except LaminarError as error:
-            samples = 1
-            self.outside.append(f"micro-batches: {str(error).splitlines()[0]}")
-        self.cells = cells(request, samples, self.model.cuts if samples > 1 else 1, self.model.blocks is not None)
         self.scores: list[Score] = []
         self.waiting: list[tuple[float, int, Score]] = []
         """Scores that would be the best, to be simulated: a heap."""
@@ -126,6 +120,17 @@ class _Search:
         self.bound_s = 0.0
         self.through = False
         """Whether all was done that can be: time has ended nothing."""
+
+    @cached_property
+    def cells(self) -> list[Cell]:
+        """All there are; without micro-batches where samples have to do with each other."""
+        samples = samples_of(self.model.graph)
+        try:
+            refuse_coupled(self.model.small(1, self.model.keeps[-1]))
+        except LaminarError as error:
+            samples = 1
+            self.outside.append(f"micro-batches: {str(error).splitlines()[0]}")
+        return cells(self.request, samples, self.model.cuts if samples > 1 else 1, self.model.blocks is not None)
 
     # --- the loop
 
@@ -154,7 +159,9 @@ class _Search:
         Where a machine has nodes, then also with exchanges in each node and between them: a good plan early leaves
         less to be looked at.
         """
-        plain = [c for c in self.cells if c.plain and not c.recompute and self.roomy(c)]
+        plain: list[Cell] = []
+        with suppress(PlanError):  # pinned to something else
+            plain = [c for c in cells(self.request, 1, 1, False) if not c.recompute and self.roomy(c)]
         for cell in (c for c in plain if c.tp == 1):
             zero = self.looker.zeros(cell)[-1]
             self.confirmed(Score(cell, ("data", KEPT), zero, None, 0.0, 0.0, rewrites=self.steps))
