@@ -139,13 +139,15 @@ def plan(
     only: str | Sequence[str] | None = None,
     optimizer: str = "adamw",
     proposals: int = 0,
+    margin: float | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Plan | Staged:
     """The fastest plan for a graph on a cluster that a search finds, and how far it can be from the best there is.
 
     graph         of the *global* batch (`laminar.capture`)
     cluster       what there is, or its name: needs none of the hardware
-    memory_bytes  what a rank may fill; unless given, the device's memory less 8 %
+    memory_bytes  what a rank may fill; unless given, the device's memory less the margin
+    margin        share of a device's memory that stays free, 0.08 unless given; not together with memory_bytes
     budget_s      processor seconds; the best found by then is returned, and the certificate says what was left
     pin           numbers that are fixed: dp, tp, stages, microbatches, virtual, zero, recompute; and placements of
                   tensors by pattern: {"tp": 8, "blocks.*.mlp.up.weight": "S(0)"}
@@ -163,7 +165,7 @@ def plan(
     from laminar.planner.request import asking
 
     machine = Cluster.preset(cluster) if isinstance(cluster, str) else cluster
-    request = asking(machine, memory_bytes, budget_s, optimizer, pin, only, proposals)
+    request = asking(machine, memory_bytes, budget_s, optimizer, pin, only, proposals, margin)
     found = best(graph, request, progress)
     if not found.rewrites:
         return found

@@ -69,7 +69,7 @@ def working(what: str, quiet: bool) -> Iterator[Callable[[str], None]]:
 def parse_changes(text: str) -> dict[str, Any]:
     """`memory=40; tp=8` as changes of a request."""
     out: dict[str, Any] = {}
-    numbers = {"devices": int, "link": float, "budget": float, "memory": float}
+    numbers = {"devices": int, "link": float, "budget": float, "memory": float, "margin": float}
     names = {"budget": "budget_s", "memory": "memory_bytes"}
     for item in text.split(";"):
         name, equals, value = (x.strip() for x in item.partition("="))

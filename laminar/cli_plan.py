@@ -42,7 +42,7 @@ examples
 clusters: a file of `laminar profile`, or [NODESx][COUNTx]DEVICE[@FABRIC[+FABRIC]], such as 8xh100, 16x4xa100-80g,
 2xcpu. What can be pinned: dp, tp, stages, microbatches, virtual, zero, recompute (0: nothing, 1: what memory asks for),
 and how tensors lie.
-What can be asked: memory (GB), devices, cluster, link (a factor), only, budget, and any pin (tp=any lifts it).
+What can be asked: memory (GB), margin, devices, cluster, link (a factor), only, budget, and any pin (tp=any lifts it).
 """
 
 
@@ -97,8 +97,8 @@ def do_plan(args: argparse.Namespace) -> int:
         return _stages(args, parse_mesh(args.mesh) if args.mesh else None)
     if args.cluster and not told:
         return _search(args)
-    for name in ("memory", "budget", "pin", "only", "proposals", "compare", "measure"):
-        if getattr(args, name):
+    for name in ("memory", "margin", "budget", "pin", "only", "proposals", "compare", "measure"):
+        if getattr(args, name) or (name == "margin" and args.margin is not None):
             raise PlanError(f"--{name} is for a search", next="leave out --mesh, --preset, --seed and --stages")
     return _made(args)
 
@@ -120,6 +120,7 @@ def _search(args: argparse.Namespace) -> int:
         graph = graph_of(args.recipe)
     asked: dict[str, Any] = {
         "memory_bytes": args.memory * 1e9 if args.memory else None,
+        "margin": args.margin,
         "budget_s": 10.0 if args.budget is None else args.budget,
         "pin": parse_pins(args.pin),
         "only": args.only,
@@ -234,7 +235,9 @@ def options(p: argparse.ArgumentParser) -> None:
     p.add_argument("-o", "--output", metavar="FILE", help="save the plan")
     search = p.add_argument_group("search")
     search.add_argument("--memory", type=float, metavar="GB", help="what a rank may fill (default: the device's memory "
-                        "less 8 %%)")  # fmt: skip
+                        "less the margin)")  # fmt: skip
+    search.add_argument("--margin", type=float, metavar="SHARE",
+                        help="share of a device's memory that stays free (default: 0.08)")  # fmt: skip
     search.add_argument(
         "--proposals",
         type=int,

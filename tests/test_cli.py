@@ -377,7 +377,10 @@ def test_a_cluster_alone_means_search(said: Any, tmp_path: Path) -> None:
         (["--pin", "pp=2"], "can be pinned"),
         (["--only", "luck"], "no dimension"),
         (["--memory", "0.000001"], "no plan fits"),
+        (["--memory", "1", "--margin", "0.1"], "both say what a rank may fill"),
+        (["--margin", "8"], "a margin of 8"),
         (["--mesh", "dp=2", "--budget", "3"], "is for a search"),
+        (["--mesh", "dp=2", "--margin", "0"], "is for a search"),
         (["--program"], "do not go with a search"),
     ],
 )

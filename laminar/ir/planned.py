@@ -42,7 +42,7 @@ class Origin:
     """Of the whole batch."""
     cluster: Cluster
     asked: Mapping[str, Any] = field(default_factory=dict)
-    """Options of the search: memory_bytes, pin, only, optimizer, budget_s."""
+    """Options of the search: memory_bytes, margin, pin, only, optimizer, budget_s."""
     others: tuple[Any, ...] = ()
     """Other plans that were simulated in full, best first."""
 
@@ -88,8 +88,8 @@ class Planned:
     def what_if(self, *, graph: Graph | None = None, cluster: Cluster | str | None = None, **changes: Any) -> Any:
         """The search done again with something changed, and the difference in words.
 
-        memory_bytes, cluster, devices (so many of the same kind), pin, only, link (a factor on the speed of links),
-        budget_s. What is not named stays as it was asked.
+        memory_bytes, margin, cluster, devices (so many of the same kind), pin, only, link (a factor on the speed of
+        links), budget_s. What is not named stays as it was asked.
         """
         return self._asked("what_if", graph=graph, cluster=cluster, **changes)
 

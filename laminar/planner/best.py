@@ -107,6 +107,7 @@ def asked(request: Request) -> dict[str, Any]:
     """A request without its cluster, as plain data: options of `laminar.plan`."""
     return {
         "memory_bytes": request.memory_bytes,
+        "margin": request.margin,
         "budget_s": request.budget_s,
         "optimizer": request.optimizer,
         "pin": {**request.pin, **request.place},

@@ -55,7 +55,7 @@ def relaxed(graph: Graph, request: Request, error: PlanError) -> PlanError:
         except PlanError:
             return None
 
-    free = tried(replace(request, memory_bytes=UNLIMITED))
+    free = tried(replace(request, memory_bytes=UNLIMITED, margin=None))
     ways = []
     for text, other in _lifted(request):
         found = tried(other)
@@ -114,7 +114,7 @@ def _least(
             probe = math.sqrt(low * high)
         if high / low < CLOSE:
             break
-        found = tried(replace(request, memory_bytes=probe))
+        found = tried(replace(request, memory_bytes=probe, margin=None))
         if found is None:
             low = probe
         else:

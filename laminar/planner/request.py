@@ -1,8 +1,8 @@
 """What is asked of a search: the machine, limits, pins, and which dimensions may be used.
 
 Pins fix a number (`pin={"tp": 8, "stages": 4}`) or how tensors lie (`pin={"blocks.*.mlp.up.weight": "S(0)"}`), `only`
-names the dimensions that may be used at all, `memory_bytes` is what a rank may fill. Everything is checked here, by
-name, before any work is done.
+names the dimensions that may be used at all. `memory_bytes` is what a rank may fill; or `margin` is the share of a
+device's memory that it leaves free. Everything is checked here, by name, before any work is done.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Request:
 
     cluster: Cluster
     memory_bytes: float | None = None
-    """What a rank may fill; unless given, the device's memory less `MARGIN`."""
+    """What a rank may fill; unless given, the device's memory less the margin."""
     budget_s: float = 10.0
     """Processor seconds after which no new cell is begun."""
     optimizer: str = "adamw"
@@ -39,10 +39,18 @@ class Request:
     """Placements of tensors by pattern, see `planner/pinned.py`."""
     proposals: int = 0
     """Random moves around the best plan (`planner/chain.py`), behind everything else."""
+    margin: float | None = None
+    """Share of a device's memory that stays free; unless given `MARGIN`. Where `memory_bytes` is given, it says all."""
 
     def __post_init__(self) -> None:
         if self.budget_s < 0 or self.proposals < 0:
             raise PlanError(f"a budget of {self.budget_s} s and {self.proposals} proposals", allowed="0 or more")
+        if self.margin is not None and not 0 <= self.margin < 1:
+            raise PlanError(f"a margin of {self.margin}", allowed="a share of the memory: 0 or more, less than 1",
+                            next="margin=0.08 leaves 8 % free")  # fmt: skip
+        if self.margin is not None and self.memory_bytes is not None:
+            raise PlanError("memory_bytes and margin both say what a rank may fill",
+                            next="leave out one: memory_bytes counts bytes, margin is a share left free")  # fmt: skip
         if self.optimizer not in UPDATES:
             raise PlanError(f"no prices for optimizer {self.optimizer!r}", allowed="  ".join(UPDATES))
         for name, value in self.pin.items():
@@ -60,7 +68,11 @@ class Request:
         """What a plan may fill on its fullest rank."""
         if self.memory_bytes is not None:
             return float(self.memory_bytes)
-        return (1 - MARGIN) * self.cluster.device.memory_bytes.value
+        return self.less_margin(self.cluster)
+
+    def less_margin(self, part: Cluster) -> float:
+        """The memory of a device of a cluster, less what stays free."""
+        return (1 - (MARGIN if self.margin is None else self.margin)) * part.device.memory_bytes.value
 
     def allows(self, dimension: str) -> bool:
         """Whether a dimension may be used."""
@@ -82,8 +94,9 @@ def asking(
     pin: Mapping[str, int | str] | None = None,
     only: str | Sequence[str] | None = None,
     proposals: int = 0,
+    margin: float | None = None,
 ) -> Request:
     """A request from what users write: pins of numbers and of tensors in one table, dimensions in one text."""
     place = {k: v for k, v in (pin or {}).items() if k not in PINS and isinstance(v, str)}
     numbers = {k: v for k, v in (pin or {}).items() if k not in place}
-    return Request(cluster, memory_bytes, budget_s, optimizer, numbers, dimensions(only), place, proposals)  # type: ignore[arg-type]
+    return Request(cluster, memory_bytes, budget_s, optimizer, numbers, dimensions(only), place, proposals, margin)  # type: ignore[arg-type]

@@ -30,7 +30,7 @@ from laminar.ir.staged import Staged
 from laminar.planner.cells import DEEPEST, Cell, divisors
 from laminar.planner.parts import HOPS_HELD, Parts, Share, ends_s, parts_of, share_of, work_by_op
 from laminar.planner.placing import styles
-from laminar.planner.request import MARGIN, Request
+from laminar.planner.request import Request
 from laminar.planner.score import Model, Score
 from laminar.staging import inner_plan, pipeline, work_s
 
@@ -137,7 +137,7 @@ def _sides(request: Request, part: Cluster) -> list[Side]:
 
 def room_bytes(request: Request, part: Cluster) -> float:
     """What a rank may fill on a part."""
-    own = (1 - MARGIN) * part.device.memory_bytes.value
+    own = request.less_margin(part)
     return own if request.memory_bytes is None else min(own, float(request.memory_bytes))
 
 

@@ -2,8 +2,10 @@
 
     plan.what_if(memory_bytes=40e9)       plan.what_if(devices=16)        plan.what_if(link=0.5)
     plan.what_if(pin={"tp": 8})           plan.what_if(only="data")       plan.what_if(cluster="8xa100")
+    plan.what_if(margin=0.2)
 
-What is not named stays as it was asked for; a pin set to None is lifted. Another batch is another graph: capture it.
+What is not named stays as it was asked for; a pin set to None is lifted; of memory_bytes and margin, one takes the
+place of the other. Another batch is another graph: capture it.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from laminar.planner.explain import spent
 from laminar.planner.form import placed
 from laminar.planner.request import asking
 
-CHANGES = ("memory_bytes", "devices", "cluster", "pin", "only", "link", "budget_s", "optimizer")
+CHANGES = ("memory_bytes", "margin", "devices", "cluster", "pin", "only", "link", "budget_s", "optimizer")
 
 
 @dataclass(frozen=True)
@@ -67,9 +69,12 @@ def what_if(
     if "link" in given:
         new = faster_links(new, float(given["link"]))
         said.append(f"links {given['link']:g} times as fast")
-    options = {**(plan.account.get("request") or {}), **{k: v for k, v in given.items() if k in OPTIONS}}
+    former = dict(plan.account.get("request") or {})
+    if "memory_bytes" in given or "margin" in given:
+        former |= {"memory_bytes": None, "margin": None}
+    options = {**former, **{k: v for k, v in given.items() if k in OPTIONS}}
     if "pin" in given:
-        pins = {**(plan.account.get("request") or {}).get("pin", {}), **given["pin"]}
+        pins = {**former.get("pin", {}), **given["pin"]}
         options["pin"] = {k: v for k, v in pins.items() if v is not None}
     said += [_said(k, v) for k, v in given.items() if k in OPTIONS]
     if not said:
@@ -83,12 +88,14 @@ def what_if(
     return WhatIf(changed, before, after, tuple(_words(before, after)))
 
 
-OPTIONS = ("memory_bytes", "pin", "only", "budget_s", "optimizer")
+OPTIONS = ("memory_bytes", "margin", "pin", "only", "budget_s", "optimizer")
 
 
 def _said(name: str, value: Any) -> str:
     if name == "memory_bytes":
         return f"a rank may fill {sized(value)}"
+    if name == "margin":
+        return f"{value:.3g} of the memory stays free"
     if name == "pin":
         return " and ".join(f"{k}={v} is pinned" if v is not None else f"{k} is not pinned" for k, v in value.items())
     if name == "only":
