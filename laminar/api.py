@@ -140,11 +140,14 @@ def plan(
     optimizer: str = "adamw",
     proposals: int = 0,
     margin: float | None = None,
+    batch: str = "fixed",
     progress: Callable[[str], None] | None = None,
 ) -> Plan | Staged:
     """The fastest plan for a graph on a cluster that a search finds, and how far it can be from the best there is.
 
     graph         of the *global* batch (`laminar.capture`)
+    batch         "fixed": that batch; "free": that or an equal part of it, whichever trains most samples a second.
+                  `plan.account["batch"]` says which, and what became of the others
     cluster       what there is, or its name: needs none of the hardware
     memory_bytes  what a rank may fill; unless given, the device's memory less the margin
     margin        share of a device's memory that stays free, 0.08 unless given; not together with memory_bytes
@@ -165,13 +168,13 @@ def plan(
     from laminar.planner.request import asking
 
     machine = Cluster.preset(cluster) if isinstance(cluster, str) else cluster
-    request = asking(machine, memory_bytes, budget_s, optimizer, pin, only, proposals, margin)
+    request = asking(machine, memory_bytes, budget_s, optimizer, pin, only, proposals, margin, batch)
     found = best(graph, request, progress)
     if not found.rewrites:
         return found
     from laminar.runtime.prove import proof
 
-    shown = proof(graph, found)
+    shown = proof(found.origin.graph if found.origin else graph, found)
     if not shown.holds:
         found = best(graph, replace(request, only=tuple(d for d in request.only if d != "rewrite")), progress)
     return replace(found, account={**found.account, "proof": str(shown)})
@@ -274,15 +277,20 @@ def verify(
 ) -> Any:
     """Loss, gradients and new buffers of a plan against one device.
 
-    `batches` is a list or iterator of batches. `ranks="inprocess"` runs all ranks in lock-step here;
+    `batches` is a list or iterator of batches, of as many samples as the plan is for.
+    `ranks="inprocess"` runs all ranks in lock-step here;
     `ranks="processes"` starts one Gloo process per rank.
     """
+    from laminar.planner.batch import fitted, refuse_other
+    from laminar.rules.samples import samples_of
     from laminar.runtime.verify import verify_program
 
     found = list(batches)
     if isinstance(plan, Staged):
         return _verify_staged(model, loss, found, plan, dtype, tolerance)
     graph = graph or capture(model, loss, found[0])
+    refuse_other(plan, samples_of(graph))
+    plan = fitted(graph, plan)
     whole = [inputs_of(graph, model, batch, step=i) for i, batch in enumerate(found)]
     return verify_program(graph, plan, whole, dtype, ranks, tolerance)
 
@@ -292,11 +300,13 @@ def _verify_staged(model: Any, loss: Any, batches: list[Any], plan: Staged, dtyp
     import json
 
     from laminar.capture.capture import unflatten
+    from laminar.planner.batch import refuse_other
     from laminar.rules.samples import in_parts, places_of, samples_of
     from laminar.runtime.verify import verify_stages
     from laminar.train.engine import Leaves
 
     whole, leaves = capture(model, loss, batches[0]), Leaves.of(batches[0])
+    refuse_other(plan, samples_of(whole))
 
     def traced(samples: int) -> Graph:
         stand_ins = leaves.like(samples)
@@ -331,6 +341,15 @@ def micro_batches(batch: Any, count: int | Sequence[int]) -> list[Any]:
     leaves = Leaves.of(batch if isinstance(count, int) else Sized(batch, count))
     parts = leaves.split(count if isinstance(count, int) else len(count))
     return [unflatten(json.loads(m.tree), m.tensors) for m in parts]
+
+
+def for_plan(plan: Plan | Staged, batch: Any) -> Any:
+    """As many samples of a batch as a plan is for, the first ones, where its batch was free and is a part of this."""
+    from laminar.train.engine import Leaves
+
+    known = plan.account.get("batch", {}).get("samples", 0)
+    samples = Leaves.of(batch).samples if known else 0
+    return micro_batches(batch, samples // known)[0] if known and known < samples and samples % known == 0 else batch
 
 
 def parallelize(
@@ -388,6 +407,12 @@ def parallelize(
     from laminar.train import choose
 
     plan = choose.loaded(plan)
+    if isinstance(plan, Plan | Staged) and "batch" in plan.account:
+        from laminar.planner.batch import refuse_other
+        from laminar.train.engine import Leaves
+
+        parts = 1 if isinstance(plan, Staged) else micro_batches
+        refuse_other(plan, Leaves.of(batch).split(parts)[0].samples, parts)
     if isinstance(plan, Staged):
         return _staged(model, loss, optimizer, batch, plan, device, precision, clip_norm, clip_value, ema, seed,
                        compile, timeout_s, mesh=mesh, micro_batches=micro_batches,

@@ -101,7 +101,7 @@ def do_capture(args: argparse.Namespace) -> int:
 
 def do_verify(args: argparse.Namespace) -> int:
     """A plan against one device."""
-    from laminar.api import load_recipe, verify
+    from laminar.api import for_plan, load_recipe, verify
 
     plan = load_plan(args.plan)
     if isinstance(plan, Staged) and args.ranks != "inprocess":
@@ -111,11 +111,14 @@ def do_verify(args: argparse.Namespace) -> int:
         batches = list(itertools.islice(iter(recipe.data()), args.batches))
         if not batches:
             raise RecipeError(f"{args.recipe} gives no batch", next="data() must yield at least one")
+        batches = [for_plan(plan, batch) for batch in batches]
         report = verify(recipe.model(), recipe.loss, batches, plan, args.ranks, args.dtype)
     if args.json:
         fields = ("ok", "max_rel_error", "tolerance", "worst", "losses", "first_difference")
         print(json.dumps({key: getattr(report, key) for key in fields}))
     else:
+        if "batch" in plan.account:
+            print(f"the plan is for batches of {plan.account['batch']['samples']} samples: the first ones of each")
         print(report)
     return 0 if report.ok else 1
 

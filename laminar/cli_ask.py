@@ -78,7 +78,7 @@ def parse_changes(text: str) -> dict[str, Any]:
         try:
             if name in numbers:
                 out[names.get(name, name)] = numbers[name](value) * (1e9 if name == "memory" else 1)
-            elif name in ("cluster", "only"):
+            elif name in ("cluster", "only", "batch"):
                 out[name] = value
             else:
                 pin = None if value == "any" else int(value) if value.isdigit() else value

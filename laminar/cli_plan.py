@@ -30,6 +30,7 @@ EXAMPLES = """\
 examples
   laminar plan examples/gpt.py:deep --cluster 8xh100 -o plan.json            search
   laminar plan examples/gpt.py:deep --cluster 64xh100 --memory 40 --compare  at most 40 GB a rank, and what lost
+  laminar plan examples/gpt.py:deep --cluster 8xh100 --batch free            the recipe's batch, or a part of it
   laminar plan examples/gpt.py:deep --cluster 8xh100 --pin tp=8 --only tensor
   laminar plan examples/gpt.py:deep --cluster 8xh100 --pin 'blocks.*.mlp.up.weight=S(0)' --price 2.5
   laminar plan examples/gpt.py:deep --cluster 8xh100 --why blocks.3.mlp.down.weight --what-if 'memory=40; link=0.5'
@@ -42,7 +43,8 @@ examples
 clusters: a file of `laminar profile`, or [NODESx][COUNTx]DEVICE[@FABRIC[+FABRIC]], such as 8xh100, 16x4xa100-80g,
 2xcpu. What can be pinned: dp, tp, stages, microbatches, virtual, zero, recompute (0: nothing, 1: what memory asks for),
 and how tensors lie.
-What can be asked: memory (GB), margin, devices, cluster, link (a factor), only, budget, and any pin (tp=any lifts it).
+What can be asked: memory (GB), margin, devices, cluster, link (a factor), only, batch (free), budget,
+and any pin (tp=any lifts it).
 """
 
 
@@ -97,7 +99,7 @@ def do_plan(args: argparse.Namespace) -> int:
         return _stages(args, parse_mesh(args.mesh) if args.mesh else None)
     if args.cluster and not told:
         return _search(args)
-    for name in ("memory", "margin", "budget", "pin", "only", "proposals", "compare", "measure"):
+    for name in ("memory", "margin", "batch", "budget", "pin", "only", "proposals", "compare", "measure"):
         if getattr(args, name) or (name == "margin" and args.margin is not None):
             raise PlanError(f"--{name} is for a search", next="leave out --mesh, --preset, --seed and --stages")
     return _made(args)
@@ -112,6 +114,8 @@ def _search(args: argparse.Namespace) -> int:
         raise PlanError("--recompute, --offload and --program do not go with a search",
                         next="--pin recompute=1, or name a mesh")  # fmt: skip
     cluster = cli_cost.cluster_of(args.cluster)
+    if args.measure and args.batch == "free":
+        raise PlanError("--measure runs the recipe's own batches", next="leave out --batch free")
     if args.measure:
         from laminar.launch.contest import refuse_elsewhere, taken
 
@@ -121,6 +125,7 @@ def _search(args: argparse.Namespace) -> int:
     asked: dict[str, Any] = {
         "memory_bytes": args.memory * 1e9 if args.memory else None,
         "margin": args.margin,
+        "batch": args.batch or "fixed",
         "budget_s": 10.0 if args.budget is None else args.budget,
         "pin": parse_pins(args.pin),
         "only": args.only,
@@ -236,6 +241,9 @@ def options(p: argparse.ArgumentParser) -> None:
     search = p.add_argument_group("search")
     search.add_argument("--memory", type=float, metavar="GB", help="what a rank may fill (default: the device's memory "
                         "less the margin)")  # fmt: skip
+    search.add_argument("--batch", choices=["fixed", "free"],
+                        help="the recipe's batch (default), or that or an equal part of it, whichever trains most "
+                        "samples a second")  # fmt: skip
     search.add_argument("--margin", type=float, metavar="SHARE",
                         help="share of a device's memory that stays free (default: 0.08)")  # fmt: skip
     search.add_argument(

@@ -89,7 +89,7 @@ class Planned:
         """The search done again with something changed, and the difference in words.
 
         memory_bytes, margin, cluster, devices (so many of the same kind), pin, only, link (a factor on the speed of
-        links), budget_s. What is not named stays as it was asked.
+        links), budget_s, batch ("free"). What is not named stays as it was asked.
         """
         return self._asked("what_if", graph=graph, cluster=cluster, **changes)
 
@@ -107,7 +107,9 @@ class Planned:
 
 
 def graph_for(plan: Planned, graph: Graph | None) -> Graph:
-    """The graph of a plan's whole batch: given, or remembered."""
+    """The graph of a plan's whole batch: given, or remembered; where its batch was free, cut from a larger one."""
+    if graph is not None and "batch" in plan.account:
+        return import_module("laminar.planner.batch").own(plan, graph)  # type: ignore[no-any-return]
     if graph is not None:
         return graph
     if plan.origin is None:
@@ -153,10 +155,26 @@ def searched(account: Mapping[str, Any], price: float | None = None) -> list[str
             f"{cells['unfit']} too large, {cells['unfinished']} left; {account['search_s']:.1f} s"
         )
         lines += [f"  outside: {text}" for text in proof["outside"]]
+    lines += _batches(account)
     lines += _binding(account)
     lines += _lost(account)
     lines += _measured(account)
     return lines + costs(account, price)
+
+
+def _batches(account: Mapping[str, Any]) -> list[str]:
+    """Where the batch was free: which was taken, and why the others were not."""
+    found = account.get("batch")
+    if not found:
+        return []
+    rate = found["samples_per_s"]
+    lines = ["", f"batch: {found['samples']} of {found['captured']} samples, {rate:,.1f} samples a second"]
+    for row in found["others"]:
+        mine, most = row["samples_per_s"], row["bound_samples_per_s"]
+        figures = f": {mine:,.1f} samples a second, {100 * (1 - mine / rate):.1f} % less" if mine else ""
+        figures = figures or (f": at most {most:,.1f} samples a second" if most else "")
+        lines.append(f"  {row['samples']}, {row['why']}{figures}")
+    return lines
 
 
 def _binding(account: Mapping[str, Any]) -> list[str]:

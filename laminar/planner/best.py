@@ -2,7 +2,8 @@
 
 `find` searches. Here its result gets an account: what it spends its time on, what binds, why the others lost and how
 sure that is, what it is in other systems' words. A request that nothing fulfils is looked at once more, to say which
-limit binds and what the cheapest way out is (`relax.py`).
+limit binds and what the cheapest way out is (`relax.py`). Where the batch is free, batches are searched one by one
+(`batch.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from laminar.ir.planned import Origin
 from laminar.ir.staged import Staged
 from laminar.planner.account import accounted
 from laminar.planner.explain import assumed, binding, chances, counted, held, spent
-from laminar.planner.find import Final, Found, described, find
+from laminar.planner.find import Final, Found, Nothing, described, sought
 from laminar.planner.form import form
 from laminar.planner.pinned import checked
 from laminar.planner.relax import relaxed
@@ -34,24 +35,44 @@ EXPLAINED = 4
 
 def best(graph: Graph, request: Request, progress: Callable[[str], None] | None = None) -> Plan | Staged:
     """The fastest plan that a search finds, explained."""
-    from laminar.planner.mixed import best_mixed
-    from laminar.planner.replan import arranged, outside
+    from laminar.planner.batch import best_batch
 
     if request.place:
         checked(graph, fold(graph), request.place)
+    if request.batch == "free":
+        return best_batch(graph, request, progress)
+    found = tried(graph, request, progress)
+    if isinstance(found, Nothing):
+        raise refused(graph, request, found.error) from None
+    return found
+
+
+def refused(graph: Graph, request: Request, error: PlanError) -> PlanError:
+    """The error of a search that found nothing, with the ways out where they can be tried."""
+    return error if len(request.cluster.parts) > 1 else relaxed(graph, request, error)
+
+
+def tried(
+    graph: Graph, request: Request, progress: Callable[[str], None] | None = None, below_s: float = math.inf
+) -> Plan | Staged | Nothing:
+    """The fastest plan for one batch, or what is known where there is none; `below_s` is what it has to beat."""
+    from laminar.planner.mixed import best_mixed
+    from laminar.planner.replan import arranged, outside
+
     other = arranged(graph, request)
+    found: Plan | Staged | Nothing
     try:
         if len(request.cluster.parts) > 1:
-            plan = best_mixed(graph, request, progress)
+            found = best_mixed(graph, request, progress)
         else:
-            plan = explained(graph, request, find(graph, request, progress))
+            seen = sought(graph, request, progress, below_s)
+            found = seen if isinstance(seen, Nothing) else explained(graph, request, seen)
     except PlanError as error:
-        if other is not None:
-            return outside(other, None)
-        raise (error if len(request.cluster.parts) > 1 else relaxed(graph, request, error)) from None
-    if other is not None and (other.step_s or math.inf) < (plan.step_s or math.inf):
+        found = Nothing(error, 0.0, "", False, True)
+    plan = None if isinstance(found, Nothing) else found
+    if other is not None and (other.step_s or math.inf) < ((plan and plan.step_s) or math.inf):
         return outside(other, plan)
-    return plan
+    return found
 
 
 def explained(graph: Graph, request: Request, found: Found) -> Plan | Staged:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from laminar.errors import PlanError
 from laminar.forecast import Prediction, StagedPrediction
 from laminar.ir.plan import Plan
 from laminar.ir.staged import Staged
@@ -51,6 +52,21 @@ class Found:
     scores: tuple[Score, ...]
     """All placements that were looked at, best first."""
     space: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Nothing:
+    """A search with no plan to show: none fits, or none is faster than what was there before."""
+
+    error: PlanError
+    bound_s: float
+    """No plan of the space that fits is faster."""
+    space: str
+    """Its hash."""
+    fits: bool
+    """Whether some of what was looked at fits."""
+    through: bool
+    """Whether it ended for another reason than time."""
 
 
 def described(score: Score) -> str:

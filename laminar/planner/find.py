@@ -11,6 +11,8 @@ are the certificate.
 A graph that computes the same in another way (`planner/rewrites.py`) is searched like the captured one, in the same
 cells, with placements and bounds of its own: whatever is the best so far counts for all of them, and the certificate
 vouches for those that were searched to the end.
+
+A search may be told what it has to beat (`sought`): what can't be faster is then ruled out as if that had been found.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from laminar.planner.bound import Bounds
 from laminar.planner.cells import CHUNKS, Cell, cells
 from laminar.planner.certificate import Certificate, hashed, space
 from laminar.planner.chain import improve
-from laminar.planner.finals import Final, Found, described
+from laminar.planner.finals import Final, Found, Nothing, described
 from laminar.planner.leaner import mixes
 from laminar.planner.look import HOPELESS, Looker
 from laminar.planner.placing import KEPT
@@ -67,8 +69,18 @@ Progress = Callable[[str], None]
 
 def find(graph: Graph, request: Request, progress: Progress | None = None) -> Found:
     """The fastest plan of the space that fits, and how far it can be from the best there is."""
+    found = sought(graph, request, progress)
+    if isinstance(found, Nothing):
+        raise found.error
+    return found
+
+
+def sought(
+    graph: Graph, request: Request, progress: Progress | None = None, below_s: float = math.inf
+) -> Found | Nothing:
+    """The same, or what is known where there is no plan; slower plans than `below_s` are of no use to anybody."""
     with uncollected():
-        captured = _Search(graph, request, progress or (lambda text: None))
+        captured = _Search(graph, request, progress or (lambda text: None), below_s=below_s)
         captured.begin()
         worth = Variants(graph, request)
         others = [_Search(made, request, captured.progress, captured, steps) for steps, made in worth if steps]
@@ -76,23 +88,40 @@ def find(graph: Graph, request: Request, progress: Progress | None = None) -> Fo
             other.follow()  # where that is faster, it rules out most cells of the captured graph
             captured.until_s -= captured.left() / 2
         captured.run()
+        if not captured.settled:
+            return captured.nothing()
         captured.until_s = request.budget_s
         for other in others:
             if other is others[0] or captured.left() > 0:
                 other.follow()
                 other.run()
+        if not captured.finals:
+            return captured.nothing(others)
         captured.around()
         captured.raise_bound()
         return captured.result(others, worth.unexplored)
 
 
+def promised(graph: Graph, request: Request) -> tuple[float, list[Cell]]:
+    """Seconds that no plan for a graph as captured takes less than, by the cheapest bound, and all its cells."""
+    search = _Search(graph, request, lambda text: None)
+    return min(search.bounds.rough(cell) for cell in search.cells), search.cells
+
+
 class _Search:
     def __init__(
-        self, graph: Graph, request: Request, progress: Progress, captured: _Search | None = None, steps: Steps = ()
+        self,
+        graph: Graph,
+        request: Request,
+        progress: Progress,
+        captured: _Search | None = None,
+        steps: Steps = (),
+        below_s: float = math.inf,
     ) -> None:
         """`steps` made the graph of the captured one, with whose search this one shares its time and what is found."""
         self.began: float = captured.began if captured else time.process_time()
         self.until_s = request.budget_s
+        self.below_s: float = captured.below_s if captured else below_s
         self.captured: Graph = captured.captured if captured else graph
         self.steps = steps
         self.request, self.progress = request, progress
@@ -140,8 +169,13 @@ class _Search:
 
     @property
     def best_s(self) -> float:
-        """Of what was simulated at full depth, and fits."""
-        return min((f.seconds for f in self.finals), default=math.inf)
+        """Of what was simulated at full depth, and fits; or what there was before."""
+        return min([self.below_s, *(f.seconds for f in self.finals)])
+
+    @property
+    def settled(self) -> bool:
+        """Whether the search may end: there is a plan, of this search or from before."""
+        return bool(self.finals) or self.below_s < math.inf
 
     def run(self) -> None:
         """Better plans until nothing promises more or time is up, and then the bound."""
@@ -151,7 +185,8 @@ class _Search:
         self.settle(math.inf)
         self.mix()
         self.finalists()
-        self.raise_bound()
+        if self.settled:
+            self.raise_bound()
 
     def begin(self) -> None:
         """What people would try first, if there is room for it without any doubt: data parallel, simulated at once.
@@ -162,6 +197,8 @@ class _Search:
         plain: list[Cell] = []
         with suppress(PlanError):  # pinned to something else
             plain = [c for c in cells(self.request, 1, 1, False) if not c.recompute and self.roomy(c)]
+        if self.below_s < math.inf:
+            plain = [c for c in plain if self.bounds.quick(c).seconds < self.below_s]
         for cell in (c for c in plain if c.tp == 1):
             zero = self.looker.zeros(cell)[-1]
             self.confirmed(Score(cell, ("data", KEPT), zero, None, 0.0, 0.0, rewrites=self.steps))
@@ -206,8 +243,11 @@ class _Search:
     def questions(self) -> tuple[Callable[[Cell], float], ...]:
         """What is asked about a cell before its placements are scored.
 
-        Guesses come first where cells with micro-batches are in the lead: they have much in common, bounds less.
+        Guesses come first where cells with micro-batches are in the lead: they have much in common, bounds less. What
+        has something to beat from the start begins with bounds: they may be all it takes.
         """
+        if not self.finals and self.settled:
+            return self.room, self.quick, self.full
         if not self.finals or not min(self.finals, key=lambda f: f.seconds).score.cell.plain:
             return self.looker.guess, self.room, self.quick, self.full
         return self.room, self.quick, self.full
@@ -243,7 +283,7 @@ class _Search:
     def out_of_time(self) -> bool:
         """Whether all that is left of the budget is needed to simulate the best, and there is one."""
         reserve = self.confirm_s if self.waiting else 0.0
-        return self.left() < reserve and bool(self.finals or self.waiting)
+        return self.left() < reserve and bool(self.settled or self.waiting)
 
     def look(self, cell: Cell) -> None:
         """Score the placements of a cell."""
@@ -273,7 +313,7 @@ class _Search:
             hoped_s = seconds * min(1.0, self.bias.get(score.cell.plain, 1.0))
             if self.told(score):
                 continue
-            if hoped_s < WORTH * self.best_s and (self.left() > 0 or not self.finals):
+            if hoped_s < WORTH * self.best_s and (self.left() > 0 or not self.settled):
                 self.confirmed(score)
 
     def told(self, score: Score) -> bool:
@@ -340,13 +380,11 @@ class _Search:
         near = [s for s in near if s.seconds <= NEAR * self.best_s]
         named = [s for s in near if set(s.style) <= {"data", "inner", "tensor", "sequence", KEPT}]
         for score in dict.fromkeys([*near[:FINALISTS], *named[:FINALISTS]]):
-            if self.left() > self.confirm_s or not self.finals:
+            if self.left() > self.confirm_s or not self.settled:
                 self.confirmed(score)
         for score in self.known_ways():
             self.confirmed(score)
         self.settle(math.inf)
-        if not self.finals:
-            raise no_room(self.request, min((s.peak_bytes for s in self.scores), default=math.inf))
 
     def known_ways(self) -> list[Score]:
         """Plans with a name on one axis that may be faster than the best and fit, and have not been simulated.
@@ -434,6 +472,20 @@ class _Search:
         except LaminarError:
             return None
 
+    def nothing(self, others: Sequence[_Search] = ()) -> Nothing:
+        """What is known where no plan was found."""
+        scores = [score for s in (self, *others) for score in s.scores]
+        sure = [self, *(s for s in others if s.through)]
+        about = space(self.model.graph, self.request, self.cells)
+        about["rewrites"] = [[step.to_json() for step in s.steps] for s in sure]
+        return Nothing(
+            no_room(self.request, min((s.peak_bytes for s in scores), default=math.inf)),
+            min(s.bound_s if self.settled else min(s.at.values()) for s in sure),
+            hashed(about),
+            not all(s.peak_bytes > self.request.room_bytes for s in scores),
+            self.left() > 0 or not self.settled,
+        )
+
     def result(self, others: Sequence[_Search] = (), unexplored: int = 0) -> Found:
         """The choice among plans of all graphs, and what is known about it; so many rewrites were not made at all."""
         finals = sorted(self.finals, key=lambda f: f.seconds)
@@ -472,4 +524,4 @@ class _Search:
         return Found(replace(best.plan, account=account), certificate, tuple(finals), scores, about)
 
 
-__all__ = ["Final", "Found", "described", "find"]
+__all__ = ["Final", "Found", "Nothing", "described", "find", "promised", "sought"]

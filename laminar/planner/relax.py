@@ -1,7 +1,8 @@
 """A request that nothing fulfils: which limit binds, and the cheapest way out.
 
-Three things can be given way to: memory, a pin, a dimension that was not allowed. Each pin is lifted alone, each
-dimension allowed alone, and the search done again for a short while. How many bytes more would do is tried out between
+Four things can be given way to: memory, a pin, a dimension that was not allowed, the batch. Each pin is lifted alone,
+each dimension allowed alone, and the search done again for a short while. Of a batch's equal parts the largest is
+looked for that fits. How many bytes more would do is tried out between
 what was allowed and what the fastest plan without a limit takes, beginning with what the search itself says was the
 leanest it saw. All of this is bounded by a budget; what was not tried is not told.
 """
@@ -17,8 +18,11 @@ from dataclasses import dataclass, replace
 from laminar.errors import PlanError
 from laminar.ir.graph import Graph
 from laminar.ir.planned import sized
+from laminar.planner.cells import divisors
 from laminar.planner.find import Found, find
 from laminar.planner.request import DIMENSIONS, Request
+from laminar.rules.samples import samples_of
+from laminar.search.micro import micro
 
 TRY_S = 1.0
 """Processor seconds for one more search."""
@@ -47,7 +51,7 @@ def relaxed(graph: Graph, request: Request, error: PlanError) -> PlanError:
     """The error of a search that found nothing, with what binds and the ways out of it."""
     began = time.process_time()
 
-    def tried(other: Request) -> Found | None:
+    def tried(other: Request, graph: Graph = graph) -> Found | None:
         if time.process_time() - began > TOTAL_S:
             return None
         try:
@@ -78,7 +82,8 @@ def relaxed(graph: Graph, request: Request, error: PlanError) -> PlanError:
     )
     also = f"memory; with {_binds(request, ways)} memory would do" if ways else "memory"
     more = "; or ".join(said) or f"allow memory_bytes={needs:.3g}"
-    return PlanError(what, binds=also, next=f"{more}; or take more devices, or a smaller batch")
+    smaller = _smaller(graph, request, tried) or "a smaller batch"
+    return PlanError(what, binds=also, next=f"{more}; or take more devices, or {smaller}")
 
 
 def _lifted(request: Request) -> Iterator[tuple[str, Request]]:
@@ -92,6 +97,25 @@ def _lifted(request: Request) -> Iterator[tuple[str, Request]]:
     for name in DIMENSIONS:
         if not request.allows(name):
             yield f'allow "{name}"', replace(request, only=(*request.only, name))
+
+
+def _smaller(graph: Graph, request: Request, tried: Callable[[Request, Graph], Found | None]) -> str:
+    """The largest equal part of the batch that fits, as far as was tried: what fits is taken to fit in smaller ones."""
+    samples = samples_of(graph)
+    parts, best = divisors(samples)[1:], ""
+    while parts:
+        middle = (len(parts) - 1) // 2
+        try:
+            found = tried(request, micro(graph, parts[middle]))
+        except PlanError:  # samples that need each other
+            found = None
+        if found is None:
+            parts = parts[middle + 1 :]
+            continue
+        fits = WayOut("", found.certificate.step_s, found.finals[0].peak_bytes)
+        best = f'a batch of {samples // parts[middle]} instead of {samples} samples, batch="free"{fits}'
+        parts = parts[:middle]
+    return best
 
 
 def _leanest(error: PlanError) -> float:

@@ -18,6 +18,8 @@ DIMENSIONS = ("data", "tensor", "pipeline", "zero", "recompute", "rewrite")
 """`data`: the batch in parts. `tensor`: any other split of tensors. `pipeline`: stages and micro-batches. `zero`:
 state, gradients and parameters in pieces. `recompute`: activations made again. `rewrite`: other graphs that compute the
 same."""
+BATCHES = ("fixed", "free")
+"""The batch that was captured; or that, or an equal part of it, whichever trains most samples a second."""
 PINS = ("dp", "tp", "stages", "microbatches", "virtual", "zero", "recompute")
 MARGIN = 0.08
 """Share of a device's memory that a plan leaves free unless asked otherwise: fragments, libraries, other processes."""
@@ -41,6 +43,8 @@ class Request:
     """Random moves around the best plan (`planner/chain.py`), behind everything else."""
     margin: float | None = None
     """Share of a device's memory that stays free; unless given `MARGIN`. Where `memory_bytes` is given, it says all."""
+    batch: str = "fixed"
+    """See `BATCHES`."""
 
     def __post_init__(self) -> None:
         if self.budget_s < 0 or self.proposals < 0:
@@ -51,6 +55,9 @@ class Request:
         if self.margin is not None and self.memory_bytes is not None:
             raise PlanError("memory_bytes and margin both say what a rank may fill",
                             next="leave out one: memory_bytes counts bytes, margin is a share left free")  # fmt: skip
+        if self.batch not in BATCHES:
+            raise PlanError(f"the batch is {self.batch!r}", allowed="  ".join(BATCHES),
+                            next="for a batch of so many samples, capture the model with it")  # fmt: skip
         if self.optimizer not in UPDATES:
             raise PlanError(f"no prices for optimizer {self.optimizer!r}", allowed="  ".join(UPDATES))
         for name, value in self.pin.items():
@@ -95,8 +102,10 @@ def asking(
     only: str | Sequence[str] | None = None,
     proposals: int = 0,
     margin: float | None = None,
+    batch: str = "fixed",
 ) -> Request:
     """A request from what users write: pins of numbers and of tensors in one table, dimensions in one text."""
     place = {k: v for k, v in (pin or {}).items() if k not in PINS and isinstance(v, str)}
     numbers = {k: v for k, v in (pin or {}).items() if k not in place}
-    return Request(cluster, memory_bytes, budget_s, optimizer, numbers, dimensions(only), place, proposals, margin)  # type: ignore[arg-type]
+    return Request(cluster, memory_bytes, budget_s, optimizer, numbers,  # type: ignore[arg-type]
+                   dimensions(only), place, proposals, margin, batch)  # fmt: skip

@@ -2,10 +2,11 @@
 
     plan.what_if(memory_bytes=40e9)       plan.what_if(devices=16)        plan.what_if(link=0.5)
     plan.what_if(pin={"tp": 8})           plan.what_if(only="data")       plan.what_if(cluster="8xa100")
-    plan.what_if(margin=0.2)
+    plan.what_if(margin=0.2)              plan.what_if(batch="free")
 
 What is not named stays as it was asked for; a pin set to None is lifted; of memory_bytes and margin, one takes the
-place of the other. Another batch is another graph: capture it.
+place of the other. A plan whose batch was free stays with its batch; a free one is that or a part of it.
+Another batch is another graph: capture it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from laminar.planner.explain import spent
 from laminar.planner.form import placed
 from laminar.planner.request import asking
 
-CHANGES = ("memory_bytes", "margin", "devices", "cluster", "pin", "only", "link", "budget_s", "optimizer")
+CHANGES = ("memory_bytes", "margin", "devices", "cluster", "pin", "only", "link", "budget_s", "optimizer", "batch")
 
 
 @dataclass(frozen=True)
@@ -55,9 +56,10 @@ def what_if(
     """Search again with something changed; `cluster` is a change too where the plan knows its own."""
     given = {k: v for k, v in changes.items() if v is not None}
     for name in given:
-        if name not in CHANGES:
+        if name not in CHANGES or (name == "batch" and given[name] != "free"):
             batch = "capture the model with the other batch, and plan that" if "batch" in name else ""
-            raise PlanError(f"nothing called {name!r} can be changed", allowed="  ".join(CHANGES), next=batch)
+            what = f"nothing called {name!r} can be changed" if name not in CHANGES else f"a batch of {given[name]!r}"
+            raise PlanError(what, allowed="  ".join(CHANGES) if name not in CHANGES else '"free"', next=batch)
     whole = graph_for(plan, graph)
     own = plan.account.get("cluster_file") or plan.account.get("cluster")
     old = plan.origin.cluster if plan.origin else cluster_for(plan, str(own)) if own else cluster_for(plan, cluster)
@@ -88,7 +90,7 @@ def what_if(
     return WhatIf(changed, before, after, tuple(_words(before, after)))
 
 
-OPTIONS = ("memory_bytes", "margin", "pin", "only", "budget_s", "optimizer")
+OPTIONS = ("memory_bytes", "margin", "pin", "only", "budget_s", "optimizer", "batch")
 
 
 def _said(name: str, value: Any) -> str:
@@ -111,6 +113,10 @@ def _words(before: Plan | Staged, after: Plan | Staged) -> list[str]:
     other = b["choice"]["plan"]
     words = [f"instead of {mine}: {other}" if mine != other else _same(before, after)]
     words.append(f"a step takes {b['step_s'] * 1e3:.3f} ms instead of {a['step_s'] * 1e3:.3f}: {pace}")
+    if a.get("samples") and b.get("samples") and a["samples"] != b["samples"]:
+        rates = [x["samples"] / x["step_s"] for x in (b, a)]
+        words.append(f"a batch has {b['samples']} samples instead of {a['samples']}: "
+                     f"{rates[0]:,.1f} samples a second instead of {rates[1]:,.1f}")  # fmt: skip
     words.append(f"the fullest rank holds {sized(b['peak_bytes'])} instead of {sized(a['peak_bytes'])}")
     apart = difference(a.get("choice", {}).get("spent", {}), b["choice"].get("spent", {}), a["step_s"])
     if apart:

@@ -13,6 +13,7 @@ from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh
 from laminar.ir.plan import Plan
 from laminar.ir.staged import load_plan
+from laminar.planner.batch import fitted
 from laminar.search import presets
 from laminar.search.rewrite import carrying, replayed
 
@@ -51,8 +52,9 @@ def chosen(plan: Any, graph: Graph, mesh: Mesh, device: torch.device) -> Plan:
         if missing:
             raise PlanError(f"plan {plan.hash[:12]} does not place parameter {missing[0]}",
                             next="make the plan from this model")  # fmt: skip
-        if graph.hash in (plan.graph_hash, plan.captured_hash):
-            return plan
+        plan_here = fitted(graph, plan)
+        if graph.hash in (plan_here.graph_hash, plan_here.captured_hash):
+            return plan_here
         made, steps = replayed(graph, plan.rewrites)
         return carrying(presets.like(made, plan), graph, steps)
     if callable(plan):
