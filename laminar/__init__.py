@@ -57,6 +57,7 @@ _WHERE = {
     "plan": "laminar.api",
     "plans": "laminar.api",
     "predict": "laminar.forecast",
+    "replan": "laminar.api",
     "rewritten": "laminar.search.rewrite",
     "verify": "laminar.api",
 }
@@ -104,6 +105,7 @@ __all__ = [
     "plan",
     "plans",
     "predict",
+    "replan",
     "rewritten",
     "verify",
 ]
@@ -165,7 +167,7 @@ def __dir__() -> list[str]:
 
 
 if TYPE_CHECKING:
-    from laminar.api import Recipe, capture, load_recipe, parallelize, plans, verify
+    from laminar.api import Recipe, capture, load_recipe, parallelize, plans, replan, verify
     from laminar.capture.capture import Loss
     from laminar.errors import (
         BatchError,

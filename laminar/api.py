@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from laminar.errors import LaminarError, RecipeError
+from laminar.errors import LaminarError, PlanError, RecipeError
 from laminar.ir.cluster import Cluster
 from laminar.ir.graph import RNG, Graph
 from laminar.ir.mesh import Mesh
@@ -178,6 +178,46 @@ def plan(
     if not shown.holds:
         found = best(graph, replace(request, only=tuple(d for d in request.only if d != "rewrite")), progress)
     return replace(found, account={**found.account, "proof": str(shown)})
+
+
+def replan(
+    graph: Graph,
+    plan: Plan | Staged,
+    *,
+    lost: Sequence[int] = (),
+    cluster: Cluster | str | None = None,
+    memory_bytes: float | None = None,
+    margin: float | None = None,
+) -> Plan | Staged:
+    """A plan that goes on as a former one did, on what is left of its cluster; in about a second.
+
+    graph         of the *global* batch
+    plan          the former one, of any kind
+    lost          devices that are gone, by their numbers in the cluster; the others are numbered anew
+    cluster       what they are lost from, unless given the plan's own; without `lost`, what is left
+    memory_bytes  what a rank may fill, and `margin`: as the plan was asked for, unless given
+
+    Nothing is proved about the result; `laminar.plan(graph, left)` searches, where
+    `left = cluster.without([7])`.
+    """
+    from laminar.ir.planned import cluster_for
+    from laminar.planner.batch import own
+    from laminar.planner.replan import replan as planned_anew
+    from laminar.planner.request import asking
+
+    if not lost and cluster is None:
+        raise PlanError("nothing is lost", next="name the devices: lost=[7]; or what is left: cluster=...")
+    former: dict[str, Any] = dict(plan.account.get("request") or {})
+    if memory_bytes is None and margin is None:
+        memory_bytes, margin = former.get("memory_bytes"), former.get("margin")
+    request = asking(
+        cluster_for(plan, cluster).without(lost),
+        memory_bytes,
+        optimizer=former.get("optimizer", "adamw"),
+        only=former.get("only"),
+        margin=margin,
+    )
+    return planned_anew(own(plan, graph), plan, request)
 
 
 class plans:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import laminar
-from laminar.errors import PlanError
+from laminar.errors import ClusterError, PlanError
 from laminar.forecast import predict, predict_staged
 from laminar.ir.cluster import Cluster
 from laminar.ir.graph import Graph
@@ -56,6 +56,30 @@ def test_a_device_is_lost_and_seven_go_on() -> None:
     # Splitting 32 samples by seven makes most of the work whole on every rank: that is what it must beat.
     seven = presets.data_parallel(model(), Mesh({"dp": 7}))
     assert plan.step_s < predict(model(), seven, left).seconds
+
+
+def test_the_public_name_goes_on_without_what_is_lost() -> None:
+    """The plan's own cluster and memory unless told otherwise; the same plan as by hand."""
+    by_hand = replan(model(), former(), asking(without(Cluster.preset("8xh100"), [3])))
+    plan = laminar.replan(model(), former(), lost=[3])
+    assert plan.hash == by_hand.hash and plan.account["replanned"]["former"] == former().hash
+    left = Cluster.preset("8xh100").without([3])
+    assert laminar.replan(model(), former(), cluster=left).hash == plan.hash
+    assert laminar.replan(model(), former(), lost=[0, 1], cluster="4xh100").account["devices"] == 2
+    with pytest.raises(PlanError, match="nothing is lost"):
+        laminar.replan(model(), former())
+    with pytest.raises(ClusterError, match="device 8 is not in 8xh100"):
+        laminar.replan(model(), former(), lost=[8])
+
+
+def test_what_is_left_has_the_memory_that_was_asked_for() -> None:
+    """A limit of the search is one of the plan that follows it, unless another is given."""
+    limited = laminar.plan(model(), "8xh100", budget_s=0.5, memory_bytes=4e9)
+    plan = laminar.replan(model(), limited, lost=[7])
+    assert plan.account["request"]["memory_bytes"] == 4e9 and plan.account["request"]["margin"] is None
+    assert laminar.replan(model(), limited, lost=[7], margin=0.5).account["request"]["memory_bytes"] is None
+    with pytest.raises(PlanError, match="nothing like the former plan fits"):
+        laminar.replan(model(), limited, lost=[7], memory_bytes=1e4)
 
 
 def test_arrangements_use_seven_six_or_four_of_seven_devices() -> None:

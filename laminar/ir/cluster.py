@@ -174,6 +174,12 @@ class Cluster:
         level = -1 if len(ranks) == 1 else next(k for k, c in enumerate(found) if len(c) == 1)
         return Reach(level, tuple(map(len, found)), tuple(max(c.values()) for c in found))
 
+    def without(self, lost: Sequence[int]) -> Cluster:
+        """What is left when these devices are gone, numbered anew; mixed, where nodes are left with unequal numbers."""
+        from laminar.ir.mixed import without
+
+        return without(self, lost)
+
     def with_profile(self, profile: Mapping[str, Any]) -> Cluster:
         """The same machine, with what was measured on it."""
         return replace(self, profile=profile)
