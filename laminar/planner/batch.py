@@ -10,8 +10,9 @@ Every batch begins with the cheapest bound on its step, which is one on its samp
 searched first. What it trains is what the others have to beat: one whose bound is below it is ruled out, and of the
 others only such plans are looked at. All share one budget; a search may take half of what is left, the last one all.
 
-What is proved is the most that the bounds leave to any batch. Batches larger than the one that was captured are not
-looked at: capture the largest that you would train with.
+What is proved is the most that the bounds leave to any batch; where a batch was ruled out without a search, that is
+about the graph as captured. Batches larger than the one that was captured are not looked at: capture the largest that
+you would train with.
 """
 
 from __future__ import annotations
@@ -113,8 +114,9 @@ class Batches:
         if best is None:
             best = self.looked(self.uneven)
             self.open += self.uneven
-        for batch in self.uneven:
-            batch.why = batch.why or "no mesh shares it evenly"
+        else:
+            for batch in self.uneven:
+                batch.why = "no mesh shares it evenly"
         if best is None:
             raise self.none()
         assert best.plan is not None
@@ -124,7 +126,10 @@ class Batches:
         account = {**best.plan.account, "batch": self.account(best), "search_s": spent_s}
         if "certificate" in account:
             sentence = self.sentence(best, account["certificate"]["sentence"])
-            account["certificate"] = {**account["certificate"], "sentence": sentence}
+            proof = account["certificate"]
+            unseen = self.request.allows("rewrite") and any(b.plan is b.error is None for b in self.open)
+            outside = [*proof["outside"], "rewrites of the graph for batches that were not searched"] if unseen else []
+            account["certificate"] = {**proof, "sentence": sentence, "outside": outside or proof["outside"]}
         return replace(best.plan, account=account)
 
     def looked(self, some: Sequence[Batch]) -> Batch | None:
