@@ -243,6 +243,7 @@ def do_simulate(args: argparse.Namespace) -> int:
     """Predict one step of a plan."""
     from laminar.api import captured, graph_of
     from laminar.forecast import predict, predict_staged
+    from laminar.planner.batch import own
 
     plan = load_plan(args.plan)
     recipe = args.recipe or plan.account.get("recipe")
@@ -253,10 +254,11 @@ def do_simulate(args: argparse.Namespace) -> int:
         raise PlanError(f"--load-s {args.load_s} --prefetch {args.prefetch}", allowed="0 or more")
     asked: dict[str, Any] = {"optimizer": args.optimizer, "load_s": args.load_s, "prefetch": args.prefetch}
     if isinstance(plan, Staged):
-        graph = captured(recipe, parts=plan.micro_batches)[3]
+        free = plan.account.get("batch", {"captured": 1, "samples": 1})
+        graph = captured(recipe, parts=plan.micro_batches * free["captured"] // free["samples"])[3]
         found: Any = predict_staged(graph, plan, cluster, **asked)
     else:
-        found = predict(graph_of(recipe), plan, cluster, **asked)
+        found = predict(own(plan, graph_of(recipe)), plan, cluster, **asked)
     line = found.timeline
     if args.output:
         line.save(args.output)

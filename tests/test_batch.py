@@ -312,6 +312,7 @@ def test_the_command_finds_explains_and_verifies_a_free_batch(
     tiny("mlp.py:tiny").save(path)
     assert main(["verify", name, "--plan", str(path)]) == 0
     assert "batches of 8 samples: the first ones of each" in capsys.readouterr().out
+    assert main(["simulate", str(path), "--recipe", name, "--cluster", "2xcpu"]) == 0
     assert main(["train", name, "--plan", str(path), "--workers", "2", "--run-dir", str(tmp_path / "run")]) != 0
     assert "this plan is for a batch of 8 samples, not of 16 samples" in capsys.readouterr().err
     assert main(["plan", name, "--cluster", "2xcpu", "--batch", "free", "--measure"]) == 2
