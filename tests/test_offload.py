@@ -189,15 +189,27 @@ def test_at_most_two_blocks_lie_on_the_device(name: str) -> None:
 def test_a_block_that_is_named_alone_leaves() -> None:
     """Where several are named, the one that backward begins with stays; one alone would be offloaded for nothing."""
     _, program = pair(MANY, "alone", "blocks.3")
-    (send,), (back,) = copied(program, SEND), copied(program, BRING)
+    (send, last), (back,) = copied(program, SEND), copied(program, BRING)
     first = early(program)
-    assert back == next(k for k, i in enumerate(program.instrs) if i.name not in first) > send
+    assert back > next(k for k, i in enumerate(program.instrs) if i.name not in first) > last > send
+    assert program.instrs[last].refs[-1] == Ref(program.instrs[send].name)
+    assert program.instrs[last].bytes == min(p.local(program.mesh).nbytes for p in program.instrs[back].outs if p)
+
+
+@pytest.mark.parametrize("which", range(6))
+def test_what_is_held_where_forward_ends_is_less_by_a_block_that_leaves(which: int) -> None:
+    """But for its smallest value, of which somebody has to see off the rest; it comes back when there is room."""
+    graph = specimen(MANY).graph
+    plan = PLANS["alone"](graph)
+    kept, away = (laminar.lower(graph, p) for p in (plan, plan.with_offload(f"blocks.{which}")))
+    sends = [away.instrs[k] for k in copied(away, SEND)]
+    assert memory(kept).peak_activations - memory(away).peak_activations == sends[0].bytes
 
 
 def test_the_last_block_that_is_named_leaves_if_it_does_not_come_straight_back() -> None:
     """With half of the model between its end and backward there is time and use for both ways."""
     _, program = pair(MANY, "alone", r"blocks\.[024]")
-    assert [program.instrs[k].module for k in copied(program, SEND)] == ["blocks.0", "blocks.2", "blocks.4"]
+    assert [program.instrs[k].module for k in copied(program, SEND)] == ["blocks.0", "blocks.2", *["blocks.4"] * 2]
     sizes = [program.instrs[k].bytes for k in copied(program, SEND)]
     assert max(on_device(program)) <= 2 * max(sizes)
 

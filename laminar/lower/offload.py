@@ -13,6 +13,11 @@ and backward reads leaves with one line, `host.send`, behind the last of it that
     and back     one block ahead: a block's values start to come back when backward first reads those of the block
                  before it in backward and has done with the one before that. They are awaited at their own first
                  reader.
+    the last     block that leaves has none behind it to wait for it. If it is the one that backward begins with, its
+                 smallest value leaves by itself, as late as it can for the block to add nothing to what is held at
+                 most (before a head over many words, or one block before forward ends), and waits for the rest; and
+                 the block comes back as soon as it adds nothing again. Where there is no time for that, it comes
+                 back as backward begins.
 
 So at most two blocks' worth of what is sent lies on the device, in forward and in backward, unless backward reads
 three blocks at once (long skip connections). Where copying takes longer than the compute of a block, ranks
@@ -25,8 +30,9 @@ then put in anew: what is made again need not travel.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from laminar.cost.work import FREE
 from laminar.errors import PlanError
@@ -76,17 +82,32 @@ def offloaded(program: Program) -> Program:
         return program
     first = early(program)
     begins = next(k for k, i in enumerate(program.instrs) if i.name not in first)
+    held = _held(program, first, {ref for block in blocks for ref in block.refs})
     lying = {Ref(i.name, k): p for i in program.instrs for k, p in enumerate(i.outs) if p is not None}
     behind: dict[int, list[Instr]] = {}
     before: dict[int, list[Instr]] = {}
     away: dict[Ref, Ref] = {}
     last: Instr | None = None
-    for block in sorted(blocks, key=lambda b: b.made):
-        last = _send(block, last, lying, program)
+    blocks.sort(key=lambda b: b.made)
+    for block in blocks:
+        refs, late = block.refs, list[Ref]()
+        nbytes = sum(lying[r].local(program.mesh).nbytes for r in refs)
+        by = -1 if block is not blocks[-1] or block.name in ahead else _seen_off(program, held, begins, block, nbytes)
+        if by >= 0:
+            refs, late = _smallest_last(program, refs)
+        last = _send(block, refs, last, lying, program)
         behind.setdefault(block.made, []).append(last)
-        back = _bring(block, last)
-        before.setdefault(max(ahead.get(block.name, begins), block.made + 1), []).append(back)
-        away |= {ref: Ref(back.name, k) for k, ref in enumerate(block.refs)}
+        sends = [last]
+        if late:
+            last = _send(block, late, last, lying, program, "_last")
+            behind.setdefault(by, []).append(last)
+            sends.append(last)
+        at = ahead.get(block.name, begins)
+        if block.name not in ahead:
+            at = _roomy(held, begins, block.read, nbytes)
+        back = _bring(block, [Ref(s.name, k) for s in sends for k in range(len(s.outs))], sends)
+        before.setdefault(max(at, begins, block.made + 1), []).append(back)
+        away |= {ref: Ref(back.name, k) for k, ref in enumerate((*refs, *late))}
     return drop_unused(_rewired(program, first, away, behind, before))
 
 
@@ -211,23 +232,83 @@ def _bytes(program: Program, at: dict[str, int], ref: Ref) -> int:
     return out.local(program.mesh).nbytes if out is not None else 0
 
 
-def _send(block: _Block, last: Instr | None, lying: dict[Ref, Placed], program: Program) -> Instr:
-    outs = tuple(lying[r] for r in block.refs)
-    refs, ins = tuple(block.refs), outs
+def _smallest_last(program: Program, refs: Sequence[Ref]) -> tuple[list[Ref], list[Ref]]:
+    """All values but the smallest, and that, where there are several."""
+    at = {i.name: k for k, i in enumerate(program.instrs)}
+    least = min(refs, key=lambda r: _bytes(program, at, r))
+    return ([r for r in refs if r != least], [least]) if len(refs) > 1 else (list(refs), [])
+
+
+def _held(program: Program, first: set[str], sent: Collection[Ref]) -> list[int]:
+    """By line, bytes of values that lie on the device if what is sent goes with its last reader of forward.
+
+    Results of the step are left out: gradients have their places from the beginning.
+    """
+    at = {i.name: k for k, i in enumerate(program.instrs)}
+    looked_at = _behind(program, at)
+    last: dict[Ref, int] = {}
+    for k, instr in enumerate(program.instrs):
+        for ref in (looked_at.get(r, r) for r in instr.refs):
+            if ref not in sent or instr.name in first:
+                last[ref] = k
+    for o in program.outputs:
+        last.pop(looked_at.get(o.ref, o.ref), None)
+    more = [0] * (len(at) + 1)
+    for ref, k in last.items():
+        if ref.name in at:
+            more[at[ref.name]] += (nbytes := _bytes(program, at, ref))
+            more[k + 1] -= nbytes
+    return list(accumulate(more))[:-1]
+
+
+def _seen_off(program: Program, held: Sequence[int], begins: int, block: _Block, nbytes: int) -> int:
+    """The last line by which a block can leave so that it adds nothing to what is held at most.
+
+    Only between parts of the model; -1 where fewer than half as many lines lie between as inside the block.
+    """
+    most, k = max(held), block.made + 1
+    while k < begins and held[k] + nbytes <= most:
+        k += 1
+    while k > block.made and program.instrs[k].module == program.instrs[k - 1].module:
+        k -= 1
+    return k - 1 if 2 * (k - 1 - block.made) >= block.lines else -1
+
+
+def _roomy(held: Sequence[int], begins: int, read: int, nbytes: int) -> int:
+    """The first line of backward from which on so many bytes more are never more than there were before.
+
+    That is, up to where they are read. If there is none, the first line of backward.
+    """
+    most, best, after = max(held[:read]), begins, 0
+    for k in range(read - 1, begins, -1):
+        after = max(after, held[k])
+        if after + nbytes > most:
+            break
+        best = k
+    return best
+
+
+def _send(
+    block: _Block, refs: Sequence[Ref], last: Instr | None, lying: dict[Ref, Placed], program: Program, ending: str = ""
+) -> Instr:
+    outs = tuple(lying[r] for r in refs)
+    reads, ins = tuple(refs), outs
     if last is not None:
-        refs, ins = (*refs, Ref(last.name)), (*ins, last.ins[0])
-    short = block.name.replace(".", "_").removeprefix("%")
+        reads, ins = (*reads, Ref(last.name)), (*ins, last.ins[0])
+    short = block.name.replace(".", "_").removeprefix("%") + ending
     nbytes = sum(p.local(program.mesh).nbytes for p in outs)
     return Instr(
-        f"send_{short}", SEND, refs, refs, ins, outs, "", block.name, "forward", "activations to the host", nbytes
+        f"send_{short}", SEND, reads, reads, ins, outs, "", block.name, "forward", "activations to the host", nbytes
     )
 
 
-def _bring(block: _Block, send: Instr) -> Instr:
-    refs = tuple(Ref(send.name, k) for k in range(len(block.refs)))
-    name = "bring_" + send.name.removeprefix("send_")
+def _bring(block: _Block, come: Sequence[Ref], sends: Sequence[Instr]) -> Instr:
+    """Back with all that a block has sent."""
+    refs, outs = tuple(come), tuple(p for s in sends for p in s.outs if p is not None)
+    name = "bring_" + block.name.replace(".", "_").removeprefix("%")
+    nbytes = sum(s.bytes for s in sends)
     why = "activations back from the host"
-    return replace(send, name=name, op=BRING, args=refs, refs=refs, ins=send.outs, phase="backward", why=why)  # type: ignore[arg-type]
+    return Instr(name, BRING, refs, refs, outs, outs, "", block.name, "backward", why, nbytes)
 
 
 def _rewired(
