@@ -152,9 +152,9 @@ def plan(
     memory_bytes  what a rank may fill; unless given, the device's memory less the margin
     margin        share of a device's memory that stays free, 0.08 unless given; not together with memory_bytes
     budget_s      processor seconds; the best found by then is returned, and the certificate says what was left
-    pin           numbers that are fixed: dp, tp, stages, microbatches, virtual, zero, recompute; and placements of
-                  tensors by pattern: {"tp": 8, "blocks.*.mlp.up.weight": "S(0)"}
-    only          dimensions that may be used: "data", "tensor", "pipeline", "zero", "recompute", "rewrite"
+    pin           numbers that are fixed: dp, tp, stages, microbatches, virtual, zero, recompute, offload; and
+                  placements of tensors by pattern: {"tp": 8, "blocks.*.mlp.up.weight": "S(0)"}
+    only          dimensions that may be used: "data", "tensor", "pipeline", "zero", "recompute", "offload", "rewrite"
     optimizer     whose update and state are priced
     proposals     so many random moves are tried around the best plan, if it has no stages (300,000 take some 10 s)
     progress      told in words whenever a better plan is found

@@ -24,7 +24,7 @@ from laminar.ir.plan import Plan
 from laminar.ir.sbp import parse
 from laminar.ir.staged import SCHEDULES, Staged, plan_of
 
-PINS = ("dp", "tp", "stages", "microbatches", "virtual", "zero", "recompute")
+PINS = ("dp", "tp", "stages", "microbatches", "virtual", "zero", "recompute", "offload")
 PRESETS = ["data_parallel", "zero1", "zero2", "zero3", "tensor_parallel"]
 EXAMPLES = """\
 examples
@@ -41,8 +41,8 @@ examples
   laminar plan examples/gpt.py:tiny --stages 2 --microbatches 4 -o plan.json
 
 clusters: a file of `laminar profile`, or [NODESx][COUNTx]DEVICE[@FABRIC[+FABRIC]], such as 8xh100, 16x4xa100-80g,
-2xcpu. What can be pinned: dp, tp, stages, microbatches, virtual, zero, recompute (0: nothing, 1: what memory asks for),
-and how tensors lie.
+2xcpu. What can be pinned: dp, tp, stages, microbatches, virtual, zero, recompute and offload (0: nothing, 1: what
+memory asks for), and how tensors lie.
 What can be asked: memory (GB), margin, devices, cluster, link (a factor), only, batch (free), budget,
 and any pin (tp=any lifts it).
 """
@@ -112,7 +112,7 @@ def _search(args: argparse.Namespace) -> int:
 
     if args.recompute or args.offload or args.program:
         raise PlanError("--recompute, --offload and --program do not go with a search",
-                        next="--pin recompute=1, or name a mesh")  # fmt: skip
+                        next="--pin recompute=1, --pin offload=1, or name a mesh")  # fmt: skip
     cluster = cli_cost.cluster_of(args.cluster)
     if args.measure and args.batch == "free":
         raise PlanError("--measure runs the recipe's own batches", next="leave out --batch free")
@@ -255,10 +255,10 @@ def options(p: argparse.ArgumentParser) -> None:
     )
     search.add_argument("--budget", type=float, metavar="S", help="processor seconds to spend (default: 10)")
     search.add_argument("--pin", action="append", default=[], metavar="NAME=N",
-                        help="fix a number (dp, tp, stages, microbatches, virtual, zero, recompute), or how tensors "
-                        "lie ('PATTERN=S(0)', 'PATTERN=tp:S(0)'); may be repeated")  # fmt: skip
+                        help="fix a number (dp, tp, stages, microbatches, virtual, zero, recompute, offload), or how "
+                        "tensors lie ('PATTERN=S(0)', 'PATTERN=tp:S(0)'); may be repeated")  # fmt: skip
     search.add_argument("--only", metavar="DIMENSIONS", help="what may be used: data, tensor, pipeline, zero, "
-                        "recompute, rewrite, with commas (default: all)")  # fmt: skip
+                        "recompute, offload, rewrite, with commas (default: all)")  # fmt: skip
     search.add_argument("--compare", action="store_true", help="show all plans that were looked at")
     search.add_argument("--measure", action="store_true",
                         help="run the finalists and data parallel on this machine, and take the fastest")  # fmt: skip

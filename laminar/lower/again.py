@@ -21,7 +21,7 @@ recompute, to the last bit.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from laminar.cost.families import COMPUTES, family_of
@@ -76,15 +76,20 @@ def boundary(program: Program) -> dict[Ref, Placed]:
     return {r: p for r in sorted(crossing, key=str) if (p := makers[r.name].outs[r.index]) is not None}
 
 
-def boundary_bytes(program: Program) -> int:
-    """Bytes of a rank that live on from forward into backward; a view counts as the tensor behind it, once."""
+def boundary_bytes(program: Program, counts: Callable[[Instr], bool] = lambda line: True) -> int:
+    """Bytes of a rank that live on from forward into backward; a view counts as the tensor behind it, once.
+
+    `counts` says of which lines.
+    """
     makers = {i.name: i for i in program.instrs}
     held: set[Ref] = set()
     for ref in boundary(program):
         while ref.name in makers and makers[ref.name].op in FREE:
             ref = makers[ref.name].refs[0]
         held.add(ref)
-    lying = [p for r in held if r.name in makers and (p := makers[r.name].outs[r.index]) is not None]
+    lying = [
+        p for r in held if (m := makers.get(r.name)) is not None and counts(m) and (p := m.outs[r.index]) is not None
+    ]
     return sum(p.local(program.mesh).nbytes for p in lying)
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 from laminar.cost.forms import Forms
 from laminar.cost.prices import Machine, fused_work, kernel_kind
 from laminar.ir.mesh import Mesh
+from laminar.ir.patterns import pick
 from laminar.ir.program import Program
 from laminar.lower.fuse import kernels
 from laminar.lower.recompute import boundary_bytes, recompute, written_out
@@ -62,12 +63,25 @@ class Alone:
         return self._kernels[key]
 
     def kept_bytes(self, cell: Cell) -> float:
-        """Bytes of forward that are kept for backward, for one micro-batch, at full depth."""
+        """Bytes of forward that are kept for backward, for one micro-batch, at full depth.
+
+        Where blocks may wait in the host's memory, only what is made outside of them.
+        """
         key = (cell.micro_batches, cell.plain, cell.recompute)
         if key not in self._kept:
-            found = {keep: self._program(cell, keep, cell.recompute)[1] for keep in self.model.keeps}
+            if cell.recompute and cell.plain and self.model.request.offloads:
+                found = {keep: self._outside_bytes(cell, keep) for keep in self.model.keeps}
+            else:
+                found = {keep: self._program(cell, keep, cell.recompute)[1] for keep in self.model.keeps}
             self._kept[key] = extrapolated(found, self.model.layers)
         return self._kept[key]
+
+    def _outside_bytes(self, cell: Cell, keep: int) -> float:
+        """Of what is kept for backward, that which no block has made: with blocks made again, or with none."""
+        every = (self.model.blocks or "",)
+        programs = [self._program(cell, keep, again)[0][0] for again in (False, True)]
+        inside = pick(self.model.small(cell.micro_batches, keep), every)
+        return float(min(boundary_bytes(p, lambda line: inside.block_of(line.module) is None) for p in programs))
 
     def _program(self, cell: Cell, keep: int, again: bool) -> tuple[list[Program], float]:
         """What it runs for a micro-batch, as a compiler has it if there is one, and the bytes kept for backward."""

@@ -33,6 +33,7 @@ class Cell:
     dp: int
     tp: int
     recompute: bool = False
+    """Whether blocks may be made again, or wait in the host's memory, if that is short on the device."""
 
     @property
     def mesh(self) -> Mesh:
@@ -71,9 +72,12 @@ def divisors(n: int) -> list[int]:
     return sorted({*small, *(n // d for d in small)})
 
 
-def cells(request: Request, samples: int, cuts: int, recompute: bool) -> list[Cell]:
-    """All cells that a request allows for a batch of so many samples and a model of so many possible stages."""
-    found = list(_cells(request, samples, cuts, recompute))
+def cells(request: Request, samples: int, cuts: int, recompute: bool, offload: bool = False) -> list[Cell]:
+    """All cells that a request allows for a batch of so many samples and a model of so many possible stages.
+
+    `recompute` and `offload`: whether the model has blocks for that.
+    """
+    found = list(_cells(request, samples, cuts, recompute and request.recomputes, offload and request.offloads))
     if not found:
         raise PlanError(
             f"no cell is left for {request.cluster.devices} devices: {_asked(request)}",
@@ -82,7 +86,7 @@ def cells(request: Request, samples: int, cuts: int, recompute: bool) -> list[Ce
     return found
 
 
-def _cells(request: Request, samples: int, cuts: int, recompute: bool) -> Iterator[Cell]:
+def _cells(request: Request, samples: int, cuts: int, recompute: bool, offload: bool) -> Iterator[Cell]:
     devices, pin = request.cluster.devices, request.pin
     inner = request.cluster.levels[0].size if len(request.cluster.levels) > 1 else devices
     deepest = max(1, cuts) if request.allows("pipeline") else 1
@@ -104,11 +108,14 @@ def _cells(request: Request, samples: int, cuts: int, recompute: bool) -> Iterat
                         continue
                     if virtual > 1 and micro % stages:
                         continue
-                    for again in (False, True) if recompute and request.allows("recompute") else (False,):
-                        if int(again) == pin.get("recompute", int(again)):
-                            cell = Cell(stages, micro, virtual, dp, tp, again)
-                            if axes_named(request.place) <= set(cell.mesh.names):
-                                yield cell
+                    away = offload and stages == micro == 1
+                    for eased in (False, True) if recompute or away else (False,):
+                        asked = pin.get("recompute", 0) > 0 or pin.get("offload", 0) > 0
+                        cell = Cell(stages, micro, virtual, dp, tp, eased)
+                        if (asked and not eased) or (pin.get("offload", 0) > 0 and not away):
+                            continue
+                        if axes_named(request.place) <= set(cell.mesh.names):
+                            yield cell
 
 
 def _micro_batches(request: Request, samples: int, stages: int, dp: int) -> list[int]:

@@ -18,6 +18,7 @@ from laminar.planner.request import Request
 
 PLACEMENTS = "every tensor in any placement that the rules allow, on one mesh for each stage"
 RECOMPUTE = "where a cell has it: any number of blocks of each stage, the first ones, whole or without their products"
+OFFLOAD = "where a cell without stages has it: any number of blocks wait in the host's memory, evenly spread"
 CUTS = "stages are stretches of the program, in its own order, with equal meshes"
 
 
@@ -31,7 +32,8 @@ def space(graph: Graph, request: Request, cells: Sequence[Cell]) -> dict[str, An
         "placements": PLACEMENTS,
         "cuts": CUTS,
         **({"pinned": dict(request.place)} if request.place else {}),
-        "recompute": RECOMPUTE,
+        **({"recompute": RECOMPUTE} if request.recomputes else {}),
+        **({"offload": OFFLOAD} if request.offloads else {}),
         "zero": [0, 1, 2, 3] if request.allows("zero") else [0],
         "cells": [cell.to_json() for cell in cells],
     }

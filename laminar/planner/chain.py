@@ -96,7 +96,7 @@ class _Improving:
         self.model, self.cell, self.seed = model, cell, seed
         self.until = math.inf if seconds is None else time.process_time() + seconds
         self.deep = model.whole(cell.micro_batches)
-        if cell.recompute and model.blocks and not plan.recompute:
+        if cell.recompute and model.blocks and not (plan.recompute or plan.offload):
             plan = replace(plan, recompute=(model.blocks,))
         self.graph, small, plan = self._folded(plan)
         self.copies = copies(model, self.graph, self.deep)

@@ -29,6 +29,7 @@ from laminar.ir.graph import Graph
 from laminar.ir.plan import Plan
 from laminar.ir.staged import Staged, StagePlan
 from laminar.planner.cells import Cell
+from laminar.planner.eased import Mix, Ways, tried
 from laminar.planner.parts import (
     HOPS_HELD,
     Parts,
@@ -361,24 +362,46 @@ def _inside(model: Model, here: Places, staged: Staged, bare: Mapping[str, float
     return [{b: scale * s / (total[b] or 1.0) for b, s in sorted(blocks.items())} for blocks in inside]
 
 
-def plain(
-    model: Model, score: Score, plan: Plan, worth_s: float = math.inf
-) -> tuple[Plan, Prediction, tuple[int, ...]]:
-    """A score's plan without stages, simulated; and how many blocks it makes again."""
+def plain(model: Model, score: Score, plan: Plan, worth_s: float = math.inf) -> tuple[Plan, Prediction, Mix]:
+    """A score's plan without stages, simulated; and what becomes of its blocks.
+
+    As few made again as fit; then mixes that are expected to be faster (`planner/eased.py`).
+    """
+    request = model.request
+    if not score.again:
+        return plan, predict(model.graph, plan, request.cluster, optimizer=request.optimizer), Mix()
+    ways = model.ways.get((score.cell, score.style, score.zero))
+    best = None
+    if request.recomputes and (ways is None or ways.least_bytes <= UNSURE * request.room_bytes):
+        best = _fewest(model, score, plan, ways, worth_s)
+    fits = best is not None and best[1].memory.peak_bytes <= request.room_bytes
+    if ways is not None:
+        best_s = min(worth_s, best[1].seconds) if best is not None and fits else worth_s
+        for mix, made, ran in tried(model, score, plan, ways, best_s):
+            fitting = ran.memory.peak_bytes <= request.room_bytes
+            if best is None or (fitting, -ran.seconds) > (fits, -best[1].seconds):
+                best, fits = (made, ran, mix), fitting
+    if best is None:  # nothing is worth trying
+        raise PlanError(f"blocks of {score.cell} hold too much, whatever becomes of them", binds="memory")
+    return best
+
+
+def _fewest(model: Model, score: Score, plan: Plan, ways: Ways | None, worth_s: float) -> tuple[Plan, Prediction, Mix]:
+    """With as few blocks made again as fit, whole ones."""
     request, room = model.request, model.request.room_bytes
     found: dict[int, tuple[Plan, Prediction]] = {}
 
     def run(count: int) -> int:
-        made = replace(plan, recompute=model.patterns(range(count), score.style)) if score.again else plan
+        made = replace(plan, recompute=model.patterns(range(count), score.style))
         found[count] = made, predict(model.graph, made, request.cluster, optimizer=request.optimizer)
         return found[count][1].memory.peak_bytes
 
-    if not score.again:
-        run(0)
-        return *found[0], ()
-    blocks, count = len(model.block_names), score.again[0]
-    expected = score.peak_bytes + count * score.saves_bytes if score.peak_bytes else 0.0
+    blocks, count, first_saves = len(model.block_names), score.again[0], score.saves_bytes
+    expected = score.peak_bytes + count * first_saves if score.peak_bytes else 0.0
     """With nothing made again."""
+    if ways is not None and ways.whole is not None:
+        expected, first_saves = ways.kept_bytes, ways.whole[1] or first_saves
+        count = min(blocks, math.ceil((expected - room) / first_saves)) if first_saves else blocks
     held: dict[int, int] = {}
     for _ in range(TRIES):
         held[count] = run(count)
@@ -388,14 +411,14 @@ def plain(
             break
         known = {0: expected, **held} if expected else held
         more = max((n for n in known if n < count), default=-1)
-        saves = (known[more] - held[count]) / (count - more) if more >= 0 else score.saves_bytes
+        saves = (known[more] - held[count]) / (count - more) if more >= 0 else first_saves
         wanted = count + math.ceil((held[count] - room) / saves) if saves > 0 else (most + least) // 2
         if least <= blocks and least - wanted < 1 and most < 0:
             break  # nearly as much as there is room for
         count = min(max(wanted, most + 1), least - 1)
     fitting = [n for n, size in held.items() if size <= room]
     best = min(fitting) if fitting else max(held)
-    return *found[best], (best,)
+    return *found[best], Mix(best)
 
 
 def pattern(family: str, numbers: Sequence[str]) -> str:

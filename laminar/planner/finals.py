@@ -32,13 +32,15 @@ class Final:
         ways = ("data", "kept", "inner", "tensor", "sequence", "free", "hidden", "once", "sparing", "mixed")
         steps = len(self.plan.rewrites)
         return (steps, cell.stages, cell.micro_batches > 1, cell.virtual, max(map(ways.index, style)), cell.tp > 1,
-                self.score.zero, cell.recompute)  # fmt: skip
+                self.score.zero, cell.recompute, self.score.away > 0)  # fmt: skip
 
     def row(self) -> dict[str, Any]:
         """For `explain`."""
         return {"plan": described(self.score), "step_s": self.seconds, "peak_bytes": self.peak_bytes,
                 **self.score.cell.to_json(), "zero": self.score.zero,
-                **({"again": list(self.score.again)} if self.score.again else {})}  # fmt: skip
+                **({"again": list(self.score.again)} if self.score.again else {}),
+                **({"spared": self.score.spared} if self.score.spared else {}),
+                **({"offloaded": self.score.away} if self.score.away else {})}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,9 @@ def described(score: Score) -> str:
         out += f", {cell.virtual} virtual stages each" if cell.virtual > 1 else ""
     if cell.recompute and (any(score.again) or not score.again):
         some = f"{sum(score.again)} of {score.blocks} " if score.again and sum(score.again) < score.blocks else ""
-        spared = " but for products" if "sparing" in score.style else ""
+        part = f" (products of {score.spared} kept)" if 0 < score.spared < sum(score.again) else ""
+        spared = " but for products" if "sparing" in score.style or (score.spared and not part) else part
         out += f", {some}blocks made again{spared} in backward"
+    if score.away:
+        out += f", {score.away} of {score.blocks} blocks offloaded"
     return out + (", rewritten" if score.rewrites else "")

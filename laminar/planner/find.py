@@ -159,7 +159,8 @@ class _Search:
         except LaminarError as error:
             samples = 1
             self.outside.append(f"micro-batches: {str(error).splitlines()[0]}")
-        return cells(self.request, samples, self.model.cuts if samples > 1 else 1, self.model.blocks is not None)
+        blocks, cuts = self.model.blocks is not None, self.model.cuts if samples > 1 else 1
+        return cells(self.request, samples, cuts, blocks, fewest.some(self.model))
 
     # --- the loop
 
@@ -454,8 +455,9 @@ class _Search:
         try:
             plan = model.unfolded(score)
             if cell.plain:
-                plan, found, again = fewest.plain(model, score, plan, self.best_s)
-                score = replace(score, again=again)
+                plan, found, mix = fewest.plain(model, score, plan, self.best_s)
+                if score.again:
+                    score = replace(score, again=(mix.again,), spared=mix.spared, away=mix.away)
                 account = {**found.account(), "sigma": found.sigma}
                 plan = carrying(plan, self.captured, self.steps)
                 return Final(score, plan, found.seconds, found.memory.peak_bytes, account, found)

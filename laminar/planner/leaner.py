@@ -291,7 +291,7 @@ class Mix:
     def _again(self) -> tuple[int, float, float]:
         """Blocks that may be made again, and what one takes and holds more."""
         model, request = self.model, self.model.request
-        if not (some(model) and request.allows("recompute") and request.pin.get("recompute", 1)):
+        if not (some(model) and request.recomputes):
             return 0, 0.0, 0.0
         cell, base = replace(self.cell, recompute=True), self.base
         scored(model, cell, self.style, base.zero, base.plan)

@@ -65,14 +65,13 @@ class Looker:
 
     def idle(self, score: Score) -> bool:
         """Whether nothing has to be made again where something may be: the cell in which nothing may has that plan."""
-        return (
-            score.cell.recompute and bool(score.again) and not any(score.again) and "recompute" not in self.request.pin
-        )
+        asked = "recompute" in self.request.pin or "offload" in self.request.pin
+        return score.cell.recompute and bool(score.again) and not any(score.again) and not score.away and not asked
 
     def leaner(self, score: Score, final: Final | None) -> list[Score]:
-        """A plan that turned out not to fit, with as many blocks made again as it takes, if any may be."""
+        """A plan that turned out not to fit, with as many blocks made again or offloaded as it takes, if any may be."""
         model = self.model
-        allowed = self.request.allows("recompute") and self.request.pin.get("recompute", 1)
+        allowed = self.request.recomputes or (self.request.offloads and score.cell.plain)
         cell = replace(score.cell, recompute=True)
         try:
             if SPARING in score.style:  # blocks as a whole, then

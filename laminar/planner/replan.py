@@ -74,7 +74,11 @@ class Former:
         # What an axis is called says little: data parallel may have two of them.
         known = {"tensor": one.to_json().get("tp", 1), "zero": plan.account.get("choice", {}).get("zero", 0)}
         known |= {k: n for k, n in plan.account.get("form", {}).items() if k in known}
-        again = any(s.plan.recompute for s in plan.stages) if isinstance(plan, Staged) else bool(plan.recompute)
+        again = (
+            any(s.plan.recompute for s in plan.stages)
+            if isinstance(plan, Staged)
+            else bool(plan.recompute or plan.offload)
+        )
         plain = not isinstance(plan, Staged)
         return Former(plan.mesh.ranks, int(known["tensor"]), int(known["zero"]), again, plain, plan.step_s)
 

@@ -14,13 +14,13 @@ from laminar.cost.prices import UPDATES
 from laminar.errors import PlanError
 from laminar.ir.cluster import Cluster
 
-DIMENSIONS = ("data", "tensor", "pipeline", "zero", "recompute", "rewrite")
+DIMENSIONS = ("data", "tensor", "pipeline", "zero", "recompute", "offload", "rewrite")
 """`data`: the batch in parts. `tensor`: any other split of tensors. `pipeline`: stages and micro-batches. `zero`:
-state, gradients and parameters in pieces. `recompute`: activations made again. `rewrite`: other graphs that compute the
-same."""
+state, gradients and parameters in pieces. `recompute`: activations made again. `offload`: activations in the host's
+memory, on GPUs and without stages. `rewrite`: other graphs that compute the same."""
 BATCHES = ("fixed", "free")
 """The batch that was captured; or that, or an equal part of it, whichever trains most samples a second."""
-PINS = ("dp", "tp", "stages", "microbatches", "virtual", "zero", "recompute")
+PINS = ("dp", "tp", "stages", "microbatches", "virtual", "zero", "recompute", "offload")
 MARGIN = 0.08
 """Share of a device's memory that a plan leaves free unless asked otherwise: fragments, libraries, other processes."""
 
@@ -63,7 +63,7 @@ class Request:
         for name, value in self.pin.items():
             if name not in PINS:
                 raise PlanError(f"nothing called {name!r} can be pinned", allowed="  ".join(PINS))
-            least = 0 if name in ("zero", "recompute") else 1
+            least = 0 if name in ("zero", "recompute", "offload") else 1
             if not isinstance(value, int) or value < least:
                 raise PlanError(f"{name} pinned to {value!r}", allowed=f"a whole number of at least {least}")
         for name in self.only:
@@ -84,6 +84,16 @@ class Request:
     def allows(self, dimension: str) -> bool:
         """Whether a dimension may be used."""
         return dimension in self.only
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether blocks may be made again."""
+        return self.allows("recompute") and self.pin.get("recompute", 1) > 0
+
+    @property
+    def offloads(self) -> bool:
+        """Whether blocks may wait in the host's memory: on a CPU that is where they are."""
+        return self.allows("offload") and self.pin.get("offload", 1) > 0 and self.cluster.device.kind == "gpu"
 
 
 def dimensions(text: str | Sequence[str] | None) -> tuple[str, ...]:

@@ -27,6 +27,7 @@ from laminar.ir.rewrites import Steps
 from laminar.ir.sbp import local_spec
 from laminar.lower.step import step_programs
 from laminar.planner.cells import Cell
+from laminar.planner.eased import Ways, ways_of
 from laminar.planner.fewest import held_bytes, pattern, places, some
 from laminar.planner.parts import Parts, Share, parts_of, pipelined_s, share_of
 from laminar.planner.placing import SPARING, Placer
@@ -63,6 +64,10 @@ class Score:
     """Of how many, where not all are."""
     saves_bytes: float = 0.0
     """What one more saves of a step without stages, where not all are made again."""
+    spared: int = 0
+    """Of the blocks that are made again, those whose products are kept, where that is not so for all."""
+    away: int = 0
+    """Blocks that wait in the host's memory."""
 
     def __str__(self) -> str:
         zero = f" zero{self.zero}" if self.zero else ""
@@ -91,6 +96,8 @@ class Model:
         """By place, bytes by which the estimate of a pipeline was found to be too low."""
         self.shallow: dict[tuple[Cell, tuple[str, ...], int], Score] = {}
         """Scores of steps without micro-batches in which nothing or everything is made again."""
+        self.ways: dict[tuple[Cell, tuple[str, ...], int], Ways] = {}
+        """And what else may become of their blocks."""
 
     @cached_property
     def cuttable(self) -> tuple[list[Node], np.ndarray]:
@@ -311,19 +318,40 @@ def _shallow(
 
 
 def _between(model: Model, cell: Cell, style: tuple[str, ...], zero: int, plan: Plan | None, worth_s: float) -> Score:
-    """A step without micro-batches, as few blocks made again as fit: between none and all, in proportion."""
+    """A step without micro-batches, as few blocks made again as fit: between none and all, in proportion.
+
+    Or fewer, if others wait in the host's memory or keep their products.
+    """
     twin, room = replace(cell, recompute=False), model.request.room_bytes
     none = model.shallow.get((twin, style, zero)) or _shallow(model, twin, style, zero, plan, worth_s)
     if math.isnan(none.peak_bytes):
         return replace(none, cell=cell)
-    every = model.shallow.get((cell, style, zero)) or _shallow(model, cell, style, zero, plan, math.inf)
-    blocks = len(model.block_names)
+    blocks, every = len(model.block_names), None
+    best = replace(none, cell=cell, again=(0,), blocks=blocks)
+    if model.request.recomputes:
+        every = model.shallow.get((cell, style, zero)) or _shallow(model, cell, style, zero, plan, math.inf)
+        best = _some_again(model, none, every)
+    if none.peak_bytes <= room or none.plan is None:
+        return best
+    ways = model.ways[cell, style, zero] = ways_of(model, none, every)
+    found = ways.within(room)
+    if found is None or (best.peak_bytes <= room and best.seconds <= found[1]):
+        return best
+    mix, seconds, held = found
+    return replace(
+        best, seconds=seconds, peak_bytes=held, again=(mix.again,), blocks=blocks, spared=mix.spared, away=mix.away
+    )
+
+
+def _some_again(model: Model, none: Score, every: Score) -> Score:
+    """As few blocks made again as fit."""
+    room, blocks = model.request.room_bytes, len(model.block_names)
     saves = (none.peak_bytes - every.peak_bytes) / blocks
     if saves <= 0 or every.peak_bytes > room:
         return every
     if none.plan is not None and none.peak_bytes > room:
         # The first ones save more than all in the mean: behind them a block at work takes what they have saved.
-        saves = max(saves, _first_saves(model, none.plan, style))
+        saves = max(saves, _first_saves(model, none.plan, every.style))
     count = min(blocks, max(0, math.ceil((none.peak_bytes - room) / saves)))
 
     def at(a: float, b: float) -> float:
