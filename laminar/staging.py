@@ -103,21 +103,9 @@ def pipeline(
         refuse_stages(replace(plan, offload=(*plan.offload, *as_patterns(offload))))
     if recompute:
         plans = [presets.again(graph, p, (*p.recompute, *as_patterns(recompute))) for p in plans]
-    cut = split(graph, of, count)
-    sets, first = [], 0
-    for plan in plans:
-        sets.append(Place(tuple(range(first, first + plan.mesh.ranks)), plan.mesh))
-        first += plan.mesh.ranks
-    own = tuple(
-        StagePlan(s % places, stage_plan(graph, cut, s, [plans[t % places] for t in range(count)]))
-        for s in range(count)
-    )
-    return Staged(
-        graph_hash=graph.hash,
-        places=tuple(sets),
-        stages=own,
-        of={n: s for n, s in cut.of.items() if graph.by_name[n].phase == "forward"},
-        micro_batches=microbatches,
+    made = arranged(graph, of, [s % places for s in range(count)], plans, microbatches)
+    return replace(
+        made,
         schedule=schedule,
         window=window,
         apart=schedule == "zero-bubble" if apart is None else apart,
@@ -125,6 +113,28 @@ def pipeline(
         registers=dict(registers or {}),
         coupled=couple is not None,
         name=f"pipeline({count})",
+    )
+
+
+def arranged(
+    graph: Graph, of: Mapping[str, int], at: Sequence[int], plans: Sequence[Plan], microbatches: int
+) -> Staged:
+    """Stages at places: `of` has the stage of each forward op, `at` the place of each stage, `plans` one per place.
+
+    Places lie one after the other. Stages may form any DAG whose edges lead to higher numbers.
+    """
+    cut = split(graph, of, len(at))
+    sets, first = [], 0
+    for plan in plans:
+        sets.append(Place(tuple(range(first, first + plan.mesh.ranks)), plan.mesh))
+        first += plan.mesh.ranks
+    each = [plans[p] for p in at]
+    return Staged(
+        graph_hash=graph.hash,
+        places=tuple(sets),
+        stages=tuple(StagePlan(p, stage_plan(graph, cut, s, each)) for s, p in enumerate(at)),
+        of={n: s for n, s in cut.of.items() if graph.by_name[n].phase == "forward"},
+        micro_batches=microbatches,
         account=_account(graph, cut),
     )
 

@@ -59,7 +59,7 @@ class Alone:
         key = (cell.micro_batches, keep, cell.plain)
         if key not in self._kernels:
             programs, _ = self._program(cell, keep, False)
-            self._kernels[key] = [one for program in programs for one in _kernels_of(program)]
+            self._kernels[key] = [one for program in programs for one in kernels_of(program)]
         return self._kernels[key]
 
     def kept_bytes(self, cell: Cell) -> float:
@@ -114,7 +114,8 @@ def kernel_s(machine: Machine, nbytes: int, shape: tuple[int, int, str] | None, 
     return min(machine.kernel(nbytes, way).seconds for way in ways)
 
 
-def _kernels_of(program: Program) -> list[Kernel]:
+def kernels_of(program: Program) -> list[Kernel]:
+    """The kernels that a compiler writes for a program."""
     groups, forms = kernels(program), Forms(program)
     work = fused_work(forms, groups, 0)
     fused = [kernel_kind(forms.examples[forms.of[group[0]]]) == "fused" for group in groups]

@@ -41,7 +41,7 @@ from laminar.cost.prices import UPDATES, Machine
 from laminar.cost.tasks import SCALE
 from laminar.forecast import MEETING_S
 from laminar.ir.codec import Ref
-from laminar.ir.graph import Node
+from laminar.ir.graph import Graph, Node
 from laminar.ir.mesh import Mesh
 from laminar.ir.tensor import TensorSpec
 from laminar.planner.alone import ONE, Alone, kernel_s
@@ -280,6 +280,24 @@ class Bounds:
             if there is not None and there[0] != 1:
                 out[ref] = Ref(fold.ops[1, there[1], there[2]].name, ref.index)
         return out
+
+    def stage_s(self, graph: Graph, cell: Cell) -> float:
+        """What a stage that has this graph does in a step at least on a mesh: work, exchanges, updates; no kernels.
+
+        All micro-batches one after the other. What it is given and what it hands on may lie anyhow.
+        """
+        mesh, micro, machine = cell.mesh, cell.micro_batches, self.model.machine(cell.mesh)
+        piece = Piece(Placements(graph, machine, mesh, self._prices), graph.nodes)
+        weights = Weights(micro, micro * self._hidden(machine), 1.0, 1.0, True)
+        found = []
+        for shares in self._shares(cell):
+            ways = [self._ways_of(mesh, one) for one in (*shares, (1.0,) * len(shares[0]))]
+            found.append(Least(piece, weights, *ways).seconds())
+        return max(found)
+
+    def one_device_s(self) -> float:
+        """Seconds of all ops and kernels on one device."""
+        return self._alone_s[0]
 
     @cached_property
     def _alone_s(self) -> tuple[float, float]:

@@ -19,6 +19,9 @@ from laminar.planner.request import Request
 PLACEMENTS = "every tensor in any placement that the rules allow, on one mesh for each stage"
 RECOMPUTE = "where a cell has it: any number of blocks of each stage, the first ones, whole or without their products"
 OFFLOAD = "where a cell without stages has it: any number of blocks wait in the host's memory, evenly spread"
+SETS = (
+    "branches with devices of their own: any placement on one axis, or on one across nodes and one inside; none again"
+)
 CUTS = "stages are stretches of the program, in its own order, with equal meshes"
 
 
@@ -31,6 +34,7 @@ def space(graph: Graph, request: Request, cells: Sequence[Cell]) -> dict[str, An
         "memory_bytes": request.room_bytes,
         "placements": PLACEMENTS,
         "cuts": CUTS,
+        "sets": SETS,
         **({"pinned": dict(request.place)} if request.place else {}),
         **({"recompute": RECOMPUTE} if request.recomputes else {}),
         **({"offload": OFFLOAD} if request.offloads else {}),

@@ -31,8 +31,9 @@ class Final:
         cell, style = self.score.cell, self.score.style
         ways = ("data", "kept", "inner", "tensor", "sequence", "free", "hidden", "once", "sparing", "mixed")
         steps = len(self.plan.rewrites)
-        return (steps, cell.stages, cell.micro_batches > 1, cell.virtual, max(map(ways.index, style)), cell.tp > 1,
-                self.score.zero, cell.recompute, self.score.away > 0)  # fmt: skip
+        return (steps, cell.stages, bool(self.score.apart), cell.micro_batches > 1, cell.virtual,
+                max(map(ways.index, style)), cell.tp > 1, self.score.zero, cell.recompute,
+                self.score.away > 0)  # fmt: skip
 
     def row(self) -> dict[str, Any]:
         """For `explain`."""
@@ -40,7 +41,8 @@ class Final:
                 **self.score.cell.to_json(), "zero": self.score.zero,
                 **({"again": list(self.score.again)} if self.score.again else {}),
                 **({"spared": self.score.spared} if self.score.spared else {}),
-                **({"offloaded": self.score.away} if self.score.away else {})}  # fmt: skip
+                **({"offloaded": self.score.away} if self.score.away else {}),
+                **({"branches": list(self.score.apart)} if self.score.apart else {})}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -80,14 +82,17 @@ def described(score: Score) -> str:
     cell = score.cell
     mesh = " x ".join(f"{n}={s}" for n, s in zip(cell.mesh.names, cell.mesh.sizes, strict=True))
     out = f"{' and '.join(ways)} on {mesh}"
+    if score.apart:
+        sizes = " and ".join(map(str, score.apart))
+        out = f"branches apart on {sizes} devices" + (f", {' and '.join(ways)}" if max(score.apart) > 1 else "")
     if score.zero:
         out += f", ZeRO {score.zero}"
         out += " gathered once" if "kept" in score.style and score.zero == 3 else ""
     if "mixed" in score.style:
         out += ", mixed pieces"
     if not cell.plain:
-        out += f", {cell.stages} stages" if cell.stages > 1 else ""
-        out += f", {cell.micro_batches} micro-batches"
+        out += f", {cell.stages} stages" if cell.stages > 1 and not score.apart else ""
+        out += f", {cell.micro_batches} micro-batches" if cell.micro_batches > 1 or not score.apart else ""
         out += f", {cell.virtual} virtual stages each" if cell.virtual > 1 else ""
     if cell.recompute and (any(score.again) or not score.again):
         some = f"{sum(score.again)} of {score.blocks} " if score.again and sum(score.again) < score.blocks else ""

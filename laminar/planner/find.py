@@ -34,6 +34,7 @@ from laminar.ir.plan import Plan
 from laminar.ir.rewrites import Steps
 from laminar.planner import fewest
 from laminar.planner.bound import Bounds
+from laminar.planner.branches import Branches
 from laminar.planner.cells import CHUNKS, Cell, cells
 from laminar.planner.certificate import Certificate, hashed, space
 from laminar.planner.chain import improve
@@ -89,12 +90,15 @@ def sought(
             captured.until_s -= captured.left() / 2
         captured.run()
         if not captured.settled:
+            captured.spread()
+        if not captured.settled:
             return captured.nothing()
         captured.until_s = request.budget_s
         for other in others:
             if other is others[0] or captured.left() > 0:
                 other.follow()
                 other.run()
+        captured.spread()
         if not captured.finals:
             return captured.nothing(others)
         captured.around()
@@ -128,6 +132,8 @@ class _Search:
         self.model = Model(graph, request)
         self.bounds, self.looker = Bounds(self.model), Looker(self.model)
         self.outside = ["stages cut elsewhere, or of different meshes", "other schedules"]
+        self.branches: Branches | None = None
+        """Of the captured graph."""
         self.scores: list[Score] = []
         self.waiting: list[tuple[float, int, Score]] = []
         """Scores that would be the best, to be simulated: a heap."""
@@ -144,6 +150,8 @@ class _Search:
         """Cells in which nothing can fit."""
         self.bias: dict[bool, float] = {}
         """The least that a simulation at full depth came to, of its score; with micro-batches and without."""
+        self.apart: list[Score] = []
+        """Plans with branches on devices of their own."""
         self.confirm_s = 0.0
         """Processor seconds of the last one."""
         self.bound_s = 0.0
@@ -209,6 +217,23 @@ class _Search:
                 zero = self.looker.zeros(cell)[-1]
                 self.wait([scored(self.model, cell, ("data", "data", KEPT), zero, roomy=self.roomy(cell))])
                 self.settle(math.inf)
+
+    def spread(self) -> None:
+        """Branches on devices of their own, where there are any that are worth it.
+
+        Behind everything else: what was found until then does not depend on it.
+        """
+        if self.branches is not None:
+            return
+        coupled = any(text.startswith("micro-batches:") for text in self.outside)
+        self.branches = Branches(self.model, self.bounds, coupled)
+        for final in self.branches.search(lambda: self.best_s, self.left):
+            self.apart.append(final.score)
+            if feasible(final.score, self.request):
+                self.finals.append(final)
+                if self.best_s == final.seconds:
+                    self.progress(f"{final.seconds * 1e3:.3f} ms: {described(final.score)}")
+        self.branches.raise_bound(self.best_s, self.left)
 
     def follow(self) -> None:
         """What is the best so far, done to this graph: its tensors are placed anew, in the same cell and style."""
@@ -476,13 +501,15 @@ class _Search:
 
     def nothing(self, others: Sequence[_Search] = ()) -> Nothing:
         """What is known where no plan was found."""
-        scores = [score for s in (self, *others) for score in s.scores]
+        scores = [score for s in (self, *others) for score in (*s.scores, *s.apart)]
         sure = [self, *(s for s in others if s.through)]
         about = space(self.model.graph, self.request, self.cells)
         about["rewrites"] = [[step.to_json() for step in s.steps] for s in sure]
+        ways = self.branches.at if self.branches else {}
+        about["branches"] = [way.to_json() for way in ways]
         return Nothing(
             no_room(self.request, min((s.peak_bytes for s in scores), default=math.inf)),
-            min(s.bound_s if self.settled else min(s.at.values()) for s in sure),
+            min([s.bound_s if self.settled else min(s.at.values()) for s in sure] + list(ways.values())),
             hashed(about),
             not all(s.peak_bytes > self.request.room_bytes for s in scores),
             self.left() > 0 or not self.settled,
@@ -495,20 +522,26 @@ class _Search:
         sure = [self, *(s for s in others if s.through or s.steps == best.plan.rewrites)]
         about = space(self.model.graph, self.request, self.cells)
         about["rewrites"] = [[step.to_json() for step in s.steps] for s in sure]
+        ways = self.branches.at if self.branches else {}
+        about["branches"] = [way.to_json() for way in ways]
         left = unexplored + 1 + len(others) - len(sure)
         outside = [f"rewrites of the graph that were not searched to the end: {left}"] if left else []
-        bound_s = min(*(s.bound_s for s in sure), *(f.seconds for f in finals))
+        outside.append("branches on devices of their own" + (", dealt out in other ways" if ways else ""))
+        bound_s = min(*(s.bound_s for s in sure), *(f.seconds for f in finals), *ways.values())
+        seen = self.branches.looked_at if self.branches else set()
         bounds = [(s, cell, at_s) for s in sure for cell, at_s in s.at.items()]
         known = best.account.get("known") or {}
         certificate = Certificate(
             space=hashed(about),
             step_s=best.seconds,
             bound_s=bound_s,
-            cells=len(bounds),
-            looked_at=sum(len(s.looked_at) for s in sure),
-            pruned=sum(at_s >= best.seconds and c not in s.looked_at | s.unfit for s, c, at_s in bounds),
+            cells=len(bounds) + len(ways),
+            looked_at=sum(len(s.looked_at) for s in sure) + len(seen),
+            pruned=sum(at_s >= best.seconds and c not in s.looked_at | s.unfit for s, c, at_s in bounds)
+            + sum(at_s >= best.seconds and way not in seen for way, at_s in ways.items()),
             unfit=sum(len(s.unfit) for s in sure),
-            unfinished=sum(at_s < best.seconds and c not in s.looked_at for s, c, at_s in bounds),
+            unfinished=sum(at_s < best.seconds and c not in s.looked_at for s, c, at_s in bounds)
+            + sum(at_s < best.seconds and way not in seen for way, at_s in ways.items()),
             outside=(*outside, *self.outside),
             interval=interval(best.seconds, best.account.pop("sigma")),
             known="prices " + (", ".join(f"{v:.0%} {k}" for k, v in known.items() if v >= 0.01) or "from peaks"),
@@ -522,7 +555,7 @@ class _Search:
             "runners_up": [f.row() for f in finals if f is not best],
             "search_s": time.process_time() - self.began,
         }
-        scores = tuple(sorted((x for s in (self, *others) for x in s.scores), key=lambda x: x.seconds))
+        scores = tuple(sorted((x for s in (self, *others) for x in (*s.scores, *s.apart)), key=lambda x: x.seconds))
         return Found(replace(best.plan, account=account), certificate, tuple(finals), scores, about)
 
 

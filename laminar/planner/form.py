@@ -332,7 +332,11 @@ class _Reading:
         return stage, over.most_common(1)[0][0]
 
     def stages(self, staged: Staged) -> None:
-        """Stages that hold unequal numbers of layers are told."""
+        """Stages that hold unequal numbers of layers are told; stages side by side have no form that others know."""
+        if len(staged.stages) % len(staged.places) or any(
+            stage.place != s % len(staged.places) for s, stage in enumerate(staged.stages)
+        ):
+            self.obstacles.append("branches of the model run beside each other, on devices of their own")
         layers: dict[int, set[str]] = {s: set() for s in range(len(staged.stages))}
         for node in self.graph.nodes:
             if node.name in staged.of and block_of(node.module):

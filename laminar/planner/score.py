@@ -68,6 +68,8 @@ class Score:
     """Of the blocks that are made again, those whose products are kept, where that is not so for all."""
     away: int = 0
     """Blocks that wait in the host's memory."""
+    apart: tuple[int, ...] = ()
+    """Devices of each set, where branches have some of their own (`planner/branches.py`)."""
 
     def __str__(self) -> str:
         zero = f" zero{self.zero}" if self.zero else ""
