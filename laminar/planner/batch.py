@@ -128,7 +128,11 @@ class Batches:
             sentence = self.sentence(best, account["certificate"]["sentence"])
             proof = account["certificate"]
             unseen = self.request.allows("rewrite") and any(b.plan is None and b.error is None for b in self.open)
-            outside = [*proof["outside"], "rewrites, and branches apart, for batches that were not searched"] if unseen else []
+            outside = (
+                [*proof["outside"], "rewrites, and branches apart, for batches that were not searched"]
+                if unseen
+                else []
+            )
             account["certificate"] = {**proof, "sentence": sentence, "outside": outside or proof["outside"]}
         return replace(best.plan, account=account)
 
