@@ -12,8 +12,8 @@ simulated; then each set tries its other placements, as long as that helps.
 
 What a way takes at least, whatever its placements, is the business of `planner/branches_bound.py`.
 
-Not covered: branches that are pipelines themselves, several regions at a time, branches of a graph that was rewritten,
-blocks made again, devices of several kinds.
+Not covered: branches that are pipelines themselves, sets without a branch, several regions at a time, branches of a
+graph that was rewritten, blocks made again, devices of several kinds.
 """
 
 from __future__ import annotations
