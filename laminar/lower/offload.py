@@ -82,6 +82,7 @@ def offloaded(program: Program) -> Program:
         return program
     first = early(program)
     begins = next(k for k, i in enumerate(program.instrs) if i.name not in first)
+    ends = 1 + max(k for k, i in enumerate(program.instrs) if i.name in first)  # weights may be gathered ahead
     held = _held(program, first, {ref for block in blocks for ref in block.refs})
     lying = {Ref(i.name, k): p for i in program.instrs for k, p in enumerate(i.outs) if p is not None}
     behind: dict[int, list[Instr]] = {}
@@ -104,7 +105,7 @@ def offloaded(program: Program) -> Program:
             sends.append(last)
         at = ahead.get(block.name, begins)
         if block.name not in ahead:
-            at = _roomy(held, begins, block.read, nbytes)
+            at = _roomy(program, held, max(begins, ends if ends < block.read else 0), block.read, nbytes)
         back = _bring(block, [Ref(s.name, k) for s in sends for k in range(len(s.outs))], sends)
         before.setdefault(max(at, begins, block.made + 1), []).append(back)
         away |= {ref: Ref(back.name, k) for k, ref in enumerate((*refs, *late))}
@@ -274,10 +275,10 @@ def _seen_off(program: Program, held: Sequence[int], begins: int, block: _Block,
     return k - 1 if 2 * (k - 1 - block.made) >= block.lines else -1
 
 
-def _roomy(held: Sequence[int], begins: int, read: int, nbytes: int) -> int:
+def _roomy(program: Program, held: Sequence[int], begins: int, read: int, nbytes: int) -> int:
     """The first line of backward from which on so many bytes more are never more than there were before.
 
-    That is, up to where they are read. If there is none, the first line of backward.
+    That is, up to where they are read. If there is none, the first line of backward. Between parts of the model.
     """
     most, best, after = max(held[:read]), begins, 0
     for k in range(read - 1, begins, -1):
@@ -285,6 +286,8 @@ def _roomy(held: Sequence[int], begins: int, read: int, nbytes: int) -> int:
         if after + nbytes > most:
             break
         best = k
+    while begins < best < read and program.instrs[best].module == program.instrs[best - 1].module:
+        best += 1
     return best
 
 

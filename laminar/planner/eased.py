@@ -190,9 +190,9 @@ def ways_of(model: Model, kept: Score, whole: Score | None) -> Ways:
         if whole is not None:  # at both depths, and so without what only the shallow model has
             each = max(0.0, whole.seconds - kept.seconds) / blocks, each[1]
         found = replace(found, whole=each, spared=way((*style, SPARING)))
-    if request.offloads:
+    if request.offloads and forward_s:
         one_s, one, _, sent = run(replace(plan, offload=model.patterns([0], (), of=depth)))
-        if sent and forward_s:
+        if sent and kept_bytes > one:
             _, late, _, _ = run(replace(plan, offload=model.patterns([max(0, few - 1)], (), of=depth)))
             _, every, _, _ = run(replace(plan, offload=model.patterns(range(blocks), ())))
             found = replace(

@@ -115,9 +115,10 @@ class Looker:
                     continue
                 if feasible(one, self.request):
                     best_s = min(best_s, one.seconds)
-                # Pieces save memory; besides, they save updates and waiting for gradients, but no work.
+                # Pieces save memory; besides, they save updates and waiting for gradients, but no work, unless blocks
+                # are made again or leave for want of memory.
                 slow = BUSY * (one.seconds - one.behind_s) > best_s or not free
-                if slow and not one.peak_bytes > self.request.room_bytes:
+                if slow and not one.peak_bytes > self.request.room_bytes and not (any(one.again) or one.away):
                     break
         return found
 
