@@ -11,8 +11,8 @@ from there on what is left over (`lower/offload.py` says who waits for whom):
     a step    that offloads is launched op by op where it could have been replayed: a sum for all of them.
     all       blocks is a way of its own: then the last one stays, and gives the one before it time to come back.
 
-Blocks that leave are spread out so that this is least, from the first block on. Of the others the first ones are made
-again, whole ones first: their backward comes last.
+Blocks that leave are spread out so that this is least, from the first or second block on. Of the others the first ones
+are made again, whole ones first: their backward comes last.
 
 All mixes are tried on these figures (a few thousand additions); what no other beats in seconds and in bytes is the
 front, on which whatever room there is finds its mix. The fastest that should fit is simulated at full depth; what the
@@ -141,7 +141,11 @@ class Ways:
 
     def placed(self, mix: Mix) -> tuple[list[int], list[int], list[int]]:
         """Which blocks are made again, which without their products, and which leave."""
-        away = [k * self.spread[mix.away][0] for k in range(mix.away)]
+        apart = self.spread[mix.away][0]
+        left = self.blocks - 1 - self.behind - (mix.away - 1) * apart
+        # What comes into the first block is made outside of it and stays: the second one saves more, if there is time.
+        begin = int(0 < mix.away < self.blocks and left > 1 and not self._wait_s(left - 1))
+        away = [begin + k * apart for k in range(mix.away)]
         rest = [k for k in range(self.blocks) if k not in away]
         return rest[: mix.whole], rest[mix.whole : mix.again], away
 
@@ -191,7 +195,7 @@ def ways_of(model: Model, kept: Score, whole: Score | None) -> Ways:
             each = max(0.0, whole.seconds - kept.seconds) / blocks, each[1]
         found = replace(found, whole=each, spared=way((*style, SPARING)))
     if request.offloads and forward_s:
-        one_s, one, _, sent = run(replace(plan, offload=model.patterns([0], (), of=depth)))
+        one_s, one, _, sent = run(replace(plan, offload=model.patterns([min(1, few - 1)], (), of=depth)))
         if sent and kept_bytes > one:
             _, late, _, _ = run(replace(plan, offload=model.patterns([max(0, few - 1)], (), of=depth)))
             _, every, _, _ = run(replace(plan, offload=model.patterns(range(blocks), ())))
