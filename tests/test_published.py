@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import io
 import json
+from collections import Counter
 from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from bench.published import command, prices, rows, steps
-from bench.published.choices import choices
+from bench.published import bills, command, prices, rows, steps
+from bench.published.choices import choices, shape_of
 from bench.published.fit import Problem, solved
 from bench.published.machines import A100, B200, H100, V100, gpu_of, wiring
 from bench.published.pipes import layout_of, pipe_s
@@ -19,6 +20,7 @@ from bench.published.prices import Constants
 from bench.published.rows import Row, measured_s, model_flops
 from bench.published.stacks import STACKS, stack_of
 from laminar.cost.pipeline import execute
+from laminar.cost.prices import Machine
 from laminar.lower.schedules import dag_net
 
 HEADER = (
@@ -194,6 +196,19 @@ def test_long_steps_follow_from_short_ones(places: int, chunks: int) -> None:
 
 
 # --- predictions
+
+
+def test_a_bill_has_what_products_kernels_and_exchanges_ask_for() -> None:
+    """What is not written down costs nothing: a recorder whose methods no price list asks for would leave that out."""
+    own = {name for name in vars(bills.Recorder) if not name.startswith("_")}
+    assert all(callable(getattr(Machine, name, None)) for name in own)
+    one = row(tp="2")
+    shape = shape_of(one, choices(one)[0], stack_of("Megatron-LM"))
+    for fused in (True, False):
+        found = bills.made(shape, 2, recompute="none", split_norms=False, fused=fused, compiled=False)
+        for part in ("Fblock", "Bblock"):
+            kinds = Counter(item[0] for item in found.parts[part].items)
+            assert min(kinds[k] for k in ("mm", "bytes", "move", "launch")) > 0, (part, fused, kinds)
 
 
 def test_recompute_costs_time_and_saves_memory() -> None:

@@ -98,7 +98,7 @@ class Recorder(Machine):
     def op(self, call: Call, marks: tuple[str, ...] = ()) -> Price:
         return Price(0.0, self._note(item_of(call, marks)), 0.0, "")
 
-    def _fused(self, nbytes: int, shape: tuple[int, int, str] | None) -> Price:
+    def kernel(self, nbytes: int, shape: tuple[int, int, str] | None) -> Price:
         return Price(0.0, self._note(("bytes", nbytes, shape is not None)), 0.0, "")
 
     def exchange(self, instr: Instr, mesh: Mesh, rank: int, resident: bool) -> Exchange:

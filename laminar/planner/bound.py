@@ -13,13 +13,14 @@ A sum that no plan can undercut, minimised over all placements. What it adds up,
                meanwhile: there it is 1.
     levels     Exchanges that use the links of one level share them, so their seconds add up, whatever their axes.
                Those of different levels may run at the same time: of two, a mean counts, any mean, and the best one
-               is looked for. What is exchanged before any gradient is there has a mean of its own, since nothing that
-               comes later runs beside it; what may be exchanged at either time counts by the less of both. With
-               micro-batches there is no such order, but what comes once a step begins when all of them are done.
+               is looked for. With micro-batches, what comes once a step begins when all of them are done, and has a
+               mean of its own.
     lanes      A step is not over before its exchanges are: a mixture of the sum above and of their seconds alone is a
                bound as well. It is only looked at where exchanges could take longer than everything together.
     update     Optimizer state lies whole or in pieces. In pieces it is updated faster, but then what was updated is
                gathered, which nothing hides, and ranks that hold pieces add up the norm of their gradients.
+    fetching   Parameters in pieces are gathered for forward, and for backward again, or held in between. What that
+               saves is bounded by the room there is.
     stages     With S stages and M micro-batches the slowest stage, which has at least its share of the work, does it M
                times, and stands still while the first micro-batch comes to it and the last one leaves. Besides, ranks
                agree on the beginning and the end of the step.
@@ -37,6 +38,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import numpy as np
+
 from laminar.cost.prices import UPDATES, Machine
 from laminar.cost.tasks import SCALE
 from laminar.forecast import MEETING_S
@@ -49,14 +52,14 @@ from laminar.planner.cells import Cell
 from laminar.planner.least import Least, Weights, per_element_s
 from laminar.planner.options import Piece, Placements, Prices
 from laminar.planner.score import Model, extrapolated
-from laminar.planner.ways import Ways
+from laminar.planner.ways import LARGE, PARAMETERS, ROW, Ways, pairs_of
 
-MEANS = ((0.6, 0.6, 0.6), (0.9, 0.2, 0.2))
-"""How much the inner level counts of two: before any gradient is there, after, and of gradients themselves."""
-PARTED = ((0.5, 0.5, 0.1), (0.9, 0.9, 0.1))
-"""The same with micro-batches, where gradients come behind all of them."""
-Shares = tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]
-"""By level, what its exchanges count before any gradient is there, after, and of gradients."""
+MEANS = ((0.6, 0.6), (0.3, 0.3))
+"""How much the inner level counts of two: beside work, and behind it."""
+PARTED = ((0.5, 0.1), (0.9, 0.1))
+"""The same with micro-batches, where these don't run at the same time."""
+Shares = tuple[tuple[float, ...], tuple[float, ...]]
+"""By level, what its exchanges count beside work, and behind it."""
 MIXES = (0.7, 0.45)
 """How much everything counts against exchanges alone."""
 FEW = 4
@@ -240,7 +243,7 @@ class Bounds:
             return tuple(dict(zip(levels, way, strict=True)).get(k, 0.0) for k in range(len(cluster.levels)))
 
         means = MEANS if cell.plain else PARTED
-        return list(dict.fromkeys((by_level(a), by_level(b), by_level(c)) for a, b, c in means))
+        return list(dict.fromkeys((by_level(beside), by_level(behind)) for beside, behind in means))
 
     # --- placements
 
@@ -248,10 +251,24 @@ class Bounds:
         """The least of everything that depends on placements, at full depth."""
         ways: list[Ways | None] = [None]
         if shares:
-            before, after, behind = shares
-            either = tuple(map(min, before, after))
-            ways = [self._ways_of(mesh, one) for one in (either, before, after, behind, (1.0,) * len(behind))]
-        return sum(Least(piece, weights, *ways).repeated(times) for piece, times in self._pieces_of(mesh, parts))
+            ways = [self._ways_of(mesh, one) for one in (*shares, (1.0,) * len(shares[0]))]
+        room = self.model.request.room_bytes
+        if shares and not weights.parts:
+            weights = replace(weights, held=self._held_s(mesh, weights, shares))
+        seconds = sum(Least(piece, weights, *ways).repeated(times) for piece, times in self._pieces_of(mesh, parts))
+        return seconds - (room * weights.held if weights.held < math.inf else 0.0)
+
+    def _held_s(self, mesh: Mesh, weights: Weights, shares: Shares) -> float:
+        """What is taken to be the worth of a byte that forward has fetched and backward finds there; any is sound.
+
+        A plan that gathers once saves what fetching parameters for backward counts, at most this for each byte that it
+        holds meanwhile, and it holds no more than there is room for. Where all parameters fit, it saves everything.
+        """
+        if sum(i.spec.nbytes for i in self.model.graph.of_kind("param")) <= self.model.request.room_bytes:
+            return 0.0
+        ways = self._ways_of(mesh, shares[0])
+        pieces, whole = np.full((1, len(mesh.sizes)), ROW), np.zeros((1, len(mesh.sizes)), dtype=np.intp)
+        return weights.hidden * float(ways.table(LARGE, pairs_of(pieces, whole), PARAMETERS)[0, 0]) / LARGE
 
     def _ways_of(self, mesh: Mesh, shares: tuple[float, ...]) -> Ways:
         key = (mesh, shares)

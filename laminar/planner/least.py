@@ -24,7 +24,7 @@ from laminar.cost.prices import Machine
 from laminar.ir.codec import Ref
 from laminar.ir.graph import Node
 from laminar.ir.tensor import TensorSpec
-from laminar.planner.options import AFTER, BEFORE, EITHER, Exchange, Piece, Rows
+from laminar.planner.options import Exchange, Piece, Rows
 from laminar.planner.ways import GRADIENTS, LARGE, PARAMETERS, VALUES, Ways
 from laminar.search.minsum import Factor, floor
 
@@ -50,6 +50,8 @@ class Weights:
     """Of the reduction of gradients, once a step."""
     parts: bool = False
     """Whether the program is cut into parts: by stages, or forward from backward."""
+    held: float = math.inf
+    """What it counts at most to fetch a byte of a parameter for backward, of those that are then there."""
 
 
 @dataclass(frozen=True)
@@ -60,10 +62,6 @@ class Least:
     weights: Weights
     ways: Ways | None
     """None: exchanges count nothing."""
-    before: Ways | None = None
-    """Of what is exchanged before any gradient is there; unless given, as all the rest."""
-    after: Ways | None = None
-    """Of what is exchanged once every op has run that all gradients wait for; unless given, as all the rest."""
     behind: Ways | None = None
     """Of what comes once a step, where that has the links for itself; unless given, as all the rest."""
     exposed: Ways | None = None
@@ -151,11 +149,10 @@ class Least:
         made = {n.name: len(n.ins) for n in self.piece.nodes}
         for own, found in given.items():
             spec, what = self._spec(own), GRADIENTS if self.weights.parts else VALUES
-            ways = self._at(min(self.piece.placements.when(ref, node.name) for node, _, ref in found))
             placed, lies = kept[own.name].placed[:, made[own.name] + own.index], self.piece.lies(own)
             whole = np.zeros_like(lies[:1])
             paid, given_ = (
-                self.weights.work * worth * self._table(spec, between, what, ways=ways)[between.ones, 0]
+                self.weights.work * worth * self._table(spec, between, what)[between.ones, 0]
                 for key, at in (("paid", placed), ("given", lies))
                 for between in [self.piece.exchange((key, own), at, whole)]
             )
@@ -200,7 +197,7 @@ class Least:
         One that nothing runs beside pays in full, less what the others pay of it: they may find what it has fetched.
         """
         hidden, shared, spec = self.weights.hidden / readers, self.piece.readers[ref] > 1, self._spec(ref)
-        table = self._table(spec, between, what, shared, self._at(self.piece.placements.when(ref, reader.name)))
+        table = self._table(spec, between, what, shared)
         if (ref, reader.name) not in self.piece.placements.chain:
             return hidden * table
         machine, specs = self.piece.placements.machine, self.piece.placements.graph.specs
@@ -209,10 +206,6 @@ class Least:
         beside = sum(machine.kernel(2 * 4 * specs[r].numel, None).seconds for r in own)
         full = (self.weights.work - hidden * (readers - 1)) / reader.ins.count(ref)
         return np.maximum(hidden * table, full * (self._table(spec, between, what, shared, self.exposed) - beside))
-
-    def _at(self, when: int) -> Ways | None:
-        """What counts of an exchange at that time."""
-        return {BEFORE: self.before, AFTER: self.after, EITHER: None}[when] or self.ways
 
     def _table(
         self, spec: TensorSpec, between: Exchange, what: int, shared: bool = True, ways: Ways | None = None
@@ -257,13 +250,14 @@ class Least:
                 factors.append(((variables[o.ref.name], owner), (between.ones, between.others), table))
             phases = Counter(n.phase == "forward" for n, _, _ in read)
             for node, placed, i in read:
-                # What one has fetched serves others of its phase; what forward has, where programs are whole, backward.
-                forward = node.phase == "forward"
-                if not (forward or self.weights.parts) and phases[True]:
-                    continue
+                # What one has fetched serves others of its phase, and what forward has fetched it may serve backward.
                 between = self.piece.exchange(("param", o.name, node.name, i), stored, placed)
-                ways = self._at(self.piece.placements.when(Ref(o.name), node.name))
-                table = self.weights.hidden / phases[forward] * self._table(spec, between, PARAMETERS, ways=ways)
+                table = self.weights.hidden * self._table(spec, between, PARAMETERS)
+                if node.phase != "forward" and phases[True]:
+                    most = np.zeros(table.shape[1])
+                    most[between.others] = self.weights.held * spec.nbytes / self._shares(placed)
+                    table = np.minimum(table, most)
+                table = table / phases[node.phase == "forward"]
                 factors.append(((owner, variables[node.name]), (between.ones, between.others), table))
 
     def _shares(self, placed: np.ndarray) -> np.ndarray:

@@ -15,8 +15,6 @@ Options are kept as arrays of numbers (`ways.number`): a row for each, a column 
 
 from __future__ import annotations
 
-import functools
-import operator
 from collections import Counter
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -36,8 +34,6 @@ from laminar.rules.notation import Call, Signature, call_of, localise
 from laminar.rules.signing import Blocks, options, probed_signatures
 from laminar.search.complete import circulating
 
-BEFORE, AFTER, EITHER = range(3)
-"""When a value is exchanged: before any gradient is there, once one may be, or either."""
 Rules = tuple[Blocks, tuple[Signature, ...]]
 """What signatures depend on besides the call: block counts that come up, and what probing has found."""
 
@@ -194,42 +190,20 @@ class Placements:
         return probed_signatures(self.graph)
 
     @cached_property
-    def _bit(self) -> dict[str, int]:
-        """A bit for each op."""
-        return {n.name: 1 << k for k, n in enumerate(self.graph.nodes)}
-
-    @cached_property
-    def _above(self) -> dict[str, int]:
-        """By op, the ops that it waits for, and itself."""
-        above: dict[str, int] = {}
-        for n in self.graph.nodes:
-            mask = self._bit[n.name]
-            for r in n.ins:
-                mask |= above.get(r.name, 0)
-            above[n.name] = mask
-        return above
-
-    @cached_property
-    def _first(self) -> int:
-        """Ops that every gradient waits for: most of forward, if there is one loss."""
-        grads = [self._above[o.ref.name] for o in self.graph.outputs if o.kind == "grad" and o.ref.name in self._above]
-        return functools.reduce(operator.and_, grads) if grads else 0
-
-    def when(self, ref: Ref, reader: str) -> int:
-        """Whether a value is brought to its reader before any gradient is there, when one may be, or either."""
-        if self._bit[reader] & self._first:
-            return BEFORE
-        waits = self._above.get(ref.name, 0) & self._first == self._first != 0
-        return AFTER if waits else EITHER
-
-    @cached_property
     def chain(self) -> frozenset[tuple[Ref, str]]:
         """Exchanges of forward that nothing runs beside: (value, reader).
 
         All of forward's other work either leads to the value or comes from its reader.
         """
-        nodes, bit, above = self.graph.nodes, self._bit, self._above
+        nodes = self.graph.nodes
+        bit = {n.name: 1 << k for k, n in enumerate(nodes)}
         heavy = sum(bit[n.name] for n in nodes if n.phase == "forward" and n.op not in FREE)
+        above: dict[str, int] = {}
+        for n in nodes:
+            mask = bit[n.name]
+            for r in n.ins:
+                mask |= above.get(r.name, 0)
+            above[n.name] = mask
         below = dict(bit)
         for n in reversed(nodes):
             for r in n.ins:
