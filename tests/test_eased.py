@@ -103,7 +103,10 @@ def compared(graph: Graph, devices: int, letters: str, parts: tuple[float, ...])
         assert ran.seconds <= searched(graph, devices, room, "data,recompute").certificate.step_s
 
 
-@pytest.mark.parametrize(("devices", "letters", "parts"), [(1, "ko", (0.5,)), (2, "kwo", (0.3,))])
+@pytest.mark.parametrize(
+    ("devices", "letters", "parts"),
+    [(1, "ko", (0.5,)), pytest.param(2, "kwo", (0.3,), marks=pytest.mark.slow)],
+)
 def test_the_choice_is_next_to_the_fastest_of_all_that_fit(
     devices: int, letters: str, parts: tuple[float, ...]
 ) -> None:

@@ -157,7 +157,8 @@ def test_zero_stores_a_share(name: str, stage: int, ranks: int) -> None:
     one = specimen(name)
     mesh = Mesh({"dp": ranks})
     plan = laminar.plans.zero(one.graph, mesh, stage=stage)
-    program = program_of(one, plan) if stage == 3 or ranks == 2 else laminar.lower(one.graph, plan)
+    checked = stage == 3 or (ranks == 2 and not name.startswith("hf"))  # large ones once are enough
+    program = program_of(one, plan) if checked else laminar.lower(one.graph, plan)
     params = [i for i in one.graph.of_kind("param") if i.trainable]
     whole = sum(i.spec.nbytes for i in params)
     pieces = sum(share(i.spec, ranks) for i in params)

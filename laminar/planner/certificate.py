@@ -23,6 +23,8 @@ SETS = (
     "branches with devices of their own: any placement on one axis, or on one across nodes and one inside; none again"
 )
 CUTS = "stages are stretches of the program, in its own order, with equal meshes"
+GATHERS = "parameters in pieces: once a step, or for forward and for backward"
+ALGORITHMS = "of each exchange the cheapest: ring, tree, halving and doubling, direct, by switch, by shared memory"
 
 
 def space(graph: Graph, request: Request, cells: Sequence[Cell]) -> dict[str, Any]:
@@ -39,6 +41,8 @@ def space(graph: Graph, request: Request, cells: Sequence[Cell]) -> dict[str, An
         **({"recompute": RECOMPUTE} if request.recomputes else {}),
         **({"offload": OFFLOAD} if request.offloads else {}),
         "zero": [0, 1, 2, 3] if request.allows("zero") else [0],
+        "gathers": GATHERS,
+        "algorithms": ALGORITHMS,
         "cells": [cell.to_json() for cell in cells],
     }
 
