@@ -109,7 +109,7 @@ def _train(ranks: dict[int, Ranks], name: str, count: int, pin: Mapping[str, int
 
 
 REAL = [
-    ("mlp.py:tiny", 2, {}), ("gpt.py:tiny", 2, {}), ("dlrm.py:tiny", 2, {}), ("vit.py:tiny", 4, {}),
+    ("mlp.py:tiny", 2, {}), ("gpt.py:tiny", 2, {}), ("dlrm.py:tiny", 2, {}), ("mlp.py:tiny", 4, {}),
 ]  # fmt: skip
 PINNED = [
     ("gpt.py:tiny", 4, {"stages": 2, "microbatches": 4, "dp": 2}), ("llama.py:tiny", 4, {"dp": 2, "tp": 2}),
