@@ -45,6 +45,7 @@ _WHERE = {
     "S": "laminar.ir.sbp",
     "SimulationError": "laminar.errors",
     "Sized": "laminar.train.engine",
+    "CheckError": "laminar.errors",
     "StateError": "laminar.errors",
     "StoppedError": "laminar.errors",
     "TensorSpec": "laminar.ir.tensor",
@@ -65,6 +66,7 @@ __all__ = [
     "B",
     "BatchError",
     "CaptureError",
+    "CheckError",
     "Cluster",
     "ClusterError",
     "Graph",
@@ -172,6 +174,7 @@ if TYPE_CHECKING:
     from laminar.errors import (
         BatchError,
         CaptureError,
+        CheckError,
         ClusterError,
         GraphError,
         LaminarError,

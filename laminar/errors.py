@@ -15,6 +15,7 @@
     ├── TimelineError       a file that is no timeline, or a span that can't have happened
     ├── RecipeError         a recipe that can't be found or has the wrong shape
     ├── OptimizerError      an optimizer that can't run on what ranks own
+    ├── CheckError          the compiled step gives other numbers than the model itself
     ├── StateError          a checkpoint that is not this model's or this optimizer's
     ├── NonFiniteError      a loss or gradient that is NaN or infinite
     ├── OutOfMemoryError    a rank needs more memory than there is
@@ -94,6 +95,10 @@ class RecipeError(LaminarError):
 
 class OptimizerError(LaminarError):
     """An optimizer that can't run on what ranks own."""
+
+
+class CheckError(LaminarError):
+    """The compiled step gives other numbers than the model itself."""
 
 
 class StateError(LaminarError):

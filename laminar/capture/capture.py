@@ -80,6 +80,15 @@ def check_batch(graph: Graph, batch: Any) -> dict[str, Tensor]:
     return leaves
 
 
+def read_loss(result: Any) -> tuple[Any, Any, dict[str, Tensor]]:
+    """What a loss function returned: the loss, what is differentiated where gradients are scaled, and metrics."""
+    if not isinstance(result, Loss):
+        return result, result, {}
+    total = result.total
+    weight = result.weight if isinstance(result.weight, Tensor) else torch.tensor(float(result.weight))
+    return total / weight, total, {"loss_total": total, "loss_weight": weight}
+
+
 def capture(
     model: nn.Module,
     loss: Callable[[nn.Module, Any], Any],
@@ -113,13 +122,7 @@ def capture(
         given.update(zip(leaves, fakes, strict=True))
 
     def step() -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        result = loss(model, unflatten(tree, given))
-        metrics: dict[str, Tensor] = {}
-        value = total = result
-        if isinstance(result, Loss):
-            total = result.total
-            weight = result.weight if isinstance(result.weight, Tensor) else torch.tensor(float(result.weight))
-            value, metrics = total / weight, {"loss_total": total, "loss_weight": weight}
+        value, total, metrics = read_loss(loss(model, unflatten(tree, given)))
         if not scaled or not isinstance(total, Tensor):
             return value, value, metrics
         return value, total * given[SCALE].to(total.dtype), metrics
