@@ -11,6 +11,7 @@ import contextlib
 import linecache
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -34,7 +35,7 @@ from laminar.capture.slots import PLAIN
 
 _TORCH = os.path.dirname(torch.__file__)
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-STEPS = ("laminar_whole_step", "refuse_carried")
+STEPS = ("laminar_whole_step", "refuse_carried", "refuse_drawn")
 """Functions that run a step: frames further out belong to whoever called capture."""
 
 
@@ -131,13 +132,19 @@ class Recorder(TorchDispatchMode):
 
     @contextlib.contextmanager
     def following(self, canonical: Canonical) -> Iterator[None]:
-        """Follow which module runs, and tell recomputation from first computation."""
+        """Follow which module runs, and tell recomputation from first computation.
+
+        Hooks are everybody's: modules that another thread runs meanwhile (transforms of a loader) are not ours.
+        """
+        here = threading.get_ident()
 
         def enter(module: nn.Module, args: Any) -> None:
-            self.stack.append(self.names.get(id(module), self.stack[-1] if self.stack else ""))
+            if threading.get_ident() == here:
+                self.stack.append(self.names.get(id(module), self.stack[-1] if self.stack else ""))
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
-            self.stack.pop()
+            if threading.get_ident() == here:
+                self.stack.pop()
 
         assign = nn.Module.__setattr__
 
@@ -161,7 +168,7 @@ class Recorder(TorchDispatchMode):
             return run
 
         def noted(module: nn.Module, name: str, value: Any) -> None:
-            if type(value) in PLAIN:
+            if type(value) in PLAIN and threading.get_ident() == here:
                 self.written[id(module), name] = self.where()
             assign(module, name, value)
 

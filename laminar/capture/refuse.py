@@ -7,16 +7,15 @@ wrong from then on. Each of these is recognised here, with the user's line where
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from laminar.capture.canonical import Canonical
+from laminar.capture.draws import Draws
 from laminar.capture.origins import Recorder, blame
 from laminar.capture.private import (
     DynamicOutputShapeException,
@@ -73,12 +72,11 @@ def refuse_loss(loss: Any, backward: bool = True) -> None:
 
 
 class Before:
-    """What Python kept before the step ran: compared afterwards, and put back."""
+    """What Python kept before the step ran: compared afterwards."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
+    def __init__(self, model: nn.Module, draws: Draws) -> None:
+        self.model, self.draws = model, draws
         self.scalars = scalars(model)
-        self.drawn = random.getstate(), np.random.get_state(legacy=True)
 
     def refuse_changes(self, slots: list[Slot], recorder: Recorder) -> None:
         """A Python number changed in forward would change once, at capture, and never again."""
@@ -97,22 +95,15 @@ class Before:
                     f"forward puts another tensor in the place of parameter {slot.name}",
                     next="compute a weight from the parameter under another name",
                 )
-        if random.getstate() != self.drawn[0] or _numpy_drew(self.drawn[1]):
-            which = "numpy" if random.getstate() == self.drawn[0] else "Python"
-            raise CaptureError(
-                f"forward draws random numbers from {which}, which would be the same in every captured step",
-                next="draw with torch.rand, randn, bernoulli or dropout",
-            )
-
-    def restore_draws(self) -> None:
-        """Capture must not move anybody's random numbers on."""
-        random.setstate(self.drawn[0])
-        np.random.set_state(self.drawn[1])
+        if self.draws.numpy:
+            raise _drawn("numpy")
 
 
-def _numpy_drew(before: Any) -> bool:
-    now: Any = np.random.get_state(legacy=True)
-    return now[2:] != before[2:] or not np.array_equal(now[1], before[1])
+def _drawn(which: str) -> CaptureError:
+    return CaptureError(
+        f"forward draws random numbers from {which}, which would be the same in every captured step",
+        next="draw with torch.rand, randn, bernoulli or dropout",
+    )
 
 
 # --- state behind our back -------------------------------------------------------------------
@@ -207,6 +198,14 @@ def refuse_carried(model: nn.Module, step: Callable[[], Any], slots: list[Slot],
             marked.update({id(t): item.name for t in item.tensors if id(t) not in known})
         with recorder.following(again), again, _Spy(marked, recorder):
             step()
+
+
+def refuse_drawn(model: nn.Module, step: Callable[[], Any], slots: list[Slot], draws: Draws, key: Tensor) -> None:
+    """Somebody drew from Python's generator: the step, if it does so when it runs again."""
+    recorder, again = Recorder(model), Canonical(key)
+    with swapped(model, slots), recorder.following(again), again:
+        if draws.python(step):
+            raise _drawn("Python")
 
 
 # --- what depends on data --------------------------------------------------------------------

@@ -8,6 +8,7 @@ torch can write out itself (losses, rare layers) is written out.
 from __future__ import annotations
 
 import contextlib
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from laminar.capture.canonical import Canonical, gpu_autocast
+from laminar.capture.draws import Draws
 from laminar.capture.origins import Origin, Recorder, blame
 from laminar.capture.private import (
     DataDependentOutputException,
@@ -33,6 +35,7 @@ from laminar.capture.refuse import (
     left_behind,
     located,
     refuse_carried,
+    refuse_drawn,
     refuse_hooks,
     refuse_layouts,
     refuse_loss,
@@ -49,24 +52,28 @@ def device_neutral() -> Iterator[None]:
 
     Tracing happens on fake CPU tensors, so `torch.autocast("cuda")` becomes autocast for the CPU, with
     the longer list of float32 ops that GPUs have (see `canonical`). Distributions don't check their
-    arguments, for that would need to look at data; compiled parts run as they were written.
+    arguments, for that would need to look at data; compiled parts run as they were written. Other threads,
+    a loader's for one, say what they mean.
     """
+    here = threading.get_ident()
     cls: Any = torch.amp.autocast_mode.autocast
     init, enter, leave = cls.__init__, cls.__enter__, cls.__exit__
 
     def neutral(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
-        elsewhere = device_type not in ("cpu", "meta")
+        elsewhere = device_type not in ("cpu", "meta") and threading.get_ident() == here
         init(self, "cpu" if elsewhere else device_type, *args, **kwargs)
         self._elsewhere = elsewhere and self._enabled
         if elsewhere and not args and kwargs.get("dtype") is None:
             self.fast_dtype = torch.float16
 
     def entered(self: Any) -> Any:
-        gpu_autocast.regions.append(getattr(self, "_elsewhere", False))
+        if threading.get_ident() == here:
+            gpu_autocast.regions.append(getattr(self, "_elsewhere", False))
         return enter(self)
 
     def left(self: Any, *exc: Any) -> Any:
-        gpu_autocast.regions.pop()
+        if threading.get_ident() == here:
+            gpu_autocast.regions.pop()
         return leave(self, *exc)
 
     checks = torch.distributions.Distribution._validate_args
@@ -122,7 +129,7 @@ def trace(
     mode: list[Canonical] = []
     outputs: list[tuple[str, str]] = []
     left: list[Left] = []
-    before = Before(model)
+    draws = Draws()
 
     def laminar_whole_step(*flat: Tensor) -> list[Tensor]:
         params, batch, rng = flat[: len(slots)], flat[len(slots) : -1], flat[-1]
@@ -160,7 +167,8 @@ def trace(
         return results
 
     try:
-        with fake_mode, device_neutral(), torch.set_grad_enabled(backward):
+        with fake_mode, device_neutral(), torch.set_grad_enabled(backward), draws:
+            before = Before(model, draws)
             tracing = make_fx(
                 laminar_whole_step,
                 decomposition_table=_decompositions(),
@@ -169,8 +177,10 @@ def trace(
                 _error_on_data_dependent_ops=True,
             )
             gm = tracing(*[s.fake for s in slots], *fakes, key)
+            set_leaves(fakes)
+            if draws.moved:
+                refuse_drawn(model, step, slots, draws, key)
             if left:
-                set_leaves(fakes)
                 refuse_carried(model, step, slots, left, key)
     except LaminarError as error:
         raise located(error, recorder.inside) from error
@@ -184,7 +194,6 @@ def trace(
             next="run the model once in plain PyTorch with this batch; if that works, this op needs a report",
         ) from error
     finally:
-        before.restore_draws()
         for slot in slots:
             slot.fake = None
     return Traced(gm, slots, outputs, recorder.origins, mode[-1].drew)
