@@ -27,7 +27,7 @@ class Draws:
         self._lock: Any = None
 
     def __enter__(self) -> Draws:
-        lock = getattr(np.random.get_bit_generator(), "lock", None)
+        lock = getattr(np.random.get_bit_generator(), "lock", None)  # type: ignore[attr-defined]
         if isinstance(lock, _HELD):  # any other would keep the step itself waiting for ever
             lock.acquire()
             self._lock = lock
