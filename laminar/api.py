@@ -96,7 +96,7 @@ def captured(name: str, whole: bool = False, parts: int = 1) -> tuple[Recipe, An
 def graph_of(name: str, parts: int = 1) -> Graph:
     """The graph of a recipe's first batch, or of the first of so many micro-batches; kept for the next time."""
     from laminar.cache import kept, sources
-    from laminar.capture.capture import flatten
+    from laminar.capture.batches import flatten
 
     recipe, batch = _begun(name, parts)
     tensors, tree = flatten(batch)
@@ -339,7 +339,7 @@ def _verify_staged(model: Any, loss: Any, batches: list[Any], plan: Staged, dtyp
     """Micro-batches through the stages against one device on whole batches, which are all of one shape."""
     import json
 
-    from laminar.capture.capture import unflatten
+    from laminar.capture.batches import unflatten
     from laminar.planner.batch import refuse_other
     from laminar.rules.samples import in_parts, places_of, samples_of
     from laminar.runtime.verify import verify_stages
@@ -375,7 +375,7 @@ def micro_batches(batch: Any, count: int | Sequence[int]) -> list[Any]:
     """A batch in so many parts, as equal as they can be, or in parts of so many samples, as steps cut it."""
     import json
 
-    from laminar.capture.capture import unflatten
+    from laminar.capture.batches import unflatten
     from laminar.train.engine import Leaves, Sized
 
     leaves = Leaves.of(batch if isinstance(count, int) else Sized(batch, count))
@@ -414,10 +414,11 @@ def parallelize(
 ) -> Any:
     """A `Job` that trains `model` on all ranks as if they were one.
 
-    model          any `nn.Module`; rank 0's weights are taken, and stay in it as this rank's parts
+    model          any `nn.Module`; rank 0's weights are taken, and stay in it as this rank's parts. DDP, Accelerate
+                   and torch.compile around it are taken off
     loss           `loss(model, batch)`: a scalar, or `laminar.Loss(total, weight)` where counts are uneven
     optimizer      a torch optimizer over the model's parameters, or a function that makes one from them
-    batch          an example of the *global* batch: tensors in nested dicts, lists and tuples
+    batch          an example of the *global* batch: tensors in nested dicts, lists, tuples, dataclasses, ...
     plan           "auto", "data", "zero1", "zero2", "zero3", "tensor", a plan file, a `Plan`, a plan with stages
                    (`plans.pipeline`), a function of graph and mesh, or "ddp" for a model that can't be captured
                    (torch's own, with its limits)
@@ -438,6 +439,9 @@ def parallelize(
     """
     if cluster is not None and (plan != "auto" or mesh is not None):
         raise LaminarError("a cluster is what a plan is searched for", next='leave out mesh, and say plan="auto"')
+    from laminar.capture.wrapped import unwrapped
+
+    model = unwrapped(model)
     if plan == "ddp":
         from laminar.train.ddp import DdpJob
 

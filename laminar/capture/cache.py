@@ -12,7 +12,8 @@ from typing import Any
 
 from torch import nn
 
-from laminar.capture.capture import capture, flatten
+from laminar.capture.batches import flatten
+from laminar.capture.capture import capture
 from laminar.capture.torch_ops import spec_of
 from laminar.ir.graph import Graph
 

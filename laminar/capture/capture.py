@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from laminar.capture.batches import flatten, unflatten
 from laminar.capture.convert import convert
 from laminar.capture.simplify import simplify
 from laminar.capture.slots import slots_of
 from laminar.capture.torch_ops import spec_of
 from laminar.capture.trace import trace
+from laminar.capture.wrapped import unwrapped
 from laminar.errors import BatchError, CaptureError
 from laminar.ir.graph import SCALE, Graph
 
@@ -25,39 +27,6 @@ class Loss:
 
     total: Tensor
     weight: Tensor
-
-
-def flatten(batch: Any) -> tuple[dict[str, Tensor], Any]:
-    """Leaves of a nested batch by name (`batch.x`, `batch.0.mask`), and its structure with names for leaves."""
-    leaves: dict[str, Tensor] = {}
-
-    def walk(value: Any, name: str) -> Any:
-        if isinstance(value, Tensor):
-            leaves[name] = value
-            return {"leaf": name}
-        if isinstance(value, dict):
-            return {"dict": [[k, walk(v, f"{name}.{k}")] for k, v in value.items()]}
-        if isinstance(value, (list, tuple)):
-            kind = "list" if isinstance(value, list) else "tuple"
-            return {kind: [walk(v, f"{name}.{i}") for i, v in enumerate(value)]}
-        if value is None or isinstance(value, (bool, int, float, str)):
-            return {"value": value}
-        raise BatchError(f"{name} is a {type(value).__name__}", allowed="tensors in nested dicts, lists and tuples")
-
-    return leaves, walk(batch, "batch")
-
-
-def unflatten(tree: Any, leaves: dict[str, Any]) -> Any:
-    """A batch of the captured structure around new leaves."""
-    ((kind, value),) = tree.items()
-    if kind == "leaf":
-        return leaves[value]
-    if kind == "dict":
-        return {k: unflatten(v, leaves) for k, v in value}
-    if kind in ("list", "tuple"):
-        items = [unflatten(v, leaves) for v in value]
-        return items if kind == "list" else tuple(items)
-    return value
 
 
 def check_batch(graph: Graph, batch: Any) -> dict[str, Tensor]:
@@ -106,6 +75,7 @@ def capture(
     it. Without `backward` there are no gradients. `wide` gives gradients of half-precision parameters in
     float32, so that they are summed so.
     """
+    model = unwrapped(model)
     if not isinstance(model, nn.Module):
         raise CaptureError(f"model is a {type(model).__name__}, not an nn.Module")
     leaves, tree = flatten(batch)
@@ -133,4 +103,4 @@ def capture(
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:
     """Parameters, buffers and tensor attributes of a model under their names in a graph."""
-    return {slot.name: slot.tensor for slot in slots_of(model)}
+    return {slot.name: slot.tensor for slot in slots_of(unwrapped(model))}

@@ -115,6 +115,24 @@ def uncompiled() -> Any:
     return compiler.config.patch(error_on_nested_fx_trace=False) if compiler else contextlib.nullcontext()
 
 
+def compiled_inside(model: Any) -> Any:
+    """The module that `torch.compile` was given to make this one; None if it was not made so."""
+    compiler = sys.modules.get("torch._dynamo.eval_frame")
+    return model._orig_mod if compiler is not None and isinstance(model, compiler.OptimizedModule) else None
+
+
+def is_fully_sharded(module: Any) -> bool:
+    """Whether torch's FSDP, in either form, keeps this module's parameters in pieces."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, (fsdp.FullyShardedDataParallel, fsdp.FSDPModule))
+
+
+def is_distributed_tensor(value: Any) -> bool:
+    """Whether a tensor is a DTensor; whoever never made one does not pay for loading them."""
+    tensors = sys.modules.get("torch.distributed.tensor")
+    return tensors is not None and isinstance(value, tensors.DTensor)
+
+
 def gather_into(out: Tensor, x: Tensor, group: Any) -> Any:
     """All-gather into one tensor, under whichever name this torch has for it."""
     call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -28,12 +28,13 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from laminar.capture.batches import mapped
 from laminar.runtime.record import now
 
 EPOCH = object()
@@ -102,20 +103,6 @@ class Mover:
 
 def _pinned(t: Tensor) -> Tensor:
     return t.pin_memory() if t.device.type == "cpu" and not t.is_pinned() else t
-
-
-def mapped(batch: Any, change: Callable[[Tensor], Any]) -> Any:
-    """A batch of the same structure with its tensors changed; anything else in it stays."""
-    if isinstance(batch, Tensor):
-        return change(batch)
-    if isinstance(batch, dict):
-        return {k: mapped(v, change) for k, v in batch.items()}
-    if isinstance(batch, list | tuple):
-        items = [mapped(v, change) for v in batch]
-        return items if isinstance(batch, list) else type(batch)(*items) if hasattr(batch, "_fields") else tuple(items)
-    if is_dataclass(batch) and not isinstance(batch, type):  # what says how a batch is meant: `Local`, `Sized`
-        return replace(batch, **{f.name: mapped(getattr(batch, f.name), change) for f in fields(batch)})
-    return batch
 
 
 def _is_share(batch: Any) -> bool:

@@ -13,7 +13,8 @@ from typing import Any
 
 from torch import nn
 
-from laminar.capture.capture import capture, unflatten
+from laminar.capture.batches import unflatten
+from laminar.capture.capture import capture
 from laminar.errors import LaminarError, PlanError, RankError
 from laminar.events import emit
 from laminar.ir.cluster import Cluster

@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from laminar.capture.capture import Loss, unflatten
+from laminar.capture.batches import unflatten
+from laminar.capture.capture import Loss
 from laminar.capture.private import foreach_lerp
 from laminar.errors import BatchError, LaminarError, StateError
 from laminar.ir.mesh import Mesh

@@ -22,7 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from laminar.capture.capture import capture, flatten, unflatten
+from laminar.capture.batches import flatten, unflatten
+from laminar.capture.capture import capture
 from laminar.capture.torch_ops import constant_tensor, spec_of
 from laminar.errors import BatchError
 from laminar.events import emit
