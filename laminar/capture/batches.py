@@ -68,7 +68,7 @@ def opened(value: Any) -> Opened | None:
         return Opened(f"row {_name(cls)}", list(getattr(cls, "_fields", range(len(value)))), list(value))
     if isinstance(value, type):
         return None
-    if is_dataclass(value) and isinstance(value, dict):
+    if isinstance(value, dict) and is_dataclass(cls):
         return Opened(f"output {_name(cls)}", list(value), list(value.values()))
     if isinstance(value, defaultdict):
         made = f" {_name(value.default_factory)}" if value.default_factory is not None else ""

@@ -30,10 +30,9 @@ def unwrapped(model: Any) -> Any:
     return model
 
 
-def _inside(model: nn.Module) -> nn.Module | None:
+def _inside(model: nn.Module) -> Any:
     if isinstance(model, (DataParallel, DistributedDataParallel)):
-        inside: nn.Module = model.module
-        return inside
+        return model.module
     return compiled_inside(model)
 
 
