@@ -18,12 +18,14 @@ import pytest
 import torch
 
 from laminar.capture.torch_ops import find_op
+from laminar.cost.work import may_alias
 from laminar.ir.sbp import Partial
 from laminar.lower.lower import LOCAL_DIM
 from laminar.rules.expand import EXPANSIONS
 from laminar.rules.notation import Rule, signatures
 from laminar.rules.signing import options
 from laminar.rules.table import RULES, rule_for
+from laminar.runtime.aliases import shares
 from tests.rule_cases import case, interesting, ints, real, recorded, written
 from tests.rule_check import Case, Failure, blocks_for, check_axis, check_one, pairs
 
@@ -70,6 +72,20 @@ def test_rules_name_ops_a_graph_can_hold() -> None:
     """A misspelt overload would never be found, and a mutating one never stands in a captured graph."""
     for name in RULES:
         assert name.startswith("laminar.") or not find_op(name)._schema.is_mutable
+
+
+def test_a_result_in_memory_of_its_input_is_known_as_one(cases: Cases) -> None:
+    """Generated code writes memory again behind its last reader: a view that nobody knew of would read garbage."""
+    found = set()
+    for op, some in cases.items():
+        for one in some:
+            given = {v.untyped_storage().data_ptr() for v in one.values if v.numel()}
+            made = [o for o in one.whole if isinstance(o, torch.Tensor) and o.numel()]
+            if given & {o.untyped_storage().data_ptr() for o in made}:
+                found.add(op)
+    assert {"aten.unsafe_split.Tensor", "aten.diagonal", "aten.squeeze.dims", "aten.view_as_real"} <= found
+    assert found <= {op for op in RULES if shares(op)}
+    assert {op for op in RULES if shares(op)} == {op for op in RULES if may_alias(op)}, "memory is predicted by names"
 
 
 def test_every_rule_is_reached(cases: Cases) -> None:

@@ -48,6 +48,12 @@ def schema(op: Any) -> Any:
     return getattr(op, "_schema", None)
 
 
+def composite(op: Any) -> bool:
+    """Whether an op is made of others on every device, so that its schema need not tell what it gives back."""
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    return bool(has(op.name(), "CompositeImplicitAutograd")) and not has(op.name(), "CPU")
+
+
 def overload_name(op: Any) -> str:
     """The overload part of an op's name."""
     return str(op._overloadname)

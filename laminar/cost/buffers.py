@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from laminar.cost.layout import INTO
 from laminar.cost.table import DRAWS
-from laminar.cost.work import FREE
+from laminar.cost.work import may_alias
 from laminar.errors import ClusterError
 from laminar.ir.codec import Ref
 from laminar.ir.program import Instr, Program
@@ -26,7 +26,6 @@ LINE = 64
 SMALL_BYTES = 1 << 16
 RINGS = {"small": 16, "large": 2}
 DIRECT_BYTES = 1 << 17
-MAY_ALIAS = ("aten.clone", "aten.contiguous", "aten._to_copy", "aten.to.", "aten.lift", "laminar.")
 BACKENDS = ("shared", "gloo", "nccl", "null")
 Shape = tuple[int, ...]
 
@@ -194,10 +193,7 @@ class _Layout:
     def _donated(self, ref: Ref) -> bool:
         """Whether a reduction may work where its input lies."""
         maker = self.makers.get(ref.name)
-        if maker is None or maker.kind or maker.op in FREE or self.uses[ref] > 1:
-            return False
-        risky = ("aten.clone", "aten.contiguous", "laminar.", "aten._to_copy", "aten.reshape")
-        return self.compiled or not maker.op.startswith(risky)
+        return maker is not None and not maker.kind and not may_alias(maker.op) and self.uses[ref] == 1
 
     def _ring(self, instr: Instr, nbytes: int) -> None:
         ring = "small" if nbytes <= SMALL_BYTES else "large"
@@ -262,7 +258,7 @@ def _lives(program: Program) -> dict[str, tuple[int, int]]:
         if instr.kind:
             escaped |= read
         last.update(dict.fromkeys(read, k))
-        if instr.op in FREE or instr.op.startswith(MAY_ALIAS):
+        if may_alias(instr.op):
             roots[instr.name] = read
     escaped |= _union(roots.get(o.ref.name, set()) for o in program.outputs)
     return {name: (k, last[name]) for name, k in gathers.items() if name not in escaped}

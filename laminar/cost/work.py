@@ -53,6 +53,20 @@ FREE = frozenset(
 )
 """Ops that only look at memory in another way."""
 
+VIEWS = FREE | frozenset(
+    f"aten.{name}"
+    for name in """squeeze.dims diagonal unfold unsafe_split.Tensor unsafe_split_with_sizes view_as_complex view_as_real
+    as_strided view.dtype""".split()
+)
+"""Ops whose result is memory of what they read; those beyond the free ones are rare, and priced like others."""
+MAY_ALIAS = ("aten.clone", "aten.contiguous", "aten._to_copy", "aten.to.", "aten.lift", "laminar.")
+"""Ops, besides views, whose result may be the memory of what they read."""
+
+
+def may_alias(op: str) -> bool:
+    """Whether the result of an op may lie where its input lies, by name: `runtime/aliases.py` asks torch as well."""
+    return op in VIEWS or op.startswith(MAY_ALIAS)
+
 
 def op_s(call: Call, device: Device = ASSUMED) -> float:
     """Seconds of a call on one rank."""

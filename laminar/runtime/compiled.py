@@ -34,11 +34,11 @@ from torch import Tensor
 
 from laminar.capture.private import compiled_graph
 from laminar.capture.torch_ops import DTYPES, constant_tensor, find_op
-from laminar.cost.work import FREE
 from laminar.events import emit
 from laminar.ir.codec import Dtype, Ref
 from laminar.ir.program import BRING, Instr, Program
 from laminar.lower.recompute import TRAFFIC, early, recompute, written_out
+from laminar.runtime.aliases import may_alias
 from laminar.runtime.boxes import Box
 from laminar.runtime.fusable import FORMS
 from laminar.runtime.local import prepare
@@ -427,7 +427,7 @@ class _Cutter:
             shapes = [p.local(self.mesh, self.rank).shape for p in instr.ins]
             bucket = Bucket(shapes, DTYPES[instr.ins[0].spec.dtype], self.device)
         maker = self.makers.get(instr.refs[0].name)
-        alone = maker is not None and not maker.kind and maker.op not in FREE and self.readers[instr.refs[0]] == 1
+        alone = maker is not None and not maker.kind and not may_alias(maker) and self.readers[instr.refs[0]] == 1
         return self.transport.exchange(instr, self.rank, not alone, bucket, range(len(instr.refs)) if bucket else ())
 
 

@@ -24,16 +24,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from laminar.capture.private import foreach_copy
-from laminar.cost.work import FREE
 from laminar.ir.program import Program
 from laminar.ir.sbp import chunk
+from laminar.runtime.aliases import may_alias
 from laminar.runtime.boxes import Box
 
 DIRECT_BYTES = 1 << 17
 """Pieces of at least this size travel on their own. Estimated from single messages and copies on two ranks; for a
 whole step of a GPT, 128 kB, 400 kB and never differed by no more than the noise of a busy machine."""
-MAY_ALIAS = ("aten.clone", "aten.contiguous", "aten._to_copy", "aten.to.", "aten.lift", "laminar.")
-"""Ops, besides the free ones, whose result may be the memory of their input."""
 ALIGN = 64
 
 
@@ -319,7 +317,7 @@ def lives(program: Program) -> dict[str, tuple[int, int]]:
             escaped |= read
         for name in read:
             last[name] = k
-        if instr.op in FREE or instr.op.startswith(MAY_ALIAS) or instr.op == "aten.reshape":
+        if may_alias(instr):
             roots[instr.name] = read
     for out in program.outputs:
         escaped |= roots.get(out.ref.name, set())

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, fx
 
 from laminar.capture.torch_ops import DTYPES, constant_tensor
-from laminar.cost.work import FREE
 from laminar.ir.codec import Ref
 from laminar.ir.program import Instr, Program
 from laminar.ir.sbp import local_shape
+from laminar.runtime.aliases import may_alias
 from laminar.runtime.boxes import Box
 from laminar.runtime.local import prepare
 from laminar.runtime.offload import exchange_of
@@ -255,12 +255,7 @@ class _Build:
     def _donated(self, ref: Ref) -> bool:
         """Whether a collective may reduce a tensor where it lies: nobody else reads it, and it is no view."""
         maker = self.makers.get(ref.name)
-        if maker is None or maker.kind or maker.op in FREE or self.uses[ref] > 1:
-            return False
-        return not maker.op.startswith(("aten.clone", "aten.contiguous", "laminar.")) and maker.op not in (
-            "aten._to_copy",
-            "aten.reshape",
-        )
+        return maker is not None and not maker.kind and not may_alias(maker) and self.uses[ref] == 1
 
     def _await(self, ref: Ref) -> None:
         if ref.name not in self.waiting:

@@ -20,15 +20,14 @@ import torch
 from torch import Tensor
 
 from laminar.capture.torch_ops import DTYPES
-from laminar.cost.work import FREE
 from laminar.ir.mesh import Place
 from laminar.ir.program import Program
 from laminar.ir.tensor import ITEM_BYTES
 from laminar.lower.pipes import Piped, joining
 from laminar.lower.stages import KEPT, Part, Stages
 from laminar.rules.crossing import Crossing, crossing
+from laminar.runtime.aliases import may_alias
 from laminar.runtime.crossings import Window, identity
-from laminar.runtime.direct import MAY_ALIAS
 from laminar.runtime.edges import ALIGN, Edge, Value
 from laminar.runtime.module import Adding
 
@@ -272,7 +271,6 @@ def borrowed(program: Program) -> set[int]:
     """Outputs for other parts that lie where the next run of the program writes: results of collectives, and views."""
     roots: set[str] = set()
     for instr in program.instrs:
-        alias = instr.op in FREE or instr.op.startswith(MAY_ALIAS) or instr.op == "aten.reshape"
-        if instr.moves or (alias and any(r.name in roots for r in instr.refs)):
+        if instr.moves or (may_alias(instr) and any(r.name in roots for r in instr.refs)):
             roots.add(instr.name)
     return {i for i, o in enumerate(program.outputs) if o.kind in ("sent", KEPT) and o.ref.name in roots}
