@@ -16,6 +16,7 @@ __version__ = "0.1.0"
 _WHERE = {
     "B": "laminar.ir.sbp",
     "BatchError": "laminar.errors",
+    "Callback": "laminar.train.loop",
     "CaptureError": "laminar.errors",
     "Cluster": "laminar.ir.cluster",
     "ClusterError": "laminar.errors",
@@ -25,7 +26,7 @@ _WHERE = {
     "LaminarError": "laminar.errors",
     "Link": "laminar.ir.mesh",
     "Local": "laminar.train.engine",
-    "Loss": "laminar.capture.capture",
+    "Loss": "laminar.capture.losses",
     "Mesh": "laminar.ir.mesh",
     "MeshError": "laminar.errors",
     "NoRuleError": "laminar.errors",
@@ -65,6 +66,7 @@ _WHERE = {
 __all__ = [
     "B",
     "BatchError",
+    "Callback",
     "CaptureError",
     "CheckError",
     "Cluster",
@@ -170,7 +172,7 @@ def __dir__() -> list[str]:
 
 if TYPE_CHECKING:
     from laminar.api import Recipe, capture, load_recipe, parallelize, plans, replan, verify
-    from laminar.capture.capture import Loss
+    from laminar.capture.losses import Loss
     from laminar.errors import (
         BatchError,
         CaptureError,
@@ -207,3 +209,4 @@ if TYPE_CHECKING:
     from laminar.search.rewrite import rewritten
     from laminar.train.engine import Local, Sized
     from laminar.train.job import Job
+    from laminar.train.loop import Callback

@@ -31,7 +31,7 @@ class Recipe:
     model: Callable[[], Any]
     """Makes the `nn.Module`; may be called under `torch.device("meta")`."""
     loss: Callable[[Any, Any], Any]
-    """`loss(model, batch)`: a scalar tensor, or `laminar.Loss(total, weight)`."""
+    """`loss(model, batch)`: a scalar tensor, `laminar.Loss(total, weight)`, or a dict or tuple of loss and metrics."""
     data: Callable[[], Iterable[Any]]
     """Makes an iterable of batches: the same ones on every rank; begun anew when they run out."""
     optimizer: Callable[[Any], Any] | None = None
@@ -43,6 +43,12 @@ class Recipe:
     """Makes a finite iterable of batches to evaluate on, at the end of training."""
     evaluate_every: int = 0
     """Evaluate every so many steps as well."""
+    metrics: Mapping[str, Callable[[Any, Any], Any]] | None = None
+    """What to measure in evaluations: functions of model and batch by name, with results like a loss's."""
+    on_step: Callable[[Any, Any], Any] | None = None
+    """Called after every step with the job and the step's result; returning `True` ends the run."""
+    callbacks: Sequence[Any] = ()
+    """Objects that are told what happens around steps; see `laminar.Callback`."""
 
 
 def load_recipe(name: str) -> Recipe:
@@ -416,7 +422,9 @@ def parallelize(
 
     model          any `nn.Module`; rank 0's weights are taken, and stay in it as this rank's parts. DDP, Accelerate
                    and torch.compile around it are taken off
-    loss           `loss(model, batch)`: a scalar, or `laminar.Loss(total, weight)` where counts are uneven
+    loss           `loss(model, batch)`: a scalar, or `laminar.Loss(total, weight)` where counts are uneven; or a dict,
+                   a tuple or a model's output with it, of which `loss` or the first entry trains and the rest is
+                   reported as `result.metrics`
     optimizer      a torch optimizer over the model's parameters, or a function that makes one from them
     batch          an example of the *global* batch: tensors in nested dicts, lists, tuples, dataclasses, ...
     plan           "auto", "data", "zero1", "zero2", "zero3", "tensor", a plan file, a `Plan`, a plan with stages
@@ -504,7 +512,7 @@ def train(
     from laminar.events import emit
 
     emit("phase", name="loading the recipe")
-    from laminar.train.loop import loop  # and torch with it
+    from laminar.train.loop import OnStep, loop  # and torch with it
 
     found = load_recipe(recipe)
     if found.optimizer is None:
@@ -532,6 +540,8 @@ def train(
         timeline=timeline,
         timeline_steps=timeline_steps,
         prefetch=(2 if job.plan is not None else 0) if prefetch is None else prefetch,
+        metrics=found.metrics,
+        callbacks=[*([OnStep(found.on_step)] if found.on_step else []), *found.callbacks],
     )
     job.close()
     return outcome

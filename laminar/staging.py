@@ -451,6 +451,7 @@ def coupled_ops(graph: Graph) -> list[tuple[str, str]]:
     if samples < 2:
         return []
     ranks = next(n for n in range(2, samples + 1) if samples % n == 0)
+    graph = _trained(graph)
     program = written(graph, presets.data_parallel(graph, Mesh({"dp": ranks})))
     found: dict[str, tuple[str, str]] = {}
     for instr in program.instrs:
@@ -459,6 +460,19 @@ def coupled_ops(graph: Graph) -> list[tuple[str, str]]:
         if instr.moves and instr.phase == "forward" and node is not None and not _is_mean(graph, node):
             found.setdefault(node.name, (node.op, node.where))
     return list(found.values())
+
+
+def _trained(graph: Graph) -> Graph:
+    """Without what is made for metrics alone: those of a batch are the means of its parts' (docs/train.md)."""
+    outputs = tuple(o for o in graph.outputs if o.kind != "metric" or o.name in ("loss_total", "loss_weight"))
+    if len(outputs) == len(graph.outputs):
+        return graph
+    live, nodes = {o.ref.name for o in outputs}, []
+    for node in reversed(graph.nodes):
+        if node.name in live:
+            nodes.append(node)
+            live.update(r.name for r in node.ins)
+    return replace(graph, outputs=outputs, nodes=tuple(reversed(nodes)))
 
 
 def _is_mean(graph: Graph, node: Node) -> bool:

@@ -21,7 +21,7 @@ from laminar.events import Event
 from laminar.launch.blame import Failure, Stopped, culprit, describe, from_event, from_exit, kind_of, verdict
 from laminar.launch.display import Bar, Lines, State, clock, summary
 from laminar.launch.rank import Place
-from laminar.train.loop import GROUP, LAG, MOST_SKIPPED, count, epochs, loop
+from laminar.train.loop import GROUP, LAG, MOST_SKIPPED, Callback, OnStep, count, epochs, loop
 
 
 class Result:
@@ -343,3 +343,71 @@ def test_the_summary_says_what_counts() -> None:
     text = summary(ended, "runs/x", "here")
     assert "step 50 in 1:15: loss 1.25, 1,234 tokens/s" in text and "checkpoint     here" in text and "runs/x" in text
     assert [clock(s) for s in (4.24, 59.4, 65, 7200)] == ["4.2 s", "59 s", "1:05", "2:00:00"]
+
+
+# --- metrics and callbacks --------------------------------------------------------------------------
+
+
+class Measuring(Pretender):
+    """Results and evaluations with metrics."""
+
+    def step(self, batch: Any) -> Result:
+        result = super().step(batch)
+        result.metrics = {"accuracy": self.steps / 10}  # type: ignore[attr-defined]
+        return result
+
+    def evaluate(self, batches: Iterable[Any], metrics: Any = None) -> float:
+        from laminar.train.report import Evaluation
+
+        return Evaluation(super().evaluate(batches), {name: f(None, None) for name, f in (metrics or {}).items()})
+
+
+def test_metrics_are_told_with_steps_and_evaluations(heard: list[Event]) -> None:
+    """As events, in the line that is shown, and at the end."""
+    shown = io.StringIO()
+    lines = Lines(shown, every_s=0.0)
+    with events.listening(lines.on):
+        outcome = loop(Measuring(), numbers, 2, evaluate=lambda: [1, 2], metrics={"top": lambda m, b: 0.25})
+    assert [e.fields["metrics"] for e in heard if e.kind == "step"] == [{"accuracy": 0.1}, {"accuracy": 0.2}]
+    assert [e.fields for e in heard if e.kind == "eval"] == [{"step": 2, "loss": 2.0, "metrics": {"top": 0.25}}]
+    assert outcome.evaluation == 2.0 and type(outcome.evaluation) is float and outcome.metrics == {"top": 0.25}
+    assert "loss 0.5  accuracy 0.2" in shown.getvalue() and "evaluation loss 2  top 0.25" in shown.getvalue()
+    assert "loss 2  top 0.25" in summary(vars(outcome), "here", None)
+
+
+def test_numbers_of_the_users_own_are_shown() -> None:
+    """`job.log` in a callback stands beside the loss."""
+    state = State()
+    state.on(Event("log", {"step": 1, "values": {"f1": 0.75}}))
+    state.on(Event("step", {"step": 1, "loss": 1.0, "seconds": 1.0}))
+    assert "loss 1  f1 0.75" in state.numbers()
+
+
+def test_callbacks_are_told_what_happens_and_may_end_a_run() -> None:
+    """In the order of steps; a run that is ended early still evaluates, saves and says so."""
+    told: list[Any] = []
+
+    class Told(Callback):
+        def begin(self, job: Any) -> None:
+            told.append(("begin", job.steps))
+
+        def before_step(self, job: Any, batch: Any) -> None:
+            told.append(("before", job.steps))
+
+        def after_step(self, job: Any, result: Any) -> bool:
+            told.append(("after", result.number))
+            return result.loss < 0.4
+
+        def after_evaluation(self, job: Any, evaluation: Any) -> None:
+            told.append(("evaluation", float(evaluation)))
+
+        def end(self, job: Any, outcome: Any) -> None:
+            told.append(("end", outcome.steps))
+
+    seen: list[float] = []
+    job = Pretender()
+    outcome = loop(job, numbers, 100, evaluate=lambda: [1], checkpoint="there",
+                   callbacks=[OnStep(lambda job, result: seen.append(result.loss)), Told()])  # fmt: skip
+    steps = [(what, k) for k in (1, 2, 3) for what, k in (("before", k - 1), ("after", k))]
+    assert told == [("begin", 0), *steps, ("evaluation", 1.0), ("end", 3)]
+    assert outcome.steps == 3 and job.saved == [("there", 3)] and seen == [1, 1 / 2, 1 / 3]

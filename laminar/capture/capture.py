@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,6 +11,8 @@ from torch import Tensor, nn
 
 from laminar.capture.batches import flatten, unflatten
 from laminar.capture.convert import convert
+from laminar.capture.losses import Loss as Loss
+from laminar.capture.losses import read_loss as read_loss
 from laminar.capture.simplify import simplify
 from laminar.capture.slots import slots_of
 from laminar.capture.torch_ops import spec_of
@@ -19,14 +20,6 @@ from laminar.capture.trace import trace
 from laminar.capture.wrapped import unwrapped
 from laminar.errors import BatchError, CaptureError
 from laminar.ir.graph import SCALE, Graph
-
-
-@dataclass(frozen=True)
-class Loss:
-    """A loss as a total and a weight: both are summed over everything, then divided once."""
-
-    total: Tensor
-    weight: Tensor
 
 
 def check_batch(graph: Graph, batch: Any) -> dict[str, Tensor]:
@@ -47,15 +40,6 @@ def check_batch(graph: Graph, batch: Any) -> dict[str, Tensor]:
                 f"{name} is {spec_of(leaves[name])}, captured as {spec}", next="capture again with such a batch"
             )
     return leaves
-
-
-def read_loss(result: Any) -> tuple[Any, Any, dict[str, Tensor]]:
-    """What a loss function returned: the loss, what is differentiated where gradients are scaled, and metrics."""
-    if not isinstance(result, Loss):
-        return result, result, {}
-    total = result.total
-    weight = result.weight if isinstance(result.weight, Tensor) else torch.tensor(float(result.weight))
-    return total / weight, total, {"loss_total": total, "loss_weight": weight}
 
 
 def capture(

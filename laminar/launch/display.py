@@ -16,6 +16,8 @@ from laminar.events import Event
 
 EVERY_S = 5.0
 """Seconds between two plain lines."""
+SHOWN = 6
+"""Metrics that are shown behind a loss; events have all."""
 
 
 class Display(Protocol):
@@ -59,6 +61,8 @@ class State:
         self.phase_since = time.monotonic()
         self.steps = self.done = self.begun_at = 0
         self.last: dict[str, Any] = {}
+        self.logged: dict[str, Any] = {}
+        """What the user's own code told last."""
         self.rate_s: float | None = None
         """Seconds per step, smoothed; without the first, which is slow."""
 
@@ -82,7 +86,9 @@ class State:
             self.done = int(fields["step"])
             return f"step {self.done} skipped: gradients were not finite at this loss scale"
         elif event.kind == "eval":
-            return f"step {fields['step']}: evaluation loss {number(fields['loss'])}"
+            return f"step {fields['step']}: evaluation loss {number(fields['loss'])}{listed(fields.get('metrics'))}"
+        elif event.kind == "log":
+            self.logged |= fields.get("values", {})
         elif event.kind == "warning":
             return f"warning: {fields.get('message', '')}"
         return None
@@ -102,7 +108,7 @@ class State:
     def numbers(self) -> str:
         """Loss, throughput, gradient norm and learning rate of the last step."""
         last = self.last
-        parts = [f"loss {number(last.get('loss'))}"]
+        parts = [f"loss {number(last.get('loss'))}{listed({**last.get('metrics', {}), **self.logged})}"]
         if self.rate_s is not None and last.get("per_s") is not None:
             parts.append(f"{float(last['per_s']):,.0f} {last.get('unit', 'samples')}/s")
         if last.get("grad_norm") is not None:
@@ -115,6 +121,13 @@ class State:
 def number(value: Any) -> str:
     """Four digits, enough to see a loss fall."""
     return "?" if value is None else f"{float(value):.4g}"
+
+
+def listed(metrics: Any) -> str:
+    """Metrics behind a loss; the first ones, where there are many."""
+    names = list(metrics or ())
+    more = f"  ({len(names) - SHOWN} more)" if len(names) > SHOWN else ""
+    return "".join(f"  {name} {number(metrics[name])}" for name in names[:SHOWN]) + more
 
 
 def clock(seconds: float) -> str:
@@ -133,7 +146,9 @@ def summary(ended: dict[str, Any], run: str, checkpoint: str | None) -> str:
         f"trained to step {ended.get('steps')} in {clock(float(ended.get('seconds') or 0))}:"
         f" loss {number(ended.get('loss'))}"
         + (f", {float(rate):,.0f} {ended.get('unit')}/s without the first step" if rate is not None else ""),
-        f"evaluation     loss {number(ended['evaluation'])}" if ended.get("evaluation") is not None else "",
+        f"evaluation     loss {number(ended['evaluation'])}{listed(ended.get('metrics'))}"
+        if ended.get("evaluation") is not None
+        else "",
         f"skipped        {ended['skipped']} steps" if ended.get("skipped") else "",
         f"checkpoint     {checkpoint}" if checkpoint else "",
         f"timeline       {ended['timeline']}" if ended.get("timeline") else "",

@@ -19,6 +19,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from laminar.capture.losses import is_mean
 from laminar.capture.torch_ops import DTYPES
 from laminar.ir.mesh import Place
 from laminar.ir.program import Program
@@ -81,7 +82,7 @@ class Parts:
         self.settle: Callable[[], None] | None = None
         """Called at the end of every firing, if given."""
         self.weights: Sequence[float] = ()
-        """What each micro-batch counts in losses and metrics."""
+        """What each micro-batch counts in losses and metrics that are means over samples."""
         self.sums: dict[tuple[int, str], Tensor] = {}
         """Gradients, losses and metrics of a step, by stage and `kind:name`, as terms."""
         self.first = [self._size(piped) for piped in pipes]
@@ -152,8 +153,8 @@ class Parts:
             elif at in code.sums:
                 self.sums[part.stage, f"{o.kind}:{o.name}"] = x
             else:
-                weight = self.weights[k] if o.kind != "grad" else 1.0
-                self._add((part.stage, f"{o.kind}:{o.name}"), x, weight, fresh=k == 0)
+                key = f"{o.kind}:{o.name}"
+                self._add((part.stage, key), x, self.weights[k] if is_mean(key) else 1.0, fresh=k == 0)
         return left
 
     def _add(self, key: tuple[int, str], x: Tensor, weight: float, fresh: bool) -> None:

@@ -14,6 +14,7 @@ import json
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,8 +22,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from laminar.capture.batches import unflatten
-from laminar.capture.capture import Loss
+from laminar.capture.losses import Loss, Metrics, taken_apart, weighed, with_metrics
 from laminar.capture.private import foreach_lerp
+from laminar.capture.refuse import refuse_loss
 from laminar.errors import BatchError, LaminarError, StateError
 from laminar.ir.mesh import Mesh
 from laminar.ir.sbp import chunk
@@ -30,16 +32,17 @@ from laminar.train import optimizer as optim
 from laminar.train import storage
 from laminar.train.engine import Leaves
 from laminar.train.gradients import Norm, scale_and_clip
-from laminar.train.job import Result, clock_of
+from laminar.train.job import clock_of
 from laminar.train.precision import Precision, Scaler
 from laminar.train.recording import Recorded
+from laminar.train.report import Evaluation, Logs, Result, Sums
 from laminar.train.world import World
 
 LIMITS = """plan="ddp": the model runs as it is on every rank. Batch norm sees each rank's share only, dropout
 depends on the number of ranks, parameters and optimizer state are whole on every rank, nothing is compiled."""
 
 
-class DdpJob(Recorded, storage.Stored):
+class DdpJob(Recorded, storage.Stored, Logs):
     """A job with the same methods as `Job`, without a plan, a graph or a program."""
 
     plan = graph = program = None
@@ -113,25 +116,29 @@ class DdpJob(Recorded, storage.Stored):
         micros = self._share(batch).split(self.micro_batches)
         self._mark("batch")
         scale = self._scaler.scale if self._scaler else 1.0
-        totals: list[Tensor] = []
-        weights: list[Tensor] = []
+        sums = Sums()
         for i, micro in enumerate(micros):
             last = i == len(micros) - 1
             quiet = self._wrapped.no_sync() if self.world > 1 and not last else contextlib.nullcontext()  # type: ignore[operator]
             with quiet:
-                result = self._wrapped(_batch(micro))
-                if isinstance(result, Loss):
-                    total, weight = result.total, torch.as_tensor(result.weight, dtype=result.total.dtype)
-                else:
-                    total, weight = result * micro.samples, torch.tensor(float(micro.samples), dtype=result.dtype)
-                totals.append(total.detach())
-                weights.append(weight.detach().to(self.device))
+                total, weight, metrics = self._wrapped(_batch(micro), micro.samples)
+                sums.add("", total.detach(), weight.detach())
+                for name, (part, count) in metrics.items():
+                    sums.add(name, part, count)
                 self._mark("forward")
                 # DDP averages over ranks; here terms are summed, so each is made larger first.
                 (total * (scale * self.world)).backward()
                 self._mark("backward")
-        summed = self._summed(torch.stack([torch.stack(totals).sum().double(), torch.stack(weights).sum().double()]))
-        return self._update(summed[0] / summed[1], summed[1], scale, clock)
+        (loss, weight), metrics = self._together(sums)
+        return self._update(loss / weight, weight, scale, clock).attach({n: t / w for n, (t, w) in metrics.items()})
+
+    def _together(self, sums: Sums) -> tuple[tuple[Tensor, Tensor], dict[str, tuple[Tensor, Tensor]]]:
+        """Totals and weights over all ranks: of the loss, and of metrics."""
+        flat = [x for pair in sums.by_name.values() for x in pair]
+        parts = [torch.as_tensor(x, dtype=torch.float64, device=self.device) for x in flat]
+        summed = self._summed(torch.stack(parts)).unbind()
+        pairs = dict(zip(sums.by_name, zip(summed[::2], summed[1::2], strict=True), strict=True))
+        return pairs.pop(""), pairs
 
     def _summed(self, x: Tensor) -> Tensor:
         if self.world > 1:
@@ -159,26 +166,26 @@ class DdpJob(Recorded, storage.Stored):
             foreach_lerp(self._ema, [p.detach().float() for p in self._params], 1 - self._ema_decay)
         return Result(number, loss, norm, lr, clock(), False)
 
-    def evaluate(self, batches: Iterable[Any]) -> float:
-        """The loss over batches with the model in evaluation mode."""
+    def evaluate(self, batches: Iterable[Any], metrics: Metrics | None = None) -> Evaluation:
+        """The loss over batches with the model in evaluation mode; see `Job.evaluate`."""
         training = [(m, m.training) for m in self._model.modules()]
         self._model.eval()
-        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        around = partial(self.precision.around, device=self.device)
+        loss = with_metrics(self._loss, {n: around(f) for n, f in metrics.items()}) if metrics else self._loss
+        sums = Sums()
+        sums.add("", 0.0, 0.0)
         try:
             with torch.no_grad():
                 for batch in batches:
                     share = self._share(batch)
-                    result = self._loss(self._model, _batch(share))
-                    if not isinstance(result, Loss):
-                        result = Loss(result * share.samples, torch.tensor(float(share.samples)))
-                    sums += torch.stack(
-                        [result.total.double(), torch.as_tensor(result.weight).double().to(self.device)]
-                    )
+                    trains, rest = taken_apart(loss(self._model, _batch(share)))
+                    for name, value in {"": trains, **rest}.items():
+                        sums.add(name, *weighed(value, share.samples))
         finally:
             for module, mode in training:
                 module.training = mode
-        total, weight = self._summed(sums).tolist()
-        return total / weight if weight else math.nan
+        (total, weight), found = self._together(sums)
+        return Sums.of({"": (total, weight), **found}).evaluation
 
     @property
     def model(self) -> nn.Module:
@@ -235,8 +242,12 @@ class _Whole(nn.Module):
         self.model = model
         self.loss = loss
 
-    def forward(self, batch: Any) -> Any:
-        return self.loss(self.model, batch)
+    def forward(self, batch: Any, samples: int) -> tuple[Tensor, Tensor, dict[str, tuple[Tensor, Tensor]]]:
+        """Total and weight of the loss, and of metrics, which nothing flows back from."""
+        trains, rest = taken_apart(self.loss(self.model, batch))
+        refuse_loss(trains.total if isinstance(trains, Loss) else trains)
+        metrics = {name: weighed(value, samples) for name, value in rest.items()}
+        return (*weighed(trains, samples), {n: (t.detach(), w.detach()) for n, (t, w) in metrics.items()})
 
 
 def _batch(leaves: Leaves) -> Any:

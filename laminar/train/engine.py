@@ -11,10 +11,11 @@ their memory. Draws of a micro-batch are those of its samples in the whole batch
 
 from __future__ import annotations
 
+import contextlib
 import json
 import zlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 
 from laminar.capture.batches import flatten, unflatten
 from laminar.capture.capture import capture
+from laminar.capture.losses import Metrics, identity, with_metrics
 from laminar.capture.torch_ops import constant_tensor, spec_of
 from laminar.errors import BatchError
 from laminar.events import emit
@@ -208,6 +210,20 @@ class Engine:
         self._terms: dict[str, NdSbp] = {}
         """How loss and gradients of micro-batches lie until they are summed up."""
         self._moves: dict[Any, Callable[..., list[Tensor]]] = {}
+        self.measured: tuple[Any, ...] = ()
+        """Which metrics are computed beside the loss at the moment."""
+
+    @contextlib.contextmanager
+    def measuring(self, metrics: Metrics, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+        """Inside, a (micro-)batch's graph has these metrics too; each is a function of model and batch."""
+        plain, before = self.loss, self.measured
+        if metrics:
+            self.loss = with_metrics(plain, {n: around(f) for n, f in metrics.items()})
+            self.measured = tuple((n, identity(f)) for n, f in metrics.items())
+        try:
+            yield
+        finally:
+            self.loss, self.measured = plain, before
 
     # --- capture and plan ----------------------------------------------------------------------
 
@@ -261,7 +277,7 @@ class Engine:
     def _key(self, leaves: Leaves, backward: bool) -> Any:
         modes = tuple([m.training for m in self._modules])
         trained = tuple([p.requires_grad for p in self._parameters])
-        return (leaves.key, backward, modes, trained)
+        return (leaves.key, backward, modes, trained, self.measured)
 
     def ready(self, leaves: Leaves, backward: bool = True) -> Ready:
         """The compiled step for such a (micro-)batch, made on first use."""

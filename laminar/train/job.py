@@ -14,11 +14,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from laminar.capture.losses import Metrics, is_mean, reported
 from laminar.capture.private import foreach_add, foreach_copy, foreach_lerp
 from laminar.capture.torch_ops import spec_of
 from laminar.errors import CaptureError, LaminarError
@@ -42,40 +44,14 @@ from laminar.train.gradients import Norm, scale_and_clip
 from laminar.train.optimizer import Kept
 from laminar.train.precision import Precision, Scaler, update
 from laminar.train.recording import Recorded
+from laminar.train.report import Evaluation, Logs, Result, Sums
 from laminar.train.world import World
 
 CHECKS = 2
 """How many of the first batches are compared between ranks by value, not only by shape."""
 
 
-class Result:
-    """What a step came to. Numbers stay on the device until they are read."""
-
-    def __init__(self, step: int, loss: Tensor, norm: Tensor, lr: float, clock: Callable[[], float], skipped: bool):
-        self.step, self.lr, self.skipped = step, lr, skipped
-        """`step` counts from 0. A skipped step changed nothing: its gradient was not finite."""
-        self._loss, self._norm, self._clock = loss, norm, clock
-
-    @property
-    def loss(self) -> float:
-        """The loss of the global batch."""
-        return float(self._loss)
-
-    @property
-    def grad_norm(self) -> float:
-        """The norm of the whole gradient, before clipping."""
-        return float(self._norm)
-
-    @property
-    def seconds(self) -> float:
-        """How long the step took on this rank."""
-        return self._clock()
-
-    def __repr__(self) -> str:
-        return f"Result(step={self.step}, loss={self.loss:.6g}, grad_norm={self.grad_norm:.4g}, lr={self.lr:.4g})"
-
-
-class Job(Recorded, storage.Stored):
+class Job(Recorded, storage.Stored, Logs):
     """See `laminar.parallelize`."""
 
     def __init__(
@@ -247,14 +223,14 @@ class Job(Recorded, storage.Stored):
                 torch.tensor(scale * weight, dtype=torch.float64, device=self.device) if self._engine.scaled else None,
             )
             self._put_buffers(ready, out)
-            grads, values = self._add(ready, out, grads, values, weight, i)
+            grads, values = self._add(ready, out, grads, values, samples[i] / sum(samples), i)
         assert ready is not None
         self._mark("host")
-        loss, weight_sum, grads = self._finished(ready, values, grads, len(micros))
+        loss, weight_sum, metrics, grads = self._finished(ready, values, grads, len(micros))
         if self._watched is not None:
             finite = all(bool(torch.isfinite(t).all()) for t in (loss, *([] if self._scaler else grads)))
             self._watched.report(self._world, self.steps + 1, not finite)
-        return self._update(ready, loss, weight_sum, grads, scale, clock)
+        return self._update(ready, loss, weight_sum, grads, scale, clock).attach(metrics)
 
     def _key(self, ready: Ready, number: int, first: int, samples: int) -> Tensor | None:
         """What random draws of one run of a program hang on, if it makes any.
@@ -276,14 +252,14 @@ class Job(Recorded, storage.Stored):
             foreach_copy(held, fresh)
 
     def _add(
-        self, ready: Ready, out: list[Tensor], grads: list[Tensor], values: list[Tensor], weight: float, i: int
+        self, ready: Ready, out: list[Tensor], grads: list[Tensor], values: list[Tensor], share: float, i: int
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Gradients and loss so far, this micro-batch included."""
+        """Gradients, loss and metrics so far, this micro-batch with its share of the samples included."""
         now = [out[at] for _, at in ready.grads]
         here = [out[at] for _, at in ready.values]
         if self._engine.micro_batches == 1:
             return now, here
-        here = [v * weight if weight != 1.0 else v.clone() for v in here]
+        here = [v * share if is_mean(n) else v.clone() for (n, _), v in zip(ready.values, here, strict=True)]
         if i == 0:
             # A program's outputs are overwritten by its next run, so sums have memory of their own.
             if list(self._sums) != [n for n, _ in ready.grads]:
@@ -296,8 +272,8 @@ class Job(Recorded, storage.Stored):
 
     def _finished(
         self, ready: Ready, values: list[Tensor], grads: list[Tensor], count: int
-    ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
-        """Loss, weight if there is one, and gradients as owners need them."""
+    ) -> tuple[Tensor, Tensor | None, dict[str, Tensor], list[Tensor]]:
+        """Loss, weight if there is one, metrics, and gradients as owners need them."""
         names = [n for n, _ in ready.values]
         if count > 1:
             made = {f"{o.kind}:{o.name}": o.placed for o in ready.program.outputs}
@@ -309,10 +285,11 @@ class Job(Recorded, storage.Stored):
             moved = self._engine.move(items, "micro-batches summed", [*values, *grads])
             values, grads = moved[: len(names)], moved[len(names) :]
         by_name = dict(zip(names, values, strict=True))
+        metrics = {name: value.clone() for name, value in reported(by_name).items()}  # the next run overwrites outputs
         if "metric:loss_weight" in by_name:
             weight = by_name["metric:loss_weight"].double()
-            return by_name["metric:loss_total"] / weight, weight, grads
-        return by_name["loss:loss"], None, grads
+            return by_name["metric:loss_total"] / weight, weight, metrics, grads
+        return by_name["loss:loss"], None, metrics, grads
 
     def _owner_nd(self, name: str) -> NdSbp:
         return self.plan.state.get(name, self.plan.inputs[name])
@@ -359,32 +336,31 @@ class Job(Recorded, storage.Stored):
 
     # --- evaluation -----------------------------------------------------------------------------
 
-    def evaluate(self, batches: Iterable[Any]) -> float:
-        """The loss over batches with the model in evaluation mode: totals over weights, or the mean by sample."""
+    def evaluate(self, batches: Iterable[Any], metrics: Metrics | None = None) -> Evaluation:
+        """The loss over batches with the model in evaluation mode: totals over weights, or the mean by sample.
+
+        `metrics` are functions of model and batch by name, each with a result like a loss's: a scalar, which is a mean
+        over the batch's samples, or `laminar.Loss(total, weight)`. They and what the loss function returns beside the
+        loss are in the `metrics` of what comes back, which is a float.
+        """
         training = [(m, m.training) for m in self._model.modules()]
         self._model.eval()
-        total: Tensor | float = 0.0
-        weight: Tensor | float = 0.0
+        sums = Sums()
         try:
-            for i, batch in enumerate(batches):
-                leaves = self._agreed(batch)
-                micros = leaves.split(min(self._engine.micro_batches, leaves.samples))
-                samples = [self._engine.together(m).samples for m in micros]
-                for at, micro in enumerate(micros):
-                    ready = self._engine.ready(micro, backward=False)
-                    key = self._key(ready, -1 - i, sum(samples[:at]), sum(samples))
-                    out = ready(self._engine.share(ready, micro, self.device), key, None)
-                    values = self._whole_values(ready, out)
-                    if "metric:loss_weight" in values:
-                        total = total + values["metric:loss_total"].double()
-                        weight = weight + values["metric:loss_weight"].double()
-                    else:
-                        n = samples[at]
-                        total, weight = total + values["loss:loss"].double() * n, weight + n
+            with self._engine.measuring(metrics or {}, partial(self.precision.around, device=self.device)):
+                for i, batch in enumerate(batches):
+                    leaves = self._agreed(batch)
+                    micros = leaves.split(min(self._engine.micro_batches, leaves.samples))
+                    samples = [self._engine.together(m).samples for m in micros]
+                    for at, micro in enumerate(micros):
+                        ready = self._engine.ready(micro, backward=False)
+                        key = self._key(ready, -1 - i, sum(samples[:at]), sum(samples))
+                        out = ready(self._engine.share(ready, micro, self.device), key, None)
+                        sums.add_outputs(self._whole_values(ready, out), samples[at])
         finally:
             for module, mode in training:
                 module.training = mode
-        return float(total / weight) if weight is not None and float(weight) else math.nan
+        return sums.evaluation
 
     def _whole_values(self, ready: Ready, out: list[Tensor]) -> dict[str, Tensor]:
         """Loss and metrics by name, the same on every rank."""

@@ -22,8 +22,8 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -61,8 +61,8 @@ class Trains(Protocol):
     def step(self, batch: Any) -> Any:
         """One step; the result has loss, grad_norm, lr and skipped, forced only when read."""
 
-    def evaluate(self, batches: Iterable[Any]) -> float:
-        """The mean loss without training."""
+    def evaluate(self, batches: Iterable[Any], metrics: Any = None) -> float:
+        """The mean loss without training; `metrics` are functions to measure as well, whose values come with it."""
 
     def save(self, uri: Any) -> Any:
         """A checkpoint."""
@@ -80,6 +80,39 @@ class Trains(Protocol):
         """Batches loaded beside the steps; only called if that is asked for."""
 
 
+class Callback:
+    """What a recipe may do around steps: override what is needed. Called on every rank, in the order of the steps.
+
+    Methods of the job are collective, so ranks must call the same ones. Reading a result waits for the device.
+    """
+
+    def begin(self, job: Any) -> None:
+        """Before the first step, after a checkpoint was read."""
+
+    def before_step(self, job: Any, batch: Any) -> None:
+        """A step with this batch is about to be made."""
+
+    def after_step(self, job: Any, result: Any) -> bool | None:
+        """A step was made and the schedule moved on. `True` ends the run here; on all ranks, or on none."""
+
+    def after_evaluation(self, job: Any, evaluation: Any) -> None:
+        """The loss over the recipe's evaluation batches, a float, with `metrics`."""
+
+    def end(self, job: Any, outcome: Any) -> None:
+        """All steps are made, and the checkpoint is written; nothing is told after a failure."""
+
+
+class OnStep(Callback):
+    """A function of job and result as a callback."""
+
+    def __init__(self, function: Callable[[Any, Any], Any]) -> None:
+        self.function = function
+
+    def after_step(self, job: Any, result: Any) -> bool | None:
+        """Call it."""
+        return self.function(job, result) is True
+
+
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
     """How a run ended."""
@@ -89,6 +122,8 @@ class Outcome:
     """Of the last step; nothing if none was made."""
     evaluation: float | None
     """The last one, where the recipe has data for it."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Of the last evaluation, or of the last step where there was none."""
     seconds: float
     """From the first batch to the last loss, evaluation included."""
     per_s: float | None
@@ -193,6 +228,7 @@ class Reader:
         self.lag = LAG if queued else 0
         self.pending: list[tuple[int, int, str, Any]] = []
         self.loss: float | None = None
+        self.metrics: dict[str, float] = {}
         self.skipped = self.in_a_row = 0
         self.timed_s, self.timed_units = 0.0, 0
         self.first = True
@@ -215,14 +251,17 @@ class Reader:
         group, self.pending = self.pending[:number], self.pending[number:]
         if not group:
             return
-        read = [(bool(r.skipped), _number(r.loss), _number(r.grad_norm), _number(r.lr)) for *_, r in group]
+        read = [
+            (bool(r.skipped), _number(r.loss), _number(r.grad_norm), _number(r.lr), dict(getattr(r, "metrics", {})))
+            for *_, r in group
+        ]
         now = time.perf_counter()
         passed, self.since = now - self.since, now
         units = sum(u for _, u, _, _ in group)
         if not self.first:
             self.timed_s, self.timed_units = self.timed_s + passed, self.timed_units + units
         self.first = False
-        for (step, _, unit, _), (skipped, loss, norm, lr) in zip(group, read, strict=True):
+        for (step, _, unit, _), (skipped, loss, norm, lr, metrics) in zip(group, read, strict=True):
             if skipped:
                 self._skip(step, loss, norm)
                 continue
@@ -234,9 +273,10 @@ class Reader:
                     next="run with --detect-anomaly (detect_anomaly=True) to see which op made it first;"
                     " a lower learning rate or --clip-norm 1 often helps",
                 )
-            self.loss = loss
+            self.loss, self.metrics = loss, metrics
             emit("step", step=step, loss=loss, grad_norm=norm, lr=lr, seconds=passed / len(group),
-                 per_s=units / passed if passed > 0 else None, unit=unit)  # fmt: skip
+                 per_s=units / passed if passed > 0 else None, unit=unit,
+                 **({"metrics": metrics} if metrics else {}))  # fmt: skip
 
     def _skip(self, step: int, loss: float | None, norm: float | None) -> None:
         self.skipped, self.in_a_row = self.skipped + 1, self.in_a_row + 1
@@ -309,19 +349,23 @@ def loop(
     timeline: Path | str | None = None,
     timeline_steps: int = 3,
     prefetch: int = 0,
+    metrics: Mapping[str, Callable[[Any, Any], Any]] | None = None,
+    callbacks: Sequence[Callback] = (),
 ) -> Outcome:
     """Train until `steps` steps are made in all; those before a resumption count.
 
     The job is saved as `checkpoint` at the end, and every `checkpoint_every` steps, which is written beside the steps
     that follow. `prefetch` is how many batches may be loaded ahead; 0: each is loaded when it is needed. `evaluate`
     makes the batches to evaluate on, at the end and every `evaluate_every` steps. `timeline` is where to save what all
-    ranks did in the median of `timeline_steps` steps, taken once the run is warm.
+    ranks did in the median of `timeline_steps` steps, taken once the run is warm. `metrics` are measured in
+    evaluations; `callbacks` are told what happens, in their order.
     """
     made = scheduler(job, schedule, resume)
     emit("start", steps=steps, done=job.steps, device=str(job.device), memory=job.memory())
     if job.plan is not None:
         emit("plan", name=job.plan.name, hash=job.plan.hash, mesh=job.plan.mesh.to_json())
     begun, evaluation, unit, step = time.perf_counter(), None, "samples", job.steps
+    ends = False
 
     def aside(act: Callable[[], Any]) -> Any:
         """Something that is no part of any step."""
@@ -330,16 +374,19 @@ def loop(
         reader.since = time.perf_counter()
         return value
 
-    def evaluated() -> float:
+    def evaluated() -> Any:
         emit("phase", name="evaluating")
         assert evaluate is not None
         if loader is not None:
             loader.settle()
             with job.prefetch(evaluate(), prefetch) as ahead:
-                value = float(job.evaluate(ahead))
+                value = job.evaluate(ahead, **measured)
         else:
-            value = float(job.evaluate(evaluate()))
-        emit("eval", step=step, loss=value)
+            value = job.evaluate(evaluate(), **measured)
+        found = dict(getattr(value, "metrics", {}))
+        emit("eval", step=step, loss=float(value), **({"metrics": found} if found else {}))
+        for callback in callbacks:
+            callback.after_evaluation(job, value)
         return value
 
     def saved() -> None:
@@ -347,6 +394,7 @@ def loop(
         assert saver is not None and checkpoint is not None
         saver.save(checkpoint)
 
+    measured = {"metrics": metrics} if metrics else {}
     saver = Saver(job) if checkpoint is not None and checkpoint_every else None
     reader = Reader(job, log_every)
     emit("phase", name="first step")
@@ -355,18 +403,24 @@ def loop(
         batches = loader = job.prefetch(first(batches, steps - step), prefetch)
     recorder = Recorder(job, timeline, timeline_steps, max(steps - step, 0))
     batch: Any = None
+    for callback in callbacks:
+        callback.begin(job)
     try:
-        while step < steps:
+        while step < steps and not ends:
             batch = None  # let go of it before the next one comes
             batch = next(batches)
             units, unit = count(batch)
             if recorder.begins:
                 aside(recorder.begin)
+            for callback in callbacks:
+                callback.before_step(job, batch)
             result = job.step(batch)
             step, recorder.made = step + 1, recorder.made + 1
             if made is not None:
                 advance(made)
             reader.add(step, units, unit, result)
+            for callback in callbacks:
+                ends = callback.after_step(job, result) is True or ends
             if saver is not None:
                 saver.check()
             if recorder.ends:
@@ -388,7 +442,8 @@ def loop(
         if loader is not None:
             loader.close(LEAVE_S)
     outcome = Outcome(
-        steps=step, loss=reader.loss, evaluation=evaluation, unit=unit, skipped=reader.skipped,
+        steps=step, loss=reader.loss, evaluation=None if evaluation is None else float(evaluation),
+        metrics=dict(getattr(evaluation, "metrics", {})) or reader.metrics, unit=unit, skipped=reader.skipped,
         seconds=time.perf_counter() - begun, timeline=recorder.saved,
         per_s=reader.timed_units / reader.timed_s if reader.timed_s else None,
     )  # fmt: skip
@@ -400,4 +455,6 @@ def loop(
         else:
             job.save(checkpoint)
     emit("end", ok=True, **asdict(outcome))
+    for callback in callbacks:
+        callback.end(job, outcome)
     return outcome

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from laminar.capture.losses import Metrics, reported
 from laminar.capture.private import foreach_lerp
 from laminar.capture.torch_ops import spec_of
 from laminar.errors import BatchError, CaptureError, MeshError
@@ -46,16 +47,17 @@ from laminar.train import optimizer as optim
 from laminar.train import storage
 from laminar.train.engine import Engine, Leaves
 from laminar.train.gradients import scale_and_clip
-from laminar.train.job import Result, clock_of
+from laminar.train.job import clock_of
 from laminar.train.optimizer import Kept
 from laminar.train.precision import Precision, Scaler, update
 from laminar.train.recording import Recorded
+from laminar.train.report import Evaluation, Logs, Result, Sums
 from laminar.train.staged_pipes import Pipe, StagedPipes
 from laminar.train.staged_state import StagedState
 from laminar.train.world import World
 
 
-class StagedJob(Recorded, StagedPipes, StagedState):
+class StagedJob(Recorded, StagedPipes, StagedState, Logs):
     """See `laminar.parallelize`; the methods of `Job`, for a plan with stages."""
 
     def __init__(
@@ -117,7 +119,7 @@ class StagedJob(Recorded, StagedPipes, StagedState):
         self._micros: list[Leaves] = []
         self._draws = 0
         self._noted: tuple[str, ...] = ()
-        self._graphs: dict[Any, Graph] = {(first.key, True): self.graph}
+        self._graphs: dict[Any, Graph] = {self._kind(first.key, True): self.graph}
         self._pipe = self._opened({first.key: made}, self.graph)
         self._pipes: dict[bool, Pipe] = {True: self._pipe}
 
@@ -203,7 +205,7 @@ class StagedJob(Recorded, StagedPipes, StagedState):
         self._draws = self.steps
         pipe = self._pipe = self._pipe_for(self._micros, True)
         samples = [m.samples for m in self._micros]
-        pipe.parts.weights = [1.0 if pipe.weighted else n / sum(samples) for n in samples]
+        pipe.parts.weights = [n / sum(samples) for n in samples]
         self._scale = self._scaler.scale if self._scaler else 1.0
         tape = self._tape if isinstance(self._tape, PipeTape) and self._tape.active else None
         self._mark("batch")
@@ -225,42 +227,44 @@ class StagedJob(Recorded, StagedPipes, StagedState):
             return said
 
         pipe.actors.run(1, last)
-        raw, loss, weight = torch.tensor(pipe.actors.sums, dtype=torch.float64, device=self.device).unbind()
+        raw, *rest = torch.tensor(pipe.actors.sums, dtype=torch.float64, device=self.device).unbind()
+        values = dict(zip(pipe.values, rest, strict=True))
+        loss = values["metric:loss_total" if pipe.weighted else "loss:loss"]
         self._mark("norm")
         raw = raw.sqrt()
         if alone:
-            return Result(number, loss, raw, lr, clock(), False)
+            return Result(number, loss, raw, lr, clock(), False).attach(reported(values))
         inverse: Any = 1.0 / self._scale
         if pipe.weighted:
+            weight = values["metric:loss_weight"]
             loss, inverse = loss / weight, inverse / weight
         if self._scaler is not None:
             finite = math.isfinite(float(raw))
             self._scaler.update(finite)
             if not finite:
-                return Result(number, loss, raw * inverse, lr, clock(), True)
+                return Result(number, loss, raw * inverse, lr, clock(), True).attach(reported(values))
         norm = self._update(grads, number, raw, inverse)
-        return Result(number, loss, norm, lr, clock(), False)
+        return Result(number, loss, norm, lr, clock(), False).attach(reported(values))
 
-    def evaluate(self, batches: Iterable[Any]) -> float:
-        """The loss over batches with the model in evaluation mode, through the stages."""
+    def evaluate(self, batches: Iterable[Any], metrics: Metrics | None = None) -> Evaluation:
+        """The loss over batches with the model in evaluation mode, through the stages; see `Job.evaluate`."""
         training = [(m, m.training) for m in self._model.modules()]
         self._model.eval()
-        total = weight = 0.0
+        sums = Sums()
         try:
-            for i, batch in enumerate(batches):
-                self._micros = self._agreed(batch)
-                self._draws = -1 - i
-                pipe = self._pipe_for(self._micros, False)
-                samples = [m.samples for m in self._micros]
-                pipe.parts.weights = [1.0 if pipe.weighted else n for n in samples]
-                pipe.actors.run(1, partial(self._said, pipe, {}))
-                _, loss, count = pipe.actors.sums
-                total += loss
-                weight += count if pipe.weighted else sum(samples)
+            with self._engine.measuring(metrics or {}, partial(self.precision.around, device=self.device)):
+                for i, batch in enumerate(batches):
+                    self._micros = self._agreed(batch)
+                    self._draws = -1 - i
+                    pipe = self._pipe_for(self._micros, False)
+                    samples = [m.samples for m in self._micros]
+                    pipe.parts.weights = [n / sum(samples) for n in samples]
+                    pipe.actors.run(1, partial(self._said, pipe, {}))
+                    sums.add_outputs(dict(zip(pipe.values, pipe.actors.sums[1:], strict=True)), sum(samples))
         finally:
             for module, mode in training:
                 module.training = mode
-        return total / weight if weight else math.nan
+        return sums.evaluation
 
     def _move(self, items: list[Move], why: str, tensors: list[Tensor]) -> list[Tensor]:
         """From one placement to another, inside of this place."""
@@ -312,7 +316,7 @@ class StagedJob(Recorded, StagedPipes, StagedState):
         return exchange(way, x if self._at == src else None, device=self.device)
 
     def _said(self, pipe: Pipe, grads: Mapping[str, Tensor]) -> list[float]:
-        """This rank's share of the square of the gradient's norm, of the loss and of its weight."""
+        """This rank's share of the square of the gradient's norm, of the loss and of metrics."""
         square = torch.zeros((), dtype=torch.float64, device=self.device)
         for name, g in grads.items():
             if self._homes[name][0] == self._at:
@@ -320,10 +324,8 @@ class StagedJob(Recorded, StagedPipes, StagedState):
                 copies = math.prod(n for p, n in zip(nd, self.mesh.sizes, strict=True) if not isinstance(p, Split))
                 square += g.double().square().sum() / copies
         values = self._values(pipe)
-        if self._place.ranks[0] != self.rank:
-            return [float(square), 0.0, 0.0]
-        loss = values.get("metric:loss_total", values.get("loss:loss", torch.zeros(())))
-        return [float(square), float(loss), float(values.get("metric:loss_weight", torch.zeros(())))]
+        speaks = self._place.ranks[0] == self.rank
+        return [float(square), *(float(values[key]) if speaks and key in values else 0.0 for key in pipe.values)]
 
     def _values(self, pipe: Pipe) -> dict[str, Tensor]:
         """Loss and metrics of the stages at this place, whole."""

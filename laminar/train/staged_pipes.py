@@ -66,6 +66,11 @@ class Pipe:
         """Whether the loss is a total over a weight."""
         return any(o.kind == "metric" and o.name == "loss_weight" for o in self.graph.outputs)
 
+    @cached_property
+    def values(self) -> list[str]:
+        """Loss and metrics of the whole model by `kind:name`, in an order that is the same on every rank."""
+        return [f"{o.kind}:{o.name}" for o in self.graph.outputs if o.kind in ("loss", "metric")]
+
     def outputs(self, *kinds: str) -> list[tuple[int, ProgramOutput]]:
         """What the stages of this rank give, with their stages."""
         mine = ((s, part) for s in self.parts.stages for part in self.made.parts[s])
@@ -90,6 +95,8 @@ class StagedPipes:
     """By the shapes of a micro-batch, and whether it is trained on."""
     _pipes: dict[bool, Pipe]
     """For training, and for evaluation."""
+    _measured: tuple[Any, ...] = ()
+    """Which metrics the pipe for evaluation has."""
     _micros: list[Leaves]
     _draws: int
     """What the draws of this step hang on: its number, or that of a batch of an evaluation."""
@@ -114,6 +121,10 @@ class StagedPipes:
 
     def _pipe_for(self, micros: Sequence[Leaves], backward: bool) -> Pipe:
         """The pipe for such micro-batches, made on first use or made larger; all ranks call this alike."""
+        if not backward and self._measured != self._engine.measured:  # another graph: another pipe
+            self._measured = self._engine.measured
+            if backward in self._pipes:
+                self._pipes.pop(backward).actors.close()
         kinds = {m.key: m for m in micros}
         if len(kinds) > SIZES:
             raise BatchError(f"micro-batches of {len(kinds)} different sizes in one step", allowed=f"{SIZES} at most",
@@ -142,12 +153,16 @@ class StagedPipes:
         made: dict[Any, Stages] = {}
         for key in sorted(kinds, key=lambda key: -sum(t.numel() for t in kinds[key].tensors.values())):
             made[key] = self._lowered(kinds[key], backward, next(iter(made.values()), None))
-        pipe = self._pipes[backward] = self._opened(made, self._graphs[next(iter(made)), backward])
+        pipe = self._pipes[backward] = self._opened(made, self._graphs[self._kind(next(iter(made)), backward)])
         return pipe
+
+    def _kind(self, key: Any, backward: bool) -> Any:
+        """Under which name the graph of such micro-batches is kept."""
+        return key, backward, () if backward else self._engine.measured
 
     def _lowered(self, leaves: Leaves, backward: bool, like: Stages | None) -> Stages:
         """Micro-batches of one size captured and lowered, their sums as those of another."""
-        key = leaves.key, backward
+        key = self._kind(leaves.key, backward)
         if key not in self._graphs:
             while len(self._graphs) >= MOST:
                 del self._graphs[next(iter(self._graphs))]
@@ -189,8 +204,7 @@ class StagedPipes:
                 key = torch.tensor(told, device=self.device)
                 out[item.name] = self._cut(key, plan.inputs[item.name])
             elif item.kind == "scale":
-                scale = torch.tensor(
-                    self._scale * pipe.parts.weights[k], dtype=DTYPES[item.spec.dtype], device=self.device
-                )
+                weight = 1.0 if pipe.weighted else pipe.parts.weights[k]
+                scale = torch.tensor(self._scale * weight, dtype=DTYPES[item.spec.dtype], device=self.device)
                 out[item.name] = self._cut(scale, plan.inputs[item.name])
         return out
