@@ -95,7 +95,7 @@ def with_metrics(loss: Callable[[Any, Any], Any], metrics: Metrics) -> Callable[
                 what = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
                 raise CaptureError(
                     f"the metric {name} is {what}",
-                    allowed="a scalar tensor, which is a mean over the batch; laminar.Loss(total, weight); a dict of them",
+                    allowed="a scalar tensor (a mean over the batch), laminar.Loss(total, weight), or a dict of them",
                 )
         return out
 
