@@ -69,7 +69,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, (float, torch.SymFloat)):
         return float(value)
     if isinstance(value, complex):
-        raise TypeError("complex scalars have no place in a graph")
+        return value
     raise TypeError(f"argument {value!r} of type {type(value).__name__} has no plain form")
 
 
@@ -134,6 +134,14 @@ def caller(name: str) -> Callable[..., Any]:
         return op(*some, **kwargs)
 
     return call
+
+
+def gives_list(name: str) -> bool:
+    """Whether an op makes a list of tensors, which may be one of one."""
+    if name.startswith("laminar."):
+        return False
+    returns = schema(find_op(name)).returns
+    return len(returns) == 1 and str(returns[0].type) == "List[Tensor]"
 
 
 def constant_tensor(const: Constant, device: torch.device | str = "cpu") -> torch.Tensor:

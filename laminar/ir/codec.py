@@ -1,9 +1,9 @@
 """How values become JSON and come back, and how they get their identity.
 
 Plain numbers, strings and lists are themselves. What JSON can't say is a one-key object: a
-non-finite float `{"float": "-inf"}`, a reference `{"ref": ["mm_1", 0]}`, a dtype
-`{"dtype": "f32"}`. The content hash is SHA-256 over the canonical text (sorted keys, no spaces),
-so that two values are equal exactly if their hashes are.
+non-finite float `{"float": "-inf"}`, a complex number `{"complex": ["0.0", "1.0"]}`, a reference
+`{"ref": ["mm_1", 0]}`, a dtype `{"dtype": "f32"}`. The content hash is SHA-256 over the canonical
+text (sorted keys, no spaces), so that two values are equal exactly if their hashes are.
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ def encode(value: Any) -> Any:
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else {"float": repr(value)}
+    if isinstance(value, complex):
+        return {"complex": [repr(value.real), repr(value.imag)]}
     if isinstance(value, Ref):
         return {"ref": [value.name, value.index]}
     if isinstance(value, Dtype):
@@ -61,6 +63,8 @@ def decode(data: Any) -> Any:
     if isinstance(data, dict):
         if "float" in data:
             return float(data["float"])
+        if "complex" in data:
+            return complex(*map(float, data["complex"]))
         if "ref" in data:
             return Ref(data["ref"][0], data["ref"][1])
         return Dtype(data["dtype"])

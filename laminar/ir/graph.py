@@ -247,18 +247,18 @@ class Graph:
 
 
 def widen(graph: Graph) -> Graph:
-    """The same graph in float64: every floating dtype, in specs, casts and constants' specs.
+    """The same graph in float64: every floating and complex dtype, in specs, casts and constants' specs.
 
     Verification needs it because `.double()` on a model leaves float32 casts inside the graph.
     Constants keep their bytes, with the spec they were written in: the runtime casts them.
     """
 
     def spec(s: TensorSpec) -> TensorSpec:
-        return TensorSpec(s.shape, "f64") if s.is_float else s
+        return TensorSpec(s.shape, "f64" if s.is_float else "c128") if s.has_gradient else s
 
     def arg(a: Any) -> Any:
         if isinstance(a, Dtype):
-            return Dtype("f64") if TensorSpec((), a.name).is_float else a
+            return Dtype(spec(TensorSpec((), a.name)).dtype)
         return tuple(map(arg, a)) if isinstance(a, tuple) else a
 
     return replace(
@@ -290,8 +290,8 @@ def check(graph: Graph) -> None:
     for i in graph.inputs:
         if i.kind not in INPUT_KINDS:
             fail(f"%{i.name} is of unknown kind {i.kind!r}", allowed="  ".join(INPUT_KINDS))
-        if i.trainable and (i.kind != "param" or not i.spec.is_float):
-            fail(f"%{i.name} ({i.kind}, {i.spec}) can't be trainable", allowed="floating parameters")
+        if i.trainable and (i.kind != "param" or not i.spec.has_gradient):
+            fail(f"%{i.name} ({i.kind}, {i.spec}) can't be trainable", allowed="floating and complex parameters")
     for c in graph.constants:
         if len(c.data) != c.spec.nbytes:
             fail(f"constant %{c.name} {c.spec} holds {len(c.data)} bytes, not {c.spec.nbytes}")

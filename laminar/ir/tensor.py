@@ -12,6 +12,7 @@ ITEM_BYTES = {
 """Every dtype a graph may hold, and its size."""
 
 FLOATS = ("f64", "f32", "f16", "bf16", "f8e4m3", "f8e5m2")
+COMPLEX = ("c64", "c128")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +40,18 @@ class TensorSpec:
 
     @property
     def is_float(self) -> bool:
-        """Whether gradients can flow through it."""
+        """Whether its elements are real numbers of limited precision."""
         return self.dtype in FLOATS
+
+    @property
+    def is_complex(self) -> bool:
+        """Whether its elements are complex."""
+        return self.dtype in COMPLEX
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether gradients can flow through it."""
+        return self.is_float or self.is_complex
 
     def __str__(self) -> str:
         return f"{self.dtype}[{','.join(map(str, self.shape))}]"

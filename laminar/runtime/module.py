@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from laminar.capture.torch_ops import DTYPES, constant_tensor
+from laminar.capture.torch_ops import DTYPES, constant_tensor, gives_list
 from laminar.ir.codec import Ref
 from laminar.ir.program import Instr, Program
 from laminar.ir.sbp import local_shape
@@ -226,7 +226,7 @@ class _Build:
         self._name(node, instr)
         if range_node is not None:
             self.graph.call_function(_leave, (range_node,))
-        if len(instr.outs) > 1 or instr.op in ("aten.split.Tensor", "aten.split_with_sizes", "aten.unbind.int"):
+        if len(instr.outs) > 1 or gives_list(instr.op):
             for i, spec in enumerate(instr.outs):
                 if spec is not None and self.uses.get(Ref(instr.name, i)):
                     self.env[Ref(instr.name, i)] = self.graph.call_function(operator.getitem, (node, i))

@@ -16,7 +16,14 @@ from laminar.ir.graph import Graph, Node, map_refs
 def constants_of(graph: Graph, wide: bool = False) -> dict[str, Tensor]:
     """The graph's constants; in a widened graph floating ones are float64."""
     out = {c.name: constant_tensor(c) for c in graph.constants}
-    return {k: v.double() if wide and v.is_floating_point() else v for k, v in out.items()}
+    return {k: widened(v) if wide else v for k, v in out.items()}
+
+
+def widened(value: Tensor) -> Tensor:
+    """A floating tensor in float64, a complex one in complex128, another as it is."""
+    if value.is_complex():
+        return value.to(torch.complex128)
+    return value.double() if value.is_floating_point() else value
 
 
 def run_graph(

@@ -26,6 +26,7 @@ from laminar.lower.stages import Stages, in_other_precision, stages
 from laminar.runtime import lockstep, pipe
 from laminar.runtime.processes import run_processes
 from laminar.runtime.reference import constants_of, run_graph
+from laminar.runtime.reference import widened as widened_one
 from laminar.runtime.shards import assemble
 from laminar.search.rewrite import rewritten
 
@@ -69,6 +70,8 @@ def error_of(got: Tensor, want: Tensor, floor: float) -> float:
         return math.inf
     if not want.numel():
         return 0.0
+    if want.is_complex() and got.is_complex():
+        got, want = torch.view_as_real(got), torch.view_as_real(want)
     if not want.is_floating_point():
         return 0.0 if torch.equal(got, want) else math.inf
     both = torch.isnan(got) & torch.isnan(want) | (got == want)
@@ -79,8 +82,8 @@ def error_of(got: Tensor, want: Tensor, floor: float) -> float:
 
 
 def widened(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Floating tensors in float64."""
-    return {k: v.detach().double() if v.is_floating_point() else v.detach() for k, v in tensors.items()}
+    """Floating tensors in float64, complex ones in complex128."""
+    return {k: widened_one(v.detach()) for k, v in tensors.items()}
 
 
 def verify_program(
