@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
@@ -30,12 +30,14 @@ laminar_ops: Any = torch.ops.laminar
 class Canonical(TorchFunctionMode):
     """Canonical ops and keyed draws for everything run inside."""
 
-    def __init__(self, key: Tensor, neutral: bool = False) -> None:
+    def __init__(self, key: Tensor, neutral: bool = False, exchanged: Mapping[int, Tensor] | None = None) -> None:
         super().__init__()
         self.key = key
         """Two int64 numbers: seed and step."""
         self.neutral = neutral
         """Whether devices named in the code are taken to be wherever the tensors are."""
+        self.exchanged = exchanged or {}
+        """Stand-ins for tensors of the model, by `id`: a step may reach them without asking the model."""
         self.copies: dict[int, tuple[Tensor, Tensor]] = {}
         self.site = 0
         self.drew = False
@@ -48,7 +50,9 @@ class Canonical(TorchFunctionMode):
             if func in _MOVES:
                 return args[0]
             if getattr(func, "__name__", "") != "__get__":  # a shape may be asked for anywhere
-                args = tuple(map(self.here, args))
+                args, kwargs = self.here(args), {k: self.here(v) for k, v in kwargs.items()}
+            elif id(args[0]) in self.exchanged:
+                args = (self.exchanged[id(args[0])], *args[1:])
             args, kwargs = _anywhere(func, args, kwargs)
         handler = HANDLERS.get(func)
         try:
@@ -66,10 +70,17 @@ class Canonical(TorchFunctionMode):
             raise
 
     def here(self, value: Any) -> Any:
-        """A tensor from outside, which lies wherever it was made, as one on the CPU: it becomes a constant."""
-        if isinstance(value, (list, tuple)) and any(isinstance(v, Tensor) for v in value):
-            return type(value)(map(self.here, value)) if type(value) in (list, tuple) else value
-        if not isinstance(value, Tensor) or isinstance(value, private.FakeTensor) or value.device.type == "cpu":
+        """A tensor as the step may use it: one of the model's is its stand-in, one from outside lies on the CPU."""
+        if type(value) in (list, tuple):
+            return type(value)(map(self.here, value)) if any(map(_holds_tensors, value)) else value
+        if not isinstance(value, Tensor) or isinstance(value, private.FakeTensor):
+            return value
+        if id(value) in self.exchanged:
+            return self.exchanged[id(value)]
+        if self.exchanged and value.requires_grad:
+            raise CaptureError("a trainable tensor from outside the model is read: it would get no gradient",
+                               next="make it a parameter of the model")  # fmt: skip
+        if value.device.type == "cpu":
             return value
         if value.is_meta:
             raise CaptureError("a tensor from outside the model lives on meta, so it has no values to keep",
@@ -92,6 +103,10 @@ class Canonical(TorchFunctionMode):
         self.drew = True
         wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
         return laminar_ops.normal(tuple(shape), self.key, self.site, wide)  # type: ignore[no-any-return]
+
+
+def _holds_tensors(value: Any) -> bool:
+    return isinstance(value, (Tensor, list, tuple))
 
 
 _COMPOSED = ("torch.nn.functional", "torch.functional", "torch.nn.init")
@@ -188,6 +203,17 @@ def _set_data(mode: Canonical, input: Tensor, value: Tensor) -> None:
         raise CaptureError(f"a tensor of {tuple(input.shape)} is given data of {tuple(value.shape)}, {value.dtype}",
                            next="keep shape and dtype")  # fmt: skip
     input.detach().copy_(value)
+
+
+@catches(Tensor.__deepcopy__)
+def _deep_copy(mode: Canonical, input: Tensor, memo: dict[int, Any]) -> Tensor:
+    """A copy is a leaf of its own, and a parameter if the old one was; torch's way looks at memory."""
+    if not input.is_leaf:
+        raise RuntimeError("only tensors that no operation has made can be copied by copy.deepcopy")
+    if id(input) not in memo:
+        memo[id(input)] = input.detach().clone().requires_grad_(input.requires_grad)
+        memo[id(input)]._is_param = getattr(input, "_is_param", False)
+    return memo[id(input)]  # type: ignore[no-any-return]
 
 
 # --- attention -------------------------------------------------------------------------------

@@ -230,6 +230,10 @@ def _constant(c: Converter, node: Any, traced: Traced) -> _Alias:
     name = f"const_{len(c.constants)}"
     where = next((traced.origins[u.name].where for u in node.users if u.name in traced.origins), "")
     _refuse_outside(tensor, where)
+    held = next((s.name for s in traced.slots if s.own is tensor), "")
+    if held:
+        raise CaptureError(f"{held} is read in a way that tracing can't follow", at=where,
+                           next="read it through the model")  # fmt: skip
     c.constants[name] = constant_of(name, tensor)
     alias = c.fresh(Ref(name), c.constants[name].spec)
     alias.base.constant = True
@@ -239,7 +243,7 @@ def _constant(c: Converter, node: Any, traced: Traced) -> _Alias:
 def _refuse_outside(tensor: torch.Tensor, where: str) -> None:
     """Tensors of neither model nor batch become constants, if that is what they are."""
     nbytes = tensor.numel() * tensor.element_size()
-    if tensor.requires_grad and tensor.is_leaf:
+    if tensor.requires_grad:
         raise CaptureError("a trainable tensor from outside the model is read: it would get no gradient", at=where,
                            next="make it a parameter of the model")  # fmt: skip
     if nbytes > LARGEST_CONSTANT:

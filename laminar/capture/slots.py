@@ -2,7 +2,9 @@
 
 Parameters, buffers, and tensors kept as plain attributes (alone, or in a list or dict) are slots: one
 per tensor, however many names it has. While a step is traced, every place that holds a slot's tensor
-holds its stand-in; afterwards the model is as it was, whatever happened.
+holds its stand-in, which passes for what it stands for: a parameter where that is one (`dressed`). A tensor
+of the model that the step reaches some other way (a list in a closure) is exchanged on use, by `Canonical`.
+Afterwards the model is as it was, whatever happened.
 """
 
 from __future__ import annotations
@@ -11,9 +13,12 @@ import contextlib
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from torch import Tensor, nn
+
+from laminar.capture.private import FakeTensor
 
 OWN = frozenset(nn.Module().__dict__)
 """What every module has of its own: dicts of parameters, buffers, hooks."""
@@ -33,6 +38,11 @@ class Slot:
     fake: Any = None
     plain: bool = False
     """Neither parameter nor registered buffer: state only if a step reads what an earlier one left."""
+    own: Any = None
+    """The model's own tensor, where `tensor` is one that was given instead."""
+
+    def __post_init__(self) -> None:
+        self.own = self.tensor if self.own is None else self.own
 
     @property
     def trainable(self) -> bool:
@@ -101,11 +111,29 @@ def sharing(slots: list[Slot]) -> dict[str, str]:
     return out
 
 
+def dressed(fake: Tensor, real: Tensor) -> Tensor:
+    """A stand-in that passes for what it stands for: its class, and the attributes somebody gave it."""
+    kind = type(real)
+    fake._is_param = isinstance(real, nn.Parameter)  # type: ignore[attr-defined]
+    if kind not in (Tensor, nn.Parameter):
+        fake.__class__ = _both(kind)  # methods and class of a parameter of the user's own kind
+    for name, value in vars(real).items():
+        if not hasattr(fake, name):
+            setattr(fake, name, value)
+    return fake
+
+
+@cache
+def _both(kind: type[Tensor]) -> type[Tensor]:
+    return type(kind)(kind.__name__, (FakeTensor, kind), {})
+
+
 @contextlib.contextmanager
 def swapped(model: nn.Module, slots: list[Slot]) -> Iterator[None]:
     """The model with stand-ins; whatever happens, its own tensors and attributes come back."""
     modules = list(model.modules())
-    attributes = [(m, dict(m.__dict__), dict(m._buffers), dict(m._parameters)) for m in modules]
+    attributes = [(m, dict(m.__dict__), {k: dict(v) for k, v in m.__dict__.items() if k in OWN and isinstance(v, dict)})
+                  for m in modules]  # fmt: skip
     kept = [
         (value, copy.copy(value))
         for m in modules
@@ -118,13 +146,12 @@ def swapped(model: nn.Module, slots: list[Slot]) -> Iterator[None]:
     try:
         yield
     finally:
-        for m, attrs, buffers, params in attributes:
+        for m, attrs, own in attributes:
             m.__dict__.clear()
             m.__dict__.update(attrs)
-            m._buffers.clear()
-            m._buffers.update(buffers)
-            m._parameters.clear()
-            m._parameters.update(params)
+            for key, before in own.items():
+                m.__dict__[key].clear()
+                m.__dict__[key].update(before)
         for value, before in kept:
             value.clear()
             (value.extend if isinstance(value, list) else value.update)(before)

@@ -24,6 +24,7 @@ from laminar.capture.private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensorMode,
+    applied,
     get_decompositions,
     make_fx,
     uncompiled,
@@ -40,7 +41,7 @@ from laminar.capture.refuse import (
     refuse_layouts,
     refuse_loss,
 )
-from laminar.capture.slots import Slot, swapped
+from laminar.capture.slots import Slot, dressed, swapped
 from laminar.errors import CaptureError, LaminarError
 
 NARROW = (torch.bfloat16, torch.float16)
@@ -121,7 +122,7 @@ def trace(
         return out.requires_grad_(grad)
 
     for slot in slots:
-        slot.fake = fake(slot.tensor, slot.trainable)
+        slot.fake = dressed(fake(slot.tensor, slot.trainable), slot.own)
     fakes = [fake(t, False) for t in leaves.values()]
     with fake_mode:
         key = torch.zeros(2, dtype=torch.int64)
@@ -136,9 +137,9 @@ def trace(
         for slot, t in zip(slots, params, strict=True):
             slot.fake = t
         set_leaves(list(batch))
-        canonical = Canonical(rng, neutral=True)
+        canonical = Canonical(rng, neutral=True, exchanged={id(s.own): s.fake for s in slots})
         mode.append(canonical)
-        with swapped(model, slots), recorder.following(canonical), canonical, recorder:
+        with swapped(model, slots), applied(canonical.here), recorder.following(canonical), canonical, recorder:
             loss, root, metrics = step()
             refuse_loss(loss, backward)
             before.refuse_changes(slots, recorder)
