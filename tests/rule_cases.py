@@ -470,6 +470,7 @@ def _canonical() -> Iterator[Case]:
     for op in ("uniform", "normal"):
         yield case(f"laminar.{op}", (4, 6, 10), key, 3, torch.float64)
     yield from _attention()
+    yield from _ctc()
     for shape in ((6, 4, 3, 5), (6, 8)):
         x, c = real(*shape), shape[1]
         for w, b in ((real(c), real(c)), (None, None)):
@@ -487,6 +488,14 @@ def _canonical() -> Iterator[Case]:
             y, _, _, gates, cells = kernels.lstm(x, h, c, wi, wh, bias, reverse)
             dy, dh, dc = real(3, 6, 5), real(6, 5), real(6, 5)
             yield case("laminar.lstm_backward", dy, dh, dc, x, h, c, wi, wh, y, gates, cells, reverse)
+
+
+def _ctc() -> Iterator[Case]:
+    scores, labels = real(7, 4, 5).log_softmax(-1), torch.tensor([[1, 2, 3], [2, 2, 0], [4, 0, 0], [1, 4, 1]])
+    lengths = torch.tensor([7, 6, 5, 7]), torch.tensor([3, 2, 1, 3])
+    yield case("laminar.ctc_loss", scores, labels, *lengths, 0, False)
+    nll, alpha = kernels.ctc_loss(scores, labels, *lengths, 0, False)
+    yield case("laminar.ctc_loss_backward", real(4), scores, labels, *lengths, nll, alpha, 0, False)
 
 
 def _attention() -> Iterator[Case]:

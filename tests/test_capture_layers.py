@@ -465,3 +465,74 @@ def test_a_loss_may_be_a_total_and_a_weight(number: bool) -> None:
 
     graph = same(lambda: nn.Linear(3, 5), loss, {"x": draw(6, 3), "y": ids(5, 6)})
     assert [o.name for o in graph.outputs if o.kind == "metric"] == ["loss_total", "loss_weight"]
+
+
+# --- layers whose code in torch looks at data -----------------------------------------------------
+
+
+def _ctc(flat: bool, tensors: bool, reduction: str = "mean", zero_infinity: bool = False) -> Any:
+    labels = [[1, 2, 3], [2, 2, 0], [4, 0, 0]]
+    lengths, sizes = [7, 6, 1], [3, 2, 1]
+    aim = torch.tensor([k for row, n in zip(labels, sizes, strict=True) for k in row[:n]] if flat else labels)
+    more = (torch.tensor(lengths), torch.tensor(sizes)) if tensors else (tuple(lengths), tuple(sizes))
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        scores = m.a(x).log_softmax(-1)
+        return F.ctc_loss(scores, aim, *more, reduction=reduction, zero_infinity=zero_infinity)
+
+    return lambda: Fn(forward, a=nn.Linear(4, 5))
+
+
+def _twice(m: Any, x: Tensor) -> Tensor:
+    return m.a(m.a(x) * 0.5)
+
+
+LOOKING: dict[str, tuple[Make, Any]] = {
+    **{f"instance norm {d}d with running statistics": (
+        lambda d=d: Fn(_twice, a=getattr(nn, f"InstanceNorm{d}d")(3, affine=True, track_running_stats=True)),
+        draw(4, 3, *[5, 2, 3][:d])) for d in (1, 2, 3)},
+    "instance norm without a batch": (
+        lambda: Fn(_twice, a=nn.InstanceNorm1d(3, track_running_stats=True, affine=True)), draw(3, 5)),
+    "instance norm by its running statistics": (
+        lambda: Fn(_twice, a=nn.InstanceNorm2d(3, affine=True, track_running_stats=True).eval()), draw(4, 3, 5, 2)),
+    "batch norm that averages over all batches": (
+        lambda: Fn(_twice, a=nn.BatchNorm1d(4, momentum=None)), draw(6, 4)),
+    "batch norm 2d that averages": (
+        lambda: Fn(_twice, a=nn.BatchNorm2d(3, momentum=None)), draw(4, 3, 5, 2)),
+    "ctc": (_ctc(False, False), draw(7, 3, 4)),
+    "ctc, lengths as tensors": (_ctc(False, True), draw(7, 3, 4)),
+    "ctc, labels in one row": (_ctc(True, False, "sum"), draw(7, 3, 4)),
+    "ctc, labels in one row, lengths as tensors": (_ctc(True, True, "none"), draw(7, 3, 4)),
+    "ctc without infinities": (_ctc(False, True, "none", True), draw(7, 3, 4)),
+    "a mask for a transformer": (
+        lambda: Fn(lambda m, x: m.a(x, mask=x[0, 0, :1].detach() * 0 + torch.ones(5, 5).tril().log()),
+                   a=nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True), 2)),
+        draw(3, 5, 4)),
+    "a causal mask made in forward": (
+        lambda: Fn(lambda m, x: m.a(x, x, tgt_mask=nn.Transformer.generate_square_subsequent_mask(5)),
+                   a=nn.Transformer(4, 2, 1, 1, 8, 0.0, batch_first=True)), draw(3, 5, 4)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LOOKING)
+def test_layers_that_look_at_data_in_torch_are_captured(name: str) -> None:
+    """Statistics of several steps' worth, losses by lengths, masks that might be causal."""
+    make, batch = LOOKING[name]
+    same(make, square, batch, tol=2e-5)
+
+
+def test_a_constant_causal_mask_becomes_causal_attention() -> None:
+    """Known values of the mask decide, so no mask is carried along."""
+    make, batch = LOOKING["a causal mask made in forward"]
+    graph = capture(made(make), square, batch)
+    found = [n for n in graph.nodes if n.op == "laminar.attention"]
+    assert any(n.args[3] is None and n.args[4] for n in found)
+
+
+@pytest.mark.parametrize("backward", [True, False])
+def test_transformers_are_captured_without_their_kernels_for_inference(backward: bool) -> None:
+    """In eval mode without gradients torch takes another path, which is not a layer but one opaque kernel."""
+    layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+    model = made(lambda: Fn(lambda m, x: m.a(x), a=nn.TransformerEncoder(layer, 2))).eval()
+    graph = capture(model, square, draw(5, 3, 4), backward=backward)
+    assert not any("transformer" in n.op for n in graph.nodes)

@@ -79,7 +79,7 @@ def _buffer(m: Any, x: Tensor) -> Tensor:
 def _registered(m: Any, x: Tensor) -> Tensor:
     inner = nn.Module()
     inner.p = m.w
-    assert list(inner.parameters())[0] is m.w
+    assert next(iter(inner.parameters())) is m.w
     return through(inner.parameters(), x)
 
 

@@ -77,7 +77,7 @@ class Canonical(TorchFunctionMode):
             return value
         if id(value) in self.exchanged:
             return self.exchanged[id(value)]
-        if self.exchanged and value.requires_grad:
+        if self.exchanged and value.requires_grad and not private.wrapped(value):
             raise CaptureError("a trainable tensor from outside the model is read: it would get no gradient",
                                next="make it a parameter of the model")  # fmt: skip
         if value.device.type == "cpu":

@@ -407,3 +407,26 @@ def nll_backward_at(
     if reduction == 1:
         g = g / total
     return torch.zeros_like(x).scatter_(d, local.unsqueeze(d), g.unsqueeze(d))
+
+
+# --- the loss of sequences without alignment ---------------------------------------------------
+
+
+def ctc_loss(
+    log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, blank: int, zero_infinity: bool
+) -> tuple[Tensor, Tensor]:
+    """The loss of each sample, and log-probabilities of prefixes for backward, at the size the labels' room allows."""
+    nll, alpha = aten._ctc_loss.Tensor(log_probs, targets, input_lengths, target_lengths, blank, zero_infinity)
+    return nll, torch.nn.functional.pad(alpha, (0, 2 * targets.shape[1] + 1 - alpha.shape[2]))
+
+
+def ctc_loss_backward(
+    grad: Tensor, log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, nll: Tensor,
+    alpha: Tensor, blank: int, zero_infinity: bool,
+) -> Tensor:  # fmt: skip
+    """The gradient of `log_probs`."""
+    longest = int(target_lengths.max()) if target_lengths.numel() else 0
+    return aten._ctc_loss_backward.Tensor(  # type: ignore[no-any-return]
+        grad, log_probs, targets, input_lengths, target_lengths, nll, alpha[:, :, : 2 * longest + 1].contiguous(),
+        blank, zero_infinity,
+    )  # fmt: skip

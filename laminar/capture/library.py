@@ -24,6 +24,10 @@ _SCHEMAS = {
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     "lstm_backward": "(Tensor dy, Tensor dh, Tensor dc, Tensor x, Tensor h0, Tensor c0, Tensor w_ih, Tensor w_hh, "
     "Tensor y, Tensor gates, Tensor cells, bool reverse) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "ctc_loss": "(Tensor log_probs, Tensor targets, Tensor input_lengths, Tensor target_lengths, int blank, "
+    "bool zero_infinity) -> (Tensor, Tensor)",
+    "ctc_loss_backward": "(Tensor grad, Tensor log_probs, Tensor targets, Tensor input_lengths, "
+    "Tensor target_lengths, Tensor nll, Tensor alpha, int blank, bool zero_infinity) -> Tensor",
     "uniform": "(SymInt[] shape, Tensor key, int site, ScalarType dtype) -> Tensor",
     "normal": "(SymInt[] shape, Tensor key, int site, ScalarType dtype) -> Tensor",
 }
@@ -80,6 +84,17 @@ def _(
     return (*[t.new_empty(t.shape) for t in shapes], w_ih.new_empty(w_ih.shape[0]))
 
 
+@_fake("ctc_loss")  # type: ignore[untyped-decorator]
+def _(log_probs: Tensor, targets: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    steps, samples, _ = log_probs.shape
+    return log_probs.new_empty(samples), log_probs.new_empty(samples, steps, 2 * targets.shape[1] + 1)
+
+
+@_fake("ctc_loss_backward")  # type: ignore[untyped-decorator]
+def _(grad: Tensor, log_probs: Tensor, *rest: Any) -> Tensor:
+    return log_probs.new_empty(log_probs.shape)
+
+
 @_fake("uniform")  # type: ignore[untyped-decorator]
 def _(shape: Any, key: Tensor, site: int, dtype: torch.dtype) -> Tensor:
     return key.new_empty(tuple(shape), dtype=dtype)
@@ -125,6 +140,17 @@ def _lstm_grad(ctx: Any, dy: Tensor, dh: Tensor, dc: Tensor, dgates: Tensor, dce
     return (*out[:5], out[5] if ctx.biased else None, None)
 
 
+def _ctc_setup(ctx: Any, inputs: Any, output: Any) -> None:
+    *tensors, ctx.blank, ctx.zero_infinity = inputs
+    ctx.save_for_backward(*tensors, *output)
+
+
+def _ctc_grad(ctx: Any, grad: Tensor, dalpha: Tensor) -> tuple[Any, ...]:
+    out = torch.ops.laminar.ctc_loss_backward(grad, *ctx.saved_tensors, ctx.blank, ctx.zero_infinity)
+    return (out, None, None, None, None, None)
+
+
+torch.library.register_autograd("laminar::ctc_loss", _ctc_grad, setup_context=_ctc_setup, lib=_LIB)
 torch.library.register_autograd("laminar::attention", _attention_grad, setup_context=_attention_setup, lib=_LIB)
 torch.library.register_autograd("laminar::batch_norm", _batch_norm_grad, setup_context=_batch_norm_setup, lib=_LIB)
 torch.library.register_autograd("laminar::lstm", _lstm_grad, setup_context=_lstm_setup, lib=_LIB)

@@ -30,6 +30,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_slot as get_proxy_slot
 from torch.fx.experimental.proxy_tensor import make_fx as make_fx
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map as tree_map
 
 disable_current_modes = torch.utils._python_dispatch._disable_current_modes
 gelu, silu = torch._C._nn.gelu, torch._C._nn.silu
@@ -57,6 +58,11 @@ def composite(op: Any) -> bool:
 def overload_name(op: Any) -> str:
     """The overload part of an op's name."""
     return str(op._overloadname)
+
+
+def wrapped(tensor: Tensor) -> bool:
+    """Whether a tensor is another one in the hands of `torch.func`."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
 def autograd_node() -> Any:
@@ -113,6 +119,18 @@ def checkpoints(again: Callable[[Any], Any]) -> Iterator[None]:
         module._checkpoint_without_reentrant_generator = inner
         module.CheckpointFunction.apply = entry
         module._is_compiling = compiling
+
+
+@contextlib.contextmanager
+def detecting(change: Callable[[Any], Any]) -> Iterator[None]:
+    """Inside, transformer layers ask another function whether a mask is causal."""
+    module: Any = torch.nn.modules.transformer
+    detect = module._detect_is_causal_mask
+    module._detect_is_causal_mask = change(detect)
+    try:
+        yield
+    finally:
+        module._detect_is_causal_mask = detect
 
 
 @contextlib.contextmanager

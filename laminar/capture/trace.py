@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from laminar.capture.canonical import Canonical, gpu_autocast
 from laminar.capture.draws import Draws
+from laminar.capture.layers import layers_that_trace
 from laminar.capture.origins import Origin, Recorder, blame
 from laminar.capture.private import (
     DataDependentOutputException,
@@ -167,22 +168,24 @@ def trace(
                     outputs.append(("buffer", slot.name))
         return results
 
+    def traced(run: Callable[..., Any]) -> Any:
+        return make_fx(
+            run,
+            decomposition_table=_decompositions(),
+            tracing_mode="real",
+            _allow_non_fake_inputs=True,
+            _error_on_data_dependent_ops=True,
+        )(*[s.fake for s in slots], *fakes, key)
+
     try:
-        with fake_mode, device_neutral(), torch.set_grad_enabled(backward), draws:
+        with fake_mode, device_neutral(), layers_that_trace(), torch.set_grad_enabled(backward), draws:
             before = Before(model, draws)
-            tracing = make_fx(
-                laminar_whole_step,
-                decomposition_table=_decompositions(),
-                tracing_mode="real",
-                _allow_non_fake_inputs=True,
-                _error_on_data_dependent_ops=True,
-            )
-            gm = tracing(*[s.fake for s in slots], *fakes, key)
+            gm = traced(laminar_whole_step)
             set_leaves(fakes)
             if draws.moved:
-                refuse_drawn(model, step, slots, draws, key)
+                traced(lambda *_: refuse_drawn(model, step, slots, draws, key))
             if left:
-                refuse_carried(model, step, slots, left, key)
+                traced(lambda *_: refuse_carried(model, step, slots, left, key))
     except LaminarError as error:
         raise located(error, recorder.inside) from error
     except (DataDependentOutputException, DynamicOutputShapeException) as error:

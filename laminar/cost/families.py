@@ -44,6 +44,7 @@ FAMILY |= {
     "laminar.uniform": "draws", "laminar.normal": "draws",
     "laminar.embedding_at": "indexing", "laminar.embedding_backward_at": "indexing", "laminar.gather_at": "indexing",
     "laminar.nll_at": "loss", "laminar.nll_backward_at": "loss",
+    "laminar.ctc_loss": "loss", "laminar.ctc_loss_backward": "loss",
     **{f"laminar.{n}": "channels" for n in ("batch_norm", "batch_norm_backward", "batch_norm_apply",
                                              "batch_norm_moments", "batch_norm_sums", "batch_norm_grad")},
     "fused.pointwise": "fused.pointwise", "fused.reduction": "fused.reduction",

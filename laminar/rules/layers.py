@@ -323,6 +323,17 @@ def lstm_backward(call: Call) -> Rule:
     return Rule(text(call, ins, [seq, state, state, [".", "."], [".", "."], ["."]]), linear="012")
 
 
+def ctc_loss(call: Call) -> Rule:
+    """(log_probs, targets, input_lengths, target_lengths, ...) -> nll, alpha: only the batch splits."""
+    return Rule(text(call, [[".", "n", "."], ["n", "."], ["n"], ["n"]], [["n"], ["n", ".", "."]]))
+
+
+def ctc_loss_backward(call: Call) -> Rule:
+    """(grad, log_probs, targets, input_lengths, target_lengths, nll, alpha, ...) -> dlog_probs."""
+    seq = [".", "n", "."]
+    return Rule(text(call, [["n"], seq, ["n", "."], ["n"], ["n"], ["n"], ["n", ".", "."]], [seq]), linear="0")
+
+
 def convolution(call: Call) -> Rule:
     """(x, weight, bias, stride, padding, dilation, transposed, output_padding, groups)."""
     transposed, groups = bool(call.arg(6)), call.arg(8)
