@@ -47,10 +47,10 @@ X = torch.randn(6, 3, generator=torch.Generator().manual_seed(1))
 class Model(nn.Module):
     """A linear layer, and something that is done to its output."""
 
-    def __init__(self, after: Callable[[Any, Tensor], Any]) -> None:
+    def __init__(self, after: Callable[[Any, Tensor], Any], size: int = 3) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.a = nn.Linear(3, 4)
+        self.a = nn.Linear(size, 4)
         self.after = after
         self.calls = 0
         self.history: list[Any] = []
@@ -161,10 +161,10 @@ def test_what_depends_on_data_is_refused_at_its_line(after: Any, said: str, code
 
 def test_a_refusal_names_the_module_it_happened_in() -> None:
     """Inside a library's layer the user's line says less than the module's name."""
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, momentum=None))
+    model = nn.Sequential(nn.Linear(3, 4), Model(lambda m, y: y * float(y.sum()), size=4))
     with pytest.raises(CaptureError) as info:
         laminar.capture(model, total, X)
-    assert "module  1 (BatchNorm1d)" in str(info.value)
+    assert "module  1 (Model)" in str(info.value)
     assert "float()" in str(info.value)
 
 
@@ -445,9 +445,91 @@ def test_a_mistake_in_the_model_keeps_its_own_words_and_line() -> None:
     def after(m: Any, y: Tensor) -> Tensor:
         return y @ torch.ones(3, 3)
 
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
+        laminar.capture(Model(after), total, X)
+    assert not isinstance(caught.value, laminar.LaminarError)
+    (note,) = caught.value.__notes__
+    names_this_file(note, "return y @ torch.ones(3, 3)")
+
+
+class Own(Exception):
+    """An error of the user's."""
+
+
+def _raises(error: Exception) -> Any:
+    def after(m: Any, y: Tensor) -> Tensor:
+        raise error
+
+    return after
+
+
+def _indexed(m: Any, y: Tensor) -> Tensor:
+    return {"logits": y}["labels"]
+
+
+def _changed(m: Any, y: Tensor) -> Tensor:
+    z = y.exp()
+    z.add_(1)
+    return z
+
+
+MISTAKES = {
+    "a key": (_indexed, KeyError, "labels"),
+    "its own kind": (_raises(Own("no such token")), Own, "no such token"),
+    "an attribute": (lambda m, y: y + m.missing, AttributeError, "missing"),
+    "an assertion": (_raises(AssertionError("odd")), AssertionError, "odd"),
+    "a dtype": (lambda m, y: y.double() @ torch.ones(4, 4), RuntimeError, "dtype"),
+    "a dtype of a convolution": (
+        lambda m, y: torch.conv1d(y[None], torch.ones(1, 1, 1).double()),
+        RuntimeError,
+        "type",
+    ),
+    "changed in place": (_changed, RuntimeError, "modified by an inplace operation"),
+}
+
+
+@pytest.mark.parametrize("kind", MISTAKES)
+def test_the_users_own_errors_arrive_as_themselves(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    """With their type, their words and their line, and without a page of torch's log before them."""
+    after, expected, words = MISTAKES[kind]
+    with pytest.raises(expected, match=words) as caught:
+        laminar.capture(Model(after), total, X)
+    assert type(caught.value) is expected and "not by Laminar" in caught.value.__notes__[0]
+    assert not [r for r in caplog.records if r.levelname in ("ERROR", "WARNING")]
+    assert caught.value.__suppress_context__, "what tracing said meanwhile is of no use to anybody"
+
+
+def test_the_users_own_errors_arrive_from_models_without_values() -> None:
+    """A model on meta can't be run, but a line that raises is a line that raises."""
+    model = Model(_indexed).to("meta")
+    with pytest.raises(KeyError, match="labels"):
+        laminar.capture(model, total, X)
+
+
+def test_what_only_tracing_can_not_do_is_a_capture_error() -> None:
+    """The same line runs in plain PyTorch, so it is nobody's mistake but ours."""
+
+    def after(m: Any, y: Tensor) -> Tensor:
+        assert type(y) is Tensor
+        return y
+
     message = refused(after)
-    assert "RuntimeError" in message and "could not be traced" in message
-    names_this_file(message, "return y @ torch.ones(3, 3)")
+    assert "could not be traced" in message
+    has_next(message, "it runs in plain PyTorch")
+
+
+def test_a_failed_step_leaves_the_model_as_it_was() -> None:
+    """Finding out whose mistake it is runs the step, and a step changes buffers."""
+
+    def after(m: Any, y: Tensor) -> Tensor:
+        m.table.add_(1)
+        return _indexed(m, y)
+
+    model = Model(after)
+    before = model.table.clone()
+    with pytest.raises(KeyError):
+        laminar.capture(model, total, X)
+    assert torch.equal(model.table, before)
 
 
 # --- batches -------------------------------------------------------------------------------------

@@ -90,7 +90,7 @@ def value_of(tensor: Tensor) -> Tensor | None:
     """The value of a tensor that depends on no input of the step being traced, as a real tensor; else None."""
     if not isinstance(tensor, FakeTensor):
         return None if wrapped(tensor) or tensor.is_meta else tensor
-    mode = get_proxy_mode()
+    mode: Any = get_proxy_mode()
     slot: Any = get_proxy_slot(tensor, mode.tracer, None) if mode is not None else None
     if mode is None or slot is None:
         return None

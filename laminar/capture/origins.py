@@ -30,13 +30,14 @@ from laminar.capture.private import (
     function_modes,
     get_proxy_mode,
     nodes_made,
+    schema,
     sequence_number,
 )
 from laminar.capture.slots import PLAIN
 
 _TORCH = os.path.dirname(torch.__file__)
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-STEPS = ("laminar_whole_step", "refuse_carried", "refuse_drawn")
+STEPS = ("laminar_whole_step", "refuse_carried", "refuse_drawn", "in_plain_pytorch")
 """Functions that run a step: frames further out belong to whoever called capture."""
 
 
@@ -121,6 +122,7 @@ class Recorder(TorchDispatchMode):
         if found is not NOTHING:
             return found
         args = without_masks(func, args)
+        refuse_mixed(func, args)
         behind = autograd_node() if not self.recomputing else None
         if self.fixed is not None:
             origin = self.fixed
@@ -187,6 +189,20 @@ class Recorder(TorchDispatchMode):
             before.remove()
             after.remove()
             nn.Module.__setattr__ = assign  # type: ignore[method-assign]
+
+
+_ALIKE = frozenset(
+    """mm addmm bmm baddbmm addbmm mv addmv dot vdot addr convolution convolution_backward linear""".split()
+)
+
+
+def refuse_mixed(func: Any, args: Any) -> None:
+    """Products of different dtypes, which tensors that hold nothing let pass, and torch's kernels do not."""
+    if func.namespace != "aten" or schema(func).name.removeprefix("aten::") not in _ALIKE:
+        return
+    found = list(dict.fromkeys(a.dtype for a in args if isinstance(a, torch.Tensor)))
+    if len(found) > 1:
+        raise RuntimeError(f"{schema(func).name} takes tensors of one dtype, and got {' and '.join(map(str, found))}")
 
 
 @contextlib.contextmanager

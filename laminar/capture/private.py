@@ -10,6 +10,7 @@ import concurrent.futures
 import contextlib
 import functools
 import itertools
+import logging
 import sys
 import types
 import warnings
@@ -119,6 +120,23 @@ def checkpoints(again: Callable[[Any], Any]) -> Iterator[None]:
         module._checkpoint_without_reentrant_generator = inner
         module.CheckpointFunction.apply = entry
         module._is_compiling = compiling
+
+
+_TALKERS = ("torch._subclasses.fake_tensor", "torch._subclasses.fake_impls", "torch.fx.experimental.proxy_tensor",
+            "torch.fx.experimental.symbolic_shapes", "torch._dynamo")  # fmt: skip
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Inside, what torch logs about tensors that hold nothing is kept back: the error that follows says it in words."""
+    found = [(log, log.disabled) for log in map(logging.getLogger, _TALKERS)]
+    for log, _ in found:
+        log.disabled = True
+    try:
+        yield
+    finally:
+        for log, before in found:
+            log.disabled = before
 
 
 @contextlib.contextmanager

@@ -187,23 +187,27 @@ class _Spy(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def _once_more(slots: list[Slot], key: Tensor) -> Canonical:
+    return Canonical(key, neutral=True, exchanged={id(s.own): s.fake for s in slots})
+
+
 def refuse_carried(model: nn.Module, step: Callable[[], Any], slots: list[Slot], left: list[Left], key: Tensor) -> None:
     """Run forward again on what it left behind: whoever reads that carries state in a way no graph shows."""
     known = {id(slot.fake) for slot in slots}
-    recorder, again = Recorder(model), Canonical(key)
+    recorder, again = Recorder(model), _once_more(slots, key)
     with swapped(model, slots):
         marked: dict[int, str] = {}
         for item in left:
             item.holder[item.key] = item.value
             marked.update({id(t): item.name for t in item.tensors if id(t) not in known})
-        with recorder.following(again), again, _Spy(marked, recorder):
+        with recorder.following(again), again, recorder, _Spy(marked, recorder):
             step()
 
 
 def refuse_drawn(model: nn.Module, step: Callable[[], Any], slots: list[Slot], draws: Draws, key: Tensor) -> None:
     """Somebody drew from Python's generator: the step, if it does so when it runs again."""
-    recorder, again = Recorder(model), Canonical(key)
-    with swapped(model, slots), recorder.following(again), again:
+    recorder, again = Recorder(model), _once_more(slots, key)
+    with swapped(model, slots), recorder.following(again), again, recorder:
         if draws.python(step):
             raise _drawn("Python")
 

@@ -114,7 +114,7 @@ def sharing(slots: list[Slot]) -> dict[str, str]:
 def dressed(fake: Tensor, real: Tensor) -> Tensor:
     """A stand-in that passes for what it stands for: its class, and the attributes somebody gave it."""
     kind = type(real)
-    fake._is_param = isinstance(real, nn.Parameter)  # type: ignore[attr-defined]
+    fake._is_param = isinstance(real, nn.Parameter)
     if kind not in (Tensor, nn.Parameter):
         fake.__class__ = _both(kind)  # methods and class of a parameter of the user's own kind
     for name, value in vars(real).items():
@@ -124,7 +124,7 @@ def dressed(fake: Tensor, real: Tensor) -> Tensor:
 
 
 @cache
-def _both(kind: type[Tensor]) -> type[Tensor]:
+def _both(kind: Any) -> Any:
     return type(kind)(kind.__name__, (FakeTensor, kind), {})
 
 

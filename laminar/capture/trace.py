@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from laminar.capture.canonical import Canonical, gpu_autocast
 from laminar.capture.draws import Draws
 from laminar.capture.layers import layers_that_trace
-from laminar.capture.origins import Origin, Recorder, blame
+from laminar.capture.mistakes import whose
+from laminar.capture.origins import Origin, Recorder
 from laminar.capture.private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -28,6 +29,7 @@ from laminar.capture.private import (
     applied,
     get_decompositions,
     make_fx,
+    quiet,
     uncompiled,
 )
 from laminar.capture.refuse import (
@@ -178,7 +180,7 @@ def trace(
         )(*[s.fake for s in slots], *fakes, key)
 
     try:
-        with fake_mode, device_neutral(), layers_that_trace(), torch.set_grad_enabled(backward), draws:
+        with fake_mode, quiet(), device_neutral(), layers_that_trace(), torch.set_grad_enabled(backward), draws:
             before = Before(model, draws)
             gm = traced(laminar_whole_step)
             set_leaves(fakes)
@@ -191,12 +193,9 @@ def trace(
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise data_dependent(error, mode[-1].failed, recorder.inside) from error
     except Exception as error:
-        raise CaptureError(
-            f"the model could not be traced: {type(error).__name__}: {str(error).partition(chr(10))[0]}",
-            at=blame(error),
-            module=recorder.inside,
-            next="run the model once in plain PyTorch with this batch; if that works, this op needs a report",
-        ) from error
+        with torch.set_grad_enabled(backward):
+            found = whose(error, model, step, slots, leaves, set_leaves, recorder.inside)
+        raise found from (error if isinstance(found, CaptureError) else None)
     finally:
         for slot in slots:
             slot.fake = None
