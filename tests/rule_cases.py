@@ -481,6 +481,10 @@ def _canonical() -> Iterator[Case]:
             yield case("laminar.batch_norm_moments", x)
             yield case("laminar.batch_norm_sums", real(*shape), x, mean, rstd)
             yield case("laminar.batch_norm_grad", real(*shape), x, w, mean, rstd, real(c), real(c), 60)
+    for ends in ((5, 5, 9, 12), (0, 3, 4, 10)):  # empty groups, and rows behind the last
+        x, y, groups = real(12, 6), real(12, 8), torch.tensor(ends, dtype=torch.int32)
+        yield case("laminar.grouped_mm", x, real(4, 6, 8), groups)
+        yield case("laminar.grouped_outer", x, y, groups)
     for reverse in (False, True):
         for bias in (real(20), None):
             x, h, c, wi, wh = real(3, 6, 4), real(6, 5), real(6, 5), real(20, 4), real(20, 5)

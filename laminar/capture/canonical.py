@@ -40,6 +40,8 @@ class Canonical(TorchFunctionMode):
         """Stand-ins for tensors of the model, by `id`: a step may reach them without asking the model."""
         self.copies: dict[int, tuple[Tensor, Tensor]] = {}
         self.site = 0
+        self.units: dict[int, Tensor] = {}
+        """Draws of one number in [0, 1), by their ids (see `certain`)."""
         self.drew = False
         self.failed: Any = None
         """The innermost function an exception passed through: what the user called, not what ATen calls it."""
@@ -264,6 +266,30 @@ def _attention(
         while attn_mask.dim() < 4:
             attn_mask = attn_mask.unsqueeze(0)
     return laminar_ops.attention(query, key, value, attn_mask, is_causal, scale)[0].reshape(shape)  # type: ignore[no-any-return]
+
+
+# --- products of groups of rows --------------------------------------------------------------
+
+
+@catches(F.grouped_mm, private.grouped_mm)
+def _grouped_mm(
+    mode: Canonical, mat_a: Tensor, mat_b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    """Rows in groups times a matrix each (experts of a mixture), or the sums over groups that are their gradient."""
+    dims = mat_a.dim(), mat_b.dim()
+    if dims == (3, 3):
+        out = torch.bmm(mat_a, mat_b)
+    elif offs is not None and dims == (2, 3):
+        out = laminar_ops.grouped_mm(mat_a, mat_b, offs)
+    elif offs is not None and dims == (2, 2):
+        out = laminar_ops.grouped_outer(mat_a.t(), mat_b, offs)
+    else:
+        raise CaptureError(f"grouped_mm of tensors with {dims[0]} and {dims[1]} dims has no form here",
+                           allowed="groups of rows times a matrix each, sums over groups, batches of products",
+                           next="transpose both and multiply the other way round")  # fmt: skip
+    out = out if bias is None else out + bias
+    return out if out_dtype is None else out.to(out_dtype)
 
 
 # --- batch norm ------------------------------------------------------------------------------

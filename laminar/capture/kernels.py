@@ -342,7 +342,45 @@ def normal(
     return (torch.sqrt(-2.0 * torch.log1p(-u)) * torch.cos(w * 6.283185307179586)).to(dtype)
 
 
+# --- products of groups of rows --------------------------------------------------------------
+
+
+def grouped_mm(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
+    """Rows of `x` in groups that end at `ends`, each times the matrix of its group; rows behind the last give zero."""
+    if x.is_cuda and x.dtype == torch.bfloat16:
+        return private.grouped_mm(x, w, offs=ends)
+    out = x.new_zeros(x.shape[0], w.shape[2])
+    for i, (start, end) in enumerate(_stretches(ends, x.shape[0])):
+        if end > start:
+            out[start:end] = x[start:end] @ w[i]
+    return out
+
+
+def grouped_outer(x: Tensor, y: Tensor, ends: Tensor) -> Tensor:
+    """For each group of rows x^T y: the gradient of its matrix."""
+    out = x.new_zeros(ends.shape[0], x.shape[1], y.shape[1])
+    for i, (start, end) in enumerate(_stretches(ends, x.shape[0])):
+        if end > start:
+            out[i] = x[start:end].t() @ y[start:end]
+    return out
+
+
+def _stretches(ends: Tensor, rows: int) -> list[tuple[int, int]]:
+    stops = [min(max(int(e), 0), rows) for e in ends.tolist()]
+    return list(zip([0, *stops], stops, strict=False))
+
+
 # --- local forms -----------------------------------------------------------------------------
+
+
+def grouped_mm_at(x: Tensor, w: Tensor, ends: Tensor, offset: int) -> Tensor:
+    """This rank's stretch of the rows."""
+    return grouped_mm(x, w, (ends - offset).clamp(0, x.shape[0]).to(ends.dtype))
+
+
+def grouped_outer_at(x: Tensor, y: Tensor, ends: Tensor, offset: int) -> Tensor:
+    """What this rank's stretch of the rows adds to each group's."""
+    return grouped_outer(x, y, (ends - offset).clamp(0, x.shape[0]).to(ends.dtype))
 
 
 def _mine(index: Tensor, rows: int, offset: int) -> tuple[Tensor, Tensor]:

@@ -28,6 +28,8 @@ _SCHEMAS = {
     "bool zero_infinity) -> (Tensor, Tensor)",
     "ctc_loss_backward": "(Tensor grad, Tensor log_probs, Tensor targets, Tensor input_lengths, "
     "Tensor target_lengths, Tensor nll, Tensor alpha, int blank, bool zero_infinity) -> Tensor",
+    "grouped_mm": "(Tensor x, Tensor w, Tensor ends) -> Tensor",
+    "grouped_outer": "(Tensor x, Tensor y, Tensor ends) -> Tensor",
     "uniform": "(SymInt[] shape, Tensor key, int site, ScalarType dtype) -> Tensor",
     "normal": "(SymInt[] shape, Tensor key, int site, ScalarType dtype) -> Tensor",
 }
@@ -95,6 +97,16 @@ def _(grad: Tensor, log_probs: Tensor, *rest: Any) -> Tensor:
     return log_probs.new_empty(log_probs.shape)
 
 
+@_fake("grouped_mm")  # type: ignore[untyped-decorator]
+def _(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], w.shape[2])
+
+
+@_fake("grouped_outer")  # type: ignore[untyped-decorator]
+def _(x: Tensor, y: Tensor, ends: Tensor) -> Tensor:
+    return x.new_empty(ends.shape[0], x.shape[1], y.shape[1])
+
+
 @_fake("uniform")  # type: ignore[untyped-decorator]
 def _(shape: Any, key: Tensor, site: int, dtype: torch.dtype) -> Tensor:
     return key.new_empty(tuple(shape), dtype=dtype)
@@ -151,6 +163,26 @@ def _ctc_grad(ctx: Any, grad: Tensor, dalpha: Tensor) -> tuple[Any, ...]:
 
 
 torch.library.register_autograd("laminar::ctc_loss", _ctc_grad, setup_context=_ctc_setup, lib=_LIB)
+
+
+def _grouped_setup(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _grouped_mm_grad(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+    x, w, ends = ctx.saved_tensors
+    dx = torch.ops.laminar.grouped_mm(dy, w.transpose(1, 2), ends) if ctx.needs_input_grad[0] else None
+    return dx, torch.ops.laminar.grouped_outer(x, dy, ends) if ctx.needs_input_grad[1] else None, None
+
+
+def _grouped_outer_grad(ctx: Any, dw: Tensor) -> tuple[Any, ...]:
+    x, y, ends = ctx.saved_tensors
+    dx = torch.ops.laminar.grouped_mm(y, dw.transpose(1, 2), ends) if ctx.needs_input_grad[0] else None
+    return dx, torch.ops.laminar.grouped_mm(x, dw, ends) if ctx.needs_input_grad[1] else None, None
+
+
+torch.library.register_autograd("laminar::grouped_mm", _grouped_mm_grad, setup_context=_grouped_setup, lib=_LIB)
+torch.library.register_autograd("laminar::grouped_outer", _grouped_outer_grad, setup_context=_grouped_setup, lib=_LIB)
 torch.library.register_autograd("laminar::attention", _attention_grad, setup_context=_attention_setup, lib=_LIB)
 torch.library.register_autograd("laminar::batch_norm", _batch_norm_grad, setup_context=_batch_norm_setup, lib=_LIB)
 torch.library.register_autograd("laminar::lstm", _lstm_grad, setup_context=_lstm_setup, lib=_LIB)

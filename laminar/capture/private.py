@@ -35,6 +35,7 @@ from torch.utils._pytree import tree_map as tree_map
 
 disable_current_modes = torch.utils._python_dispatch._disable_current_modes
 gelu, silu = torch._C._nn.gelu, torch._C._nn.silu
+grouped_mm = torch._grouped_mm
 lstm, gru, rnn_tanh, rnn_relu = torch._VF.lstm, torch._VF.gru, torch._VF.rnn_tanh, torch._VF.rnn_relu
 foreach_copy, foreach_add, foreach_mul = torch._foreach_copy_, torch._foreach_add_, torch._foreach_mul_
 foreach_norm, foreach_lerp, foreach_clamp_max, foreach_clamp_min = (

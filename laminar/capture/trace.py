@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from laminar.capture.canonical import Canonical, gpu_autocast
+from laminar.capture.certain import held_back
 from laminar.capture.draws import Draws
 from laminar.capture.layers import layers_that_trace
 from laminar.capture.mistakes import whose
@@ -180,7 +181,9 @@ def trace(
         )(*[s.fake for s in slots], *fakes, key)
 
     try:
-        with fake_mode, quiet(), device_neutral(), layers_that_trace(), torch.set_grad_enabled(backward), draws:
+        with (
+            fake_mode, quiet(), device_neutral(), layers_that_trace(), torch.set_grad_enabled(backward), draws, held_back()
+        ):  # fmt: skip
             before = Before(model, draws)
             gm = traced(laminar_whole_step)
             set_leaves(fakes)

@@ -40,6 +40,7 @@ _MEMBERS = {
 FAMILY = {f"aten.{op}": family for family, ops in _MEMBERS.items() for op in ops.split()}
 FAMILY |= {
     "laminar.attention": "attention", "laminar.attention_backward": "attention",
+    **{f"laminar.grouped_{n}": "matmul" for n in ("mm", "mm_at", "outer", "outer_at")},
     "laminar.lstm": "lstm", "laminar.lstm_backward": "lstm",
     "laminar.uniform": "draws", "laminar.normal": "draws",
     "laminar.embedding_at": "indexing", "laminar.embedding_backward_at": "indexing", "laminar.gather_at": "indexing",
@@ -182,6 +183,10 @@ STATE_BYTES = {"optimizer.adamw": 28, "optimizer.adam": 28, "optimizer.sgd": 12,
 
 def _product(call: Call) -> tuple[int, int, int, int]:
     """(batch, m, n, k) of a product."""
+    if call.op.startswith("laminar.grouped_"):
+        (rows, k), groups = call.ins[0].shape, call.ins[2].shape[0]
+        per, n = -(-rows // max(groups, 1)), call.ins[1].shape[-1]  # as if all groups were of one size
+        return (groups, per, n, k) if "_mm" in call.op else (groups, k, n, per)
     a, b = call.ins[-2:] if call.op != "aten._scaled_mm" else call.ins[:2]
     if call.op.split(".")[1] in ("mv", "dot"):
         return 1, math.prod(a.shape[:-1]), 1, a.shape[-1]

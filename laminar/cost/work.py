@@ -29,6 +29,8 @@ def flops(call: Call) -> float:
     op, ins = call.op.split(".")[1], [s.shape for s in call.ins]
     if op in ("mm", "bmm", "_scaled_mm") or (op == "mv" and ins):
         return 2.0 * math.prod(ins[0]) * ins[1][-1] if op != "mv" else 2.0 * math.prod(ins[0])
+    if op.startswith("grouped_"):
+        return 2.0 * math.prod(ins[0]) * ins[1][-1]
     if op in ("addmm", "baddbmm"):
         return 2.0 * math.prod(ins[1]) * ins[2][-1]
     if op == "convolution":

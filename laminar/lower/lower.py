@@ -36,6 +36,8 @@ from laminar.rules.signing import Probed, follow, probed_signatures, resolve
 LOCAL_DIM: dict[str, Callable[[Any, Any, Any], tuple[str, int, int]]] = {
     "laminar.embedding_at": lambda args, ins, outs: ("in", 0, 0),
     "laminar.embedding_backward_at": lambda args, ins, outs: ("out", 0, 0),
+    "laminar.grouped_mm_at": lambda args, ins, outs: ("in", 0, 0),
+    "laminar.grouped_outer_at": lambda args, ins, outs: ("in", 0, 0),
     "laminar.gather_at": lambda args, ins, outs: ("in", 0, args[1] % len(ins[0].shape)),
     "laminar.nll_at": lambda args, ins, outs: ("in", 0, min(len(ins[0].shape) - 1, 1)),
     "laminar.nll_backward_at": lambda args, ins, outs: ("out", 0, min(len(outs[0].shape) - 1, 1)),

@@ -202,6 +202,10 @@ add("laminar.attention", layers.attention)
 add("laminar.attention_backward", layers.attention_backward)
 add("laminar.ctc_loss", layers.ctc_loss)
 add("laminar.ctc_loss_backward", layers.ctc_loss_backward)
+add("laminar.grouped_mm", lambda call: Rule("s k, . k n, . -> s n", linear="0|1",
+                                            local={"s": "laminar.grouped_mm_at"}))  # fmt: skip
+add("laminar.grouped_outer", lambda call: Rule("s k, s n, . -> . k n", linear="0|1",
+                                               local={"s": "laminar.grouped_outer_at"}))  # fmt: skip
 add("laminar.lstm", layers.lstm)
 add("laminar.lstm_backward", layers.lstm_backward)
 add("convolution", layers.convolution)
