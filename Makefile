@@ -11,6 +11,7 @@ BIN   := .venv/bin
 STAMP := .venv/.filled
 PARTS := $(addprefix bench/,common.py models.py peers.py race.py)
 TORCH := $(shell grep '^torch==' constraints.txt)
+VISION := $(shell grep '^torchvision==' constraints.txt)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test lint bench fuzz prove
@@ -24,6 +25,7 @@ $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -c constraints.txt '$(TORCH)'
 	$(BIN)/python -m pip install -c constraints.txt -e '.[test]'
+	$(BIN)/python -m pip install --no-deps --upgrade --target .venv/vision '$(VISION)' # beside: see tests/suites/vision.py
 	touch $@
 
 demo: setup ## train a small GPT on two ranks and in plain PyTorch, and show that the weights agree

@@ -41,13 +41,16 @@ def _undecided(p: Any) -> CaptureError:
 
 
 class Draw:
-    """A number in [0, 1) that Python or NumPy would have drawn; only what is certain about it may be asked."""
+    """A number in [0, 1) as Python would have it; only what is certain about it may be asked."""
 
-    def __init__(self, which: str) -> None:
-        self.which = which
+    def __init__(self, which: str, look: Callable[[], Any] | None = None) -> None:
+        """Drawn from `which`; what refuses to `look` at a draw of torch's."""
+        self.which, self.look = which, look
 
     def _ask(self, how: str, p: Any) -> bool:
         known = ASKS[how](p) if isinstance(p, (int, float)) else None
+        if known is None and self.look is not None:
+            self.look()
         if known is None:
             raise _undecided(p)
         return known
@@ -65,6 +68,8 @@ class Draw:
         return self._ask(">=", p)
 
     def _used(self, *_: Any) -> Any:
+        if self.look is not None:
+            self.look()
         raise CaptureError(
             f"forward draws random numbers from {self.which}, which would be the same in every captured step",
             next="draw with torch.rand, randn, bernoulli or dropout",
@@ -151,4 +156,11 @@ _compares(">=", torch.ge, Tensor.ge, Tensor.__ge__, torch.greater_equal, Tensor.
 
 @catches(Tensor.item)
 def _item(mode: Canonical, input: Tensor) -> Any:
-    return Draw("torch, as a Python number") if mode.units.get(id(input)) is input else input.item()
+    if mode.units.get(id(input)) is not input:
+        return input.item()
+
+    def look() -> Any:
+        mode.units.pop(id(input), None)
+        return input.item()
+
+    return Draw("torch", look)

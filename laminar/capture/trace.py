@@ -181,9 +181,8 @@ def trace(
         )(*[s.fake for s in slots], *fakes, key)
 
     try:
-        with (
-            fake_mode, quiet(), device_neutral(), layers_that_trace(), torch.set_grad_enabled(backward), draws, held_back()
-        ):  # fmt: skip
+        grads = torch.set_grad_enabled(backward)
+        with fake_mode, quiet(), device_neutral(), layers_that_trace(), grads, draws, held_back():
             before = Before(model, draws)
             gm = traced(laminar_whole_step)
             set_leaves(fakes)
