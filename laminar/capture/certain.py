@@ -75,9 +75,12 @@ class Draw:
             next="draw with torch.rand, randn, bernoulli or dropout",
         )
 
-    __float__ = __int__ = __index__ = __bool__ = __eq__ = __ne__ = __hash__ = __array__ = __getattr__ = _used  # type: ignore[assignment]
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __pow__ = _used
-    __neg__ = __abs__ = __round__ = __floordiv__ = __mod__ = __repr__ = __str__ = __format__ = _used  # type: ignore[assignment]
+
+for (
+    _name
+) in """float int index bool eq ne hash array getattr add radd sub rsub mul rmul truediv rtruediv pow rpow neg abs
+    round floordiv mod repr str format""".split():
+    setattr(Draw, f"__{_name}__", Draw._used)
 
 
 @contextlib.contextmanager
@@ -97,8 +100,8 @@ def held_back() -> Iterator[None]:
         return not args and not kwargs
 
     def from_0_to_1(*args: Any, **kwargs: Any) -> bool:
-        low, high, *size = (*args, *kwargs.values(), *([0.0, 1.0][len(args) + len(kwargs) :]))
-        return low == 0 and high == 1 and not size
+        given = [*args, *kwargs.values()]
+        return [*given, *[0.0, 1.0][len(given) :]] == [0, 1]
 
     places: list[tuple[Any, str, str, Callable[..., bool]]] = [
         (random, "random", "Python", alone), (random, "uniform", "Python", from_0_to_1),
@@ -141,10 +144,11 @@ def _compares(how: str, *functions: Any) -> None:
 
     @catches(*functions)
     def run(mode: Canonical, input: Any, other: Any, **kwargs: Any) -> Any:
-        if mode.units.get(id(input)) is input and isinstance(other, (int, float)) and not kwargs:
+        draw = mode.units.get(id(input))
+        if draw is input and draw is not None and isinstance(other, (int, float)) and not kwargs:
             known = ask(other)
             if known is not None:
-                return torch.tensor(known).reshape(input.shape) if input.dim() else torch.tensor(known)
+                return torch.tensor(known).reshape(draw.shape) if draw.dim() else torch.tensor(known)
         return functions[0](input, other, **kwargs)
 
 
