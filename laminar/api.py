@@ -417,6 +417,7 @@ def parallelize(
     detect_anomaly: bool = False,
     timeout_s: float = 600.0,
     cluster: Cluster | str | None = None,
+    elementwise: bool = False,
 ) -> Any:
     """A `Job` that trains `model` on all ranks as if they were one.
 
@@ -441,6 +442,7 @@ def parallelize(
     detect_anomaly stop at the first NaN or infinity and name the module and op that made it
     cluster        for plan="auto": the machine, a file of `laminar profile` or a name, for which the fastest plan
                    without stages is searched; unless given, "auto" is data parallel, in pieces if memory asks for it
+    elementwise    the optimizer updates each element by itself, so it may be run on pieces; torch's own are known
 
     Works alone in one process, under `laminar train`, and under `torchrun`. All methods of a job are
     collective: every rank calls them, in the same order.
@@ -467,13 +469,13 @@ def parallelize(
         refuse_other(plan, Leaves.of(batch).split(parts)[0].samples, parts)
     if isinstance(plan, Staged):
         return _staged(model, loss, optimizer, batch, plan, device, precision, clip_norm, clip_value, ema, seed,
-                       compile, timeout_s, mesh=mesh, micro_batches=micro_batches,
+                       compile, timeout_s, elementwise, mesh=mesh, micro_batches=micro_batches,
                        detect_anomaly=detect_anomaly)  # fmt: skip
     from laminar.train.job import Job
 
     return Job(
         model, loss, optimizer, batch, plan, mesh, device, precision, micro_batches, clip_norm, clip_value, ema, seed,
-        compile, detect_anomaly, timeout_s, cluster,
+        compile, detect_anomaly, timeout_s, cluster, elementwise,
     )  # fmt: skip
 
 

@@ -285,7 +285,8 @@ def _optimizers(plan: str) -> dict[str, float]:
     for name, make in ELEMENTWISE.items():
         model = net()
         other = copy.deepcopy(model)
-        job = laminar.parallelize(model, mean, make, batch=data[0], plan=plan, device="cpu")
+        declared = name == "lion"
+        job = laminar.parallelize(model, mean, make, batch=data[0], plan=plan, device="cpu", elementwise=declared)
         for b in data:
             job.step(b)
         plain(other, mean, make(other.parameters()), data)
@@ -914,13 +915,6 @@ def _in_a_hurry() -> int:
 def test_ranks_may_run_ahead_of_each_other(two: Ranks) -> None:
     """Notes about batches are told apart by their number."""
     assert two.run(_in_a_hurry) == [0, 0]
-
-
-def test_an_optimizer_that_wants_a_closure_is_refused() -> None:
-    """It would compute the loss again on its own."""
-    model = net()
-    with pytest.raises(OptimizerError, match="LBFGS computes the loss several times"):
-        laminar.parallelize(model, mean, torch.optim.LBFGS(model.parameters()), batch=batches(1)[0], device="cpu")
 
 
 def _drawing(split: bool) -> list[float]:

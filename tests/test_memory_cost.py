@@ -353,6 +353,21 @@ def test_two_processes_take_what_was_predicted_to_the_byte(backend: str, two: Ra
 # --- allocators --------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("nbytes", "reserved_mib"),
+    [(1, 2), (1 << 20, 2), ((1 << 20) + 1, 20), ((10 << 20) - 512, 20), ((10 << 20) - 511, 10), (10 << 20, 10),
+     ((10 << 20) + 1, 12), (12 << 20, 12), ((12 << 20) + 1, 14)],
+)  # fmt: skip
+def test_a_first_request_reserves_what_pytorch_does(nbytes: int, reserved_mib: int) -> None:
+    """At the edges of small, middle and large, in numbers that are PyTorch's and not this file's."""
+    heap = Cuda()
+    heap.take(nbytes)
+    assert heap.reserved == reserved_mib << 20
+    heap.take(9 << 20)  # fits into what is left of a middle segment, or needs one
+    rest = (20 << 20) - nbytes if reserved_mib == 20 else 0
+    assert heap.reserved == (reserved_mib + (0 if rest >= 9 << 20 else 20)) << 20
+
+
 def test_the_caching_allocator_by_hand() -> None:
     """Small requests share a segment of two MiB, middle ones one of twenty, a large one has its own."""
     heap = Cuda()

@@ -29,6 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode as get_proxy_mode
 from torch.fx.experimental.proxy_tensor import get_proxy_slot as get_proxy_slot
 from torch.fx.experimental.proxy_tensor import make_fx as make_fx
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
@@ -44,6 +45,12 @@ foreach_norm, foreach_lerp, foreach_clamp_max, foreach_clamp_min = (
     torch._foreach_clamp_max_,
     torch._foreach_clamp_min_,
 )
+
+
+def step_hooks(optimizer: Any) -> int:
+    """How many functions run before or after each step of an optimizer, its own and those of all optimizers."""
+    own = len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks)
+    return own + len(_global_optimizer_pre_hooks) + len(_global_optimizer_post_hooks)
 
 
 def schema(op: Any) -> Any:

@@ -67,16 +67,14 @@ def zero(
     if gather_once and stage < 3:
         raise PlanError(f"zero({stage}) gathers no parameters in a step", next="stage=3 with gather_once, or neither")
     pins = [data_pins(graph, mesh, a) for a in range(len(mesh.sizes))]
-    pieces: dict[str, NdSbp] = {}
-    for item in graph.of_kind("param"):
-        if item.trainable:
-            # All axes together cut one dim, the last axis finest: each rank owns one contiguous piece.
-            pieces[item.name] = _pieces(item.spec, mesh)
-    for name, nd in pieces.items():
+    # All axes together cut one dim, the last axis finest: each rank owns one contiguous piece.
+    cut = {i.name: _pieces(i.spec, mesh) for i in graph.of_kind("param") if i.trainable or stage >= 3}
+    pieces = {i.name: cut[i.name] for i in graph.of_kind("param") if i.trainable}
+    for name, nd in cut.items():
         for axis, placement in enumerate(nd):
-            if stage >= 2:
+            if stage >= 2 and name in pieces:
                 pins[axis].grads[name] = placement
-            if stage >= 3:
+            if stage >= 3:  # frozen ones, too, which are most of a model with adapters
                 pins[axis].inputs[name] = placement
     plan = completed(graph, mesh, pins, f"zero({stage})")
     return again(graph, replace(plan, state=pieces, gather_once=gather_once), recompute, offload)
@@ -91,12 +89,13 @@ def in_pieces(graph: Graph, plan: Plan, stage: int, axes: Sequence[int] | None =
     state, inputs, outputs = dict(plan.state), dict(plan.inputs), dict(plan.outputs)
     small = _smallest(graph, spared)
     for item in graph.of_kind("param"):
-        if item.trainable and stage and item.name not in small:
+        if stage and (item.trainable or stage >= 3) and item.name not in small:
             nd = _finer(
                 item.spec, plan.inputs[item.name], plan.mesh, range(len(plan.mesh.sizes)) if axes is None else axes
             )
-            state[item.name] = nd
-            if stage >= 2:
+            if item.trainable:
+                state[item.name] = nd
+            if stage >= 2 and item.trainable:
                 outputs[f"grad:{item.name}"] = nd
             if stage >= 3:
                 inputs[item.name] = nd

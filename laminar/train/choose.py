@@ -73,7 +73,8 @@ def chosen(plan: Any, graph: Graph, mesh: Mesh, device: torch.device) -> Plan:
 
 
 def _state_bytes(graph: Graph) -> int:
-    return sum(4 * i.spec.nbytes for i in graph.of_kind("param"))
+    """Weights, and for trained ones a gradient and Adam's two moments."""
+    return sum((4 if i.trainable else 1) * i.spec.nbytes for i in graph.of_kind("param"))
 
 
 def _room_bytes(device: torch.device) -> int:

@@ -25,17 +25,20 @@ from laminar.capture.batches import unflatten
 from laminar.capture.losses import Loss, Metrics, taken_apart, weighed, with_metrics
 from laminar.capture.private import foreach_lerp
 from laminar.capture.refuse import refuse_loss
-from laminar.errors import BatchError, LaminarError, StateError
+from laminar.capture.torch_ops import spec_of
+from laminar.errors import BatchError, LaminarError, OptimizerError, StateError
 from laminar.ir.mesh import Mesh
-from laminar.ir.sbp import chunk
+from laminar.ir.sbp import B, chunk
 from laminar.train import optimizer as optim
 from laminar.train import storage
 from laminar.train.engine import Leaves
 from laminar.train.gradients import Norm, scale_and_clip
 from laminar.train.job import clock_of
+from laminar.train.optimizer import Kept
 from laminar.train.precision import Precision, Scaler
 from laminar.train.recording import Recorded
 from laminar.train.report import Evaluation, Logs, Result, Sums
+from laminar.train.tracked import Tracked
 from laminar.train.world import World
 
 LIMITS = """plan="ddp": the model runs as it is on every rank. Batch norm sees each rank's share only, dropout
@@ -79,6 +82,9 @@ class DdpJob(Recorded, storage.Stored, Logs):
         self._slots = storage.moved(model, self.device, self.precision.weights)
         self.optimizer = optim.made(optimizer, model.parameters())
         optim.refuse_unknown(self.optimizer, {id(s.tensor): s.name for s in self._slots})
+        self._closes = optim.takes_closure(self.optimizer)
+        if self._scaler is not None:
+            optim.refuse_closure(self.optimizer, f"precision={self.precision.name!r} may skip a step")
         optim.faster(self.optimizer, self.device)
         self._loss = self.precision.around(loss, self.device)
         self._wrapped: nn.Module = _Whole(model, self._loss)
@@ -88,6 +94,15 @@ class DdpJob(Recorded, storage.Stored, Logs):
         torch.manual_seed(seed + self.rank)
         self._ema_decay = ema
         self._params = [p for p in model.parameters() if p.requires_grad]
+        self._flags = [(n, p, p.requires_grad) for n, p in model.named_parameters()]
+        whole = (B,)
+        self._kept = [
+            Kept(s.name, spec_of(s.tensor), s.tensor, whole, whole, s.tensor)
+            for s in self._slots
+            if isinstance(s.tensor, nn.Parameter)
+        ]
+        self._tracked = Tracked(self.optimizer, self._kept)
+        self._tracked.resolve(self._kept, lambda x, _: x)
         self._ema = [p.detach().float().clone() for p in self._params] if ema is not None else []
 
     def _share(self, batch: Any) -> Leaves:
@@ -113,9 +128,29 @@ class DdpJob(Recorded, storage.Stored, Logs):
 
     def _step(self, batch: Any) -> Result:
         clock = clock_of(self.device)
+        self._refuse_changes()
         micros = self._share(batch).split(self.micro_batches)
         self._mark("batch")
         scale = self._scaler.scale if self._scaler else 1.0
+        if self._closes:
+            return self._closed_step(micros, clock)
+        loss, weight, metrics = self._gradients(micros, scale)
+        return self._update(loss, weight, scale, clock).attach(metrics)
+
+    def _refuse_changes(self) -> None:
+        """What a user changed since the last step: taken into account, but for what torch's DDP has settled."""
+        for name, param, trained in self._flags:
+            if param.requires_grad is not trained:
+                raise OptimizerError(
+                    f"{name} was {'frozen' if trained else 'unfrozen'} after the job was made",
+                    why='plan="ddp" sums the gradients that there were',
+                    next="make a new job",
+                )
+        if not self._tracked.same():
+            self._tracked.resolve(self._kept, lambda x, _: x)
+
+    def _gradients(self, micros: list[Leaves], scale: float) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Leave gradients of the total in the parameters; the loss of the global batch, its weight, and metrics."""
         sums = Sums()
         for i, micro in enumerate(micros):
             last = i == len(micros) - 1
@@ -130,7 +165,7 @@ class DdpJob(Recorded, storage.Stored, Logs):
                 (total * (scale * self.world)).backward()
                 self._mark("backward")
         (loss, weight), metrics = self._together(sums)
-        return self._update(loss / weight, weight, scale, clock).attach({n: t / w for n, (t, w) in metrics.items()})
+        return loss / weight, weight, {n: t / w for n, (t, w) in metrics.items()}
 
     def _together(self, sums: Sums) -> tuple[tuple[Tensor, Tensor], dict[str, tuple[Tensor, Tensor]]]:
         """Totals and weights over all ranks: of the loss, and of metrics."""
@@ -139,6 +174,32 @@ class DdpJob(Recorded, storage.Stored, Logs):
         summed = self._summed(torch.stack(parts)).unbind()
         pairs = dict(zip(sums.by_name, zip(summed[::2], summed[1::2], strict=True), strict=True))
         return pairs.pop(""), pairs
+
+    def _closed_step(self, micros: list[Leaves], clock: Any) -> Result:
+        """A step of an optimizer that computes loss and gradients itself; all ranks see the same and decide alike."""
+        found: list[tuple[Tensor, Tensor, dict[str, Tensor]]] = []
+
+        def closure() -> Tensor:
+            self.optimizer.zero_grad()
+            loss, weight, metrics = self._gradients(micros, 1.0)
+            grads = [p.grad for p in self._params if p.grad is not None]
+            norm = Norm([], self.mesh, self.device)(grads)
+            norm = scale_and_clip(grads, norm, (1.0 / weight).to(norm.dtype), self.clip_norm, self.clip_value)
+            found.append((loss, norm, metrics))
+            return loss
+
+        self.optimizer.step(closure)
+        self.optimizer.zero_grad()
+        self._mark("optimizer")
+        self._average()
+        number, self.steps = self.steps, self.steps + 1
+        lr = float(self.optimizer.param_groups[0].get("lr", math.nan))
+        loss, norm, metrics = found[0]
+        return Result(number, loss, norm, lr, clock(), False).attach(metrics)
+
+    def _average(self) -> None:
+        if self._ema_decay is not None:
+            foreach_lerp(self._ema, [p.detach().float() for p in self._params], 1 - self._ema_decay)
 
     def _summed(self, x: Tensor) -> Tensor:
         if self.world > 1:
@@ -162,8 +223,7 @@ class DdpJob(Recorded, storage.Stored, Logs):
         self.optimizer.step()
         self.optimizer.zero_grad()
         self._mark("optimizer")
-        if self._ema_decay is not None:
-            foreach_lerp(self._ema, [p.detach().float() for p in self._params], 1 - self._ema_decay)
+        self._average()
         return Result(number, loss, norm, lr, clock(), False)
 
     def evaluate(self, batches: Iterable[Any], metrics: Metrics | None = None) -> Evaluation:
@@ -216,6 +276,7 @@ class DdpJob(Recorded, storage.Stored, Logs):
     def load_optimizer_state_dict(self, given: Mapping[str, Any]) -> None:
         """The inverse."""
         self.optimizer.load_state_dict(dict(given))
+        self._tracked.resolve(self._kept, lambda x, _: x)
 
     def load_average(self, given: Mapping[str, Tensor]) -> None:
         """Take the moving average of the weights from whole tensors."""

@@ -41,10 +41,12 @@ from laminar.train.anomaly import Watched
 from laminar.train.engine import Engine, Leaves, Ready
 from laminar.train.engine import Local as Local
 from laminar.train.gradients import Norm, scale_and_clip
+from laminar.train.layout import refuse_shared
 from laminar.train.optimizer import Kept
 from laminar.train.precision import Precision, Scaler, update
 from laminar.train.recording import Recorded
 from laminar.train.report import Evaluation, Logs, Result, Sums
+from laminar.train.tracked import Tracked
 from laminar.train.world import World
 
 CHECKS = 2
@@ -73,6 +75,7 @@ class Job(Recorded, storage.Stored, Logs):
         detect_anomaly: bool = False,
         timeout_s: float = 600.0,
         cluster: Any = None,
+        elementwise: bool = False,
     ) -> None:
         if micro_batches < 1:
             raise LaminarError(f"micro_batches is {micro_batches}", allowed="a whole number of at least 1")
@@ -104,7 +107,11 @@ class Job(Recorded, storage.Stored, Logs):
         self._world.broadcast([s.tensor.detach() for s in slots])
         self.optimizer = optim.made(optimizer, model.parameters())
         optim.refuse_unknown(self.optimizer, {id(s.tensor): s.name for s in slots})
+        self._closes = optim.takes_closure(self.optimizer)
+        if self.precision.scaled or self.precision.rounding != "nearest":
+            optim.refuse_closure(self.optimizer, f"precision={self.precision.name!r} changes what an update is")
         optim.faster(self.optimizer, self.device)
+        self._elementwise = elementwise
         leaves = self._leaves(batch)
         if leaves.local:
             raise LaminarError("batch= is an example of the global batch", next="give all of it, not a Local share")
@@ -153,6 +160,8 @@ class Job(Recorded, storage.Stored, Logs):
         self._numbers = {s.name: i for i, s in enumerate(self._slots)}
         self._kept: list[Kept] = []
         self._specs = {s.name: spec_of(s.tensor) for s in slots}
+        lies = {**self.plan.inputs, **self.plan.state}
+        refuse_shared({n for n, nd in lies.items() if any(p != B for p in nd)}, slots)
         for slot in slots:
             stand_in = torch.empty_like(slot.tensor, device="meta")
             nd = self.plan.inputs.get(slot.name, (B,) * len(self.mesh.sizes))
@@ -174,9 +183,11 @@ class Job(Recorded, storage.Stored, Logs):
             self._engine.whole[slot.name] = stand_in
         in_optimizer = {id(p) for g in self.optimizer.param_groups for p in g["params"]}
         trained = [k for k in self._kept if id(k.param) in in_optimizer]
-        optim.refuse_unless_elementwise(self.optimizer, trained)
+        optim.refuse_unless_elementwise(self.optimizer, trained, self._elementwise)
         optim.adopt(self.optimizer, trained, self._cut)
         self._by_name = {k.name: k for k in trained}
+        rounded = self.precision.rounding != "nearest"
+        self._tracked = Tracked(self.optimizer, self._kept, rounded, self._elementwise)
 
     # --- a step ---------------------------------------------------------------------------------
 
@@ -204,9 +215,20 @@ class Job(Recorded, storage.Stored, Logs):
     def _step(self, batch: Any) -> Result:
         clock = clock_of(self.device)
         leaves = self._agreed(batch)
+        if not self._tracked.same():
+            self._by_name = self._tracked.resolve(self._kept, self._cut)
+        if self._closes:
+            return self._closed_step(leaves, clock)
+        scale = self._scaler.scale if self._scaler else 1.0
+        ready, loss, weight_sum, metrics, grads = self._gradients(leaves, scale)
+        return self._update(ready, loss, weight_sum, grads, scale, clock).attach(metrics)
+
+    def _gradients(
+        self, leaves: Leaves, scale: float
+    ) -> tuple[Ready, Tensor, Tensor | None, dict[str, Tensor], list[Tensor]]:
+        """Forward and backward of a batch: its loss, its weight if it has one, metrics, gradients as owners need."""
         micros = leaves.split(self._engine.micro_batches)
         samples = [self._engine.together(m).samples for m in micros]
-        scale = self._scaler.scale if self._scaler else 1.0
         ready = None
         grads: list[Tensor] = []
         values: list[Tensor] = []
@@ -230,7 +252,40 @@ class Job(Recorded, storage.Stored, Logs):
         if self._watched is not None:
             finite = all(bool(torch.isfinite(t).all()) for t in (loss, *([] if self._scaler else grads)))
             self._watched.report(self._world, self.steps + 1, not finite)
-        return self._update(ready, loss, weight_sum, grads, scale, clock).attach(metrics)
+        return ready, loss, weight_sum, metrics, grads
+
+    def _closed_step(self, leaves: Leaves, clock: Any) -> Result:
+        """A step of an optimizer that computes loss and gradients itself, as often as it likes.
+
+        All ranks hold all parameters and see the same numbers, so they decide alike. Random draws are those of the
+        step, the same each time.
+        """
+        found: list[tuple[Tensor, Tensor, dict[str, Tensor]]] = []
+
+        def closure() -> Tensor:
+            ready, loss, weight, metrics, grads = self._gradients(leaves, 1.0)
+            updates, raw, inverse = self._measured(ready, weight, grads, 1.0)
+            pieces = [g.clone() for _, g in updates]  # a program's outputs are overwritten by its next run
+            norm = scale_and_clip(pieces, raw, inverse, self.clip_norm, self.clip_value)
+            for k in self._by_name.values():
+                k.owned.grad = None
+            for (k, _), grad in zip(updates, pieces, strict=True):
+                k.owned.grad = grad.to(k.owned.dtype)
+            found.append((loss.detach().clone(), norm, metrics))
+            return found[-1][0]
+
+        lr = self._lr()
+        self.optimizer.step(closure)
+        for k in self._by_name.values():
+            k.owned.grad = None
+        self._mark("optimizer")
+        self._average()
+        number, self.steps = self.steps, self.steps + 1
+        loss, norm, metrics = found[0] if found else (torch.full((), math.nan), torch.full((), math.nan), {})
+        return Result(number, loss, norm, lr, clock(), False).attach(metrics)
+
+    def _lr(self) -> float:
+        return float(self.optimizer.param_groups[0].get("lr", math.nan))
 
     def _key(self, ready: Ready, number: int, first: int, samples: int) -> Tensor | None:
         """What random draws of one run of a program hang on, if it makes any.
@@ -294,12 +349,15 @@ class Job(Recorded, storage.Stored, Logs):
     def _owner_nd(self, name: str) -> NdSbp:
         return self.plan.state.get(name, self.plan.inputs[name])
 
-    def _update(
-        self, ready: Ready, loss: Tensor, weight: Tensor | None, grads: list[Tensor], scale: float, clock: Any
-    ) -> Result:
+    def _measured(
+        self, ready: Ready, weight: Tensor | None, grads: list[Tensor], scale: float
+    ) -> tuple[list[tuple[Kept, Tensor]], Tensor, Tensor | float]:
+        """Gradients with what they update, laid out like it; their norm; by what both are to be multiplied."""
         names = tuple(n for n, _ in ready.grads if n in self._by_name)
         if len(names) != len(grads):
             grads = [g for (n, _), g in zip(ready.grads, grads, strict=True) if n in self._by_name]
+        kept = [self._by_name[n] for n in names]
+        grads = optim.laid_out(kept, grads)
         if names not in self._norms:
             self._norms[names] = Norm([self._owner_nd(n) for n in names], self.mesh, self.device)
         inverse: Tensor | float = 1.0 / scale
@@ -308,23 +366,33 @@ class Job(Recorded, storage.Stored, Logs):
         self._mark("host")
         raw = self._norms[names](grads)
         self._mark("norm" if self._norms[names].shared else "gradients")
-        lr = float(self.optimizer.param_groups[0]["lr"]) if "lr" in self.optimizer.param_groups[0] else math.nan
+        return list(zip(kept, grads, strict=True)), raw, inverse
+
+    def _update(
+        self, ready: Ready, loss: Tensor, weight: Tensor | None, grads: list[Tensor], scale: float, clock: Any
+    ) -> Result:
+        updates, raw, inverse = self._measured(ready, weight, grads, scale)
+        lr = self._lr()
         number, self.steps = self.steps, self.steps + 1
         if self._scaler is not None:
             finite = math.isfinite(float(raw))
             self._scaler.update(finite)
             if not finite:
                 return Result(number, loss.detach().clone(), raw * inverse, lr, clock(), True)
-        norm = scale_and_clip(grads, raw, inverse, self.clip_norm, self.clip_value)
+        pieces = [g for _, g in updates]
+        norm = scale_and_clip(pieces, raw, inverse, self.clip_norm, self.clip_value)
         self._mark("gradients")
-        updates = [(self._by_name[n], g) for n, g in zip(names, grads, strict=True)]
+        updates = [(k, g) for (k, _), g in zip(updates, pieces, strict=True)]
         key = torch.tensor([self.seed, number])
         update(self.optimizer, updates, self.precision.rounding, key, self.mesh, self.rank, self._numbers)
         self._mark("optimizer")
         self._gather()
+        self._average()
+        return Result(number, loss.detach().clone(), norm, lr, clock(), False)
+
+    def _average(self) -> None:
         if self._ema_decay is not None:
             foreach_lerp(list(self._ema.values()), [k.owned.detach().float() for k in self._kept], 1 - self._ema_decay)
-        return Result(number, loss.detach().clone(), norm, lr, clock(), False)
 
     def _gather(self) -> None:
         """Put parameters that are kept whole together from everyone's updated pieces."""
@@ -399,6 +467,7 @@ class Job(Recorded, storage.Stored, Logs):
     def load_optimizer_state_dict(self, given: Mapping[str, Any]) -> None:
         """The inverse; also of what a plain optimizer over the same parameters saved."""
         optim.load_state_dict(self.optimizer, list(self._by_name.values()), given, self._cut)
+        self._tracked.note()
 
     def load_average(self, given: Mapping[str, Tensor]) -> None:
         """Take the moving average of the weights from whole tensors."""

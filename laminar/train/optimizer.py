@@ -3,10 +3,11 @@
 An elementwise update of a tensor is the same update of each of its pieces, so the optimizer itself
 is not rewritten: its parameter groups are made to name what this rank owns, and everything that
 hangs on them (learning-rate schedulers, weight decay by group) goes on working. Which pieces a rank
-owns is the plan's decision (`Plan.state`). Whether an update is elementwise is tried out, not looked
-up: one that is not gives other numbers on halves than on the whole, and is refused by name.
+owns is the plan's decision (`Plan.state`). Which updates are elementwise no trial can decide, as one may begin
+to look at norms in its sixth step: torch's own classes are known, others are taken on their user's word
+(`elementwise=True`), and only then tried.
 
-With parameters held whole on every rank, any optimizer will do.
+With parameters held whole on every rank, any optimizer will do, also one that computes the loss several times.
 """
 
 from __future__ import annotations
@@ -21,12 +22,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from laminar.capture.private import step_hooks
 from laminar.errors import OptimizerError, StateError
 from laminar.ir.sbp import NdSbp, Split
 from laminar.ir.tensor import TensorSpec
+from laminar.train.layout import laid_as
 
-TRIAL = (6, 4)
-"""Shape of the tensor on which an optimizer is tried."""
+KNOWN = (
+    torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax,
+    torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.ASGD,
+)  # fmt: skip
+"""Torch's own whose update of an element hangs on that element, its gradient and its state alone."""
+TENSORWISE = (torch.optim.Adafactor, torch.optim.Muon)
+"""Torch's own that need a whole tensor, but no other than that."""
+TRIAL, STEPS = (6, 4), 8
+"""Shape of the tensor on which an optimizer is tried, and for how many steps."""
 
 
 @dataclass
@@ -44,6 +54,9 @@ class Kept:
     owned: nn.Parameter
     """That part: the parameter itself, or a piece that lies in its memory where that is possible."""
 
+    def __post_init__(self) -> None:
+        self.stride = self.owned.stride()
+
     @property
     def gathered(self) -> bool:
         """Whether the parameter is put together from owned pieces after an update."""
@@ -53,23 +66,35 @@ class Kept:
 def made(optimizer: Any, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """The optimizer, from itself or from a factory."""
     if isinstance(optimizer, torch.optim.Optimizer):
-        return _without_closure(optimizer)
+        return optimizer
     if not callable(optimizer):
         raise OptimizerError(f"optimizer is a {type(optimizer).__name__}", allowed="a torch optimizer, or a function "
                              "that makes one from parameters")  # fmt: skip
     out = optimizer(params)
     if not isinstance(out, torch.optim.Optimizer):
         raise OptimizerError(f"the optimizer factory returned a {type(out).__name__}", allowed="a torch optimizer")
-    return _without_closure(out)
+    return out
 
 
-def _without_closure(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Refuse an optimizer that wants to compute the loss again itself."""
+def takes_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer computes the loss itself, as often as it likes, as LBFGS does."""
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise OptimizerError(f"{type(optimizer).__name__} computes the loss several times in a step, through a closure",
-                             next="use an optimizer that takes one gradient a step")  # fmt: skip
-    return optimizer
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def refuse_closure(optimizer: torch.optim.Optimizer, why: str) -> None:
+    """Refuse an optimizer that computes the loss itself where a step can't be run that way."""
+    if takes_closure(optimizer):
+        raise OptimizerError(
+            f"{type(optimizer).__name__} computes the loss several times in a step, through a closure",
+            why=why,
+            next='use an optimizer that takes one gradient a step, or plan="data" without scaled or rounded weights',
+        )
+
+
+def laid_out(kept: Iterable[Kept], grads: Iterable[Tensor]) -> list[Tensor]:
+    """Gradients that lie in memory as what they update does; see `train/layout.py`."""
+    return [g if g.stride() == k.stride else laid_as(g, k.owned) for k, g in zip(kept, grads, strict=True)]
 
 
 def refuse_unknown(optimizer: torch.optim.Optimizer, params: Mapping[int, str]) -> None:
@@ -105,19 +130,43 @@ def adopt(optimizer: torch.optim.Optimizer, kept: Sequence[Kept], cut: Callable[
         for p in group["params"]:
             if p in old:
                 k = by_param[id(p)]
-                optimizer.state[k.owned] = {key: _placed(v, k, group, cut) for key, v in old[p].items()}
+                optimizer.state[k.owned] = {key: placed(v, k, group, cut) for key, v in old[p].items()}
         group["params"] = [by_param[id(p)].owned for p in group["params"]]
 
 
 # --- which updates are elementwise -------------------------------------------------------------
 
 
-def refuse_unless_elementwise(optimizer: torch.optim.Optimizer, kept: Sequence[Kept]) -> None:
-    """Refuse an optimizer whose update of a whole differs from its updates of the pieces, if there are pieces."""
-    if not any(isinstance(p, Split) for k in kept for p in k.state_nd):
+def in_pieces(kept: Iterable[Kept]) -> bool:
+    """Whether any parameter or its state is not whole on this rank."""
+    return any(isinstance(p, Split) for k in kept for p in (*k.nd, *k.state_nd))
+
+
+def refuse_unless_elementwise(
+    optimizer: torch.optim.Optimizer, kept: Sequence[Kept], declared: bool = False, places: int = 1
+) -> None:
+    """If there are pieces, refuse an optimizer that is neither known nor `declared` to update element by element.
+
+    One that is declared is tried: whose update of a whole differs from its updates of the pieces is refused, too.
+    Where parameters lie whole, but at several `places`, one that takes each tensor by itself will do.
+    """
+    pieces = in_pieces(kept)
+    if not pieces and places == 1:
         return
     name = type(optimizer).__name__
-    advice = 'use a plan that keeps parameters and state whole (plan="data"), or an elementwise optimizer'
+    where = "in pieces" if pieces else "at several places"
+    refuse_closure(optimizer, f"the plan keeps parameters or their state {where}")
+    unknown = unknown_part(optimizer, KNOWN if pieces else (*KNOWN, *TENSORWISE))
+    whole_plan = 'a plan that keeps parameters and state whole (plan="data")'
+    if unknown and not (declared or getattr(optimizer, "elementwise", False) is True):
+        raise OptimizerError(
+            f"{unknown} is not known to update each element by itself",
+            why=f"the plan keeps parameters or their state {where}, and a norm over a part is not one over the whole",
+            next=f"say parallelize(..., elementwise=True) if it does, or use {whole_plan}",
+        )
+    if not unknown or not pieces:
+        return
+    advice = f"use {whole_plan}, or an elementwise optimizer"
     for group in optimizer.param_groups:
         hyper = {k: v for k, v in group.items() if k != "params"}
         try:
@@ -134,6 +183,16 @@ def refuse_unless_elementwise(optimizer: torch.optim.Optimizer, kept: Sequence[K
                                      "than updating it whole", next=advice)  # fmt: skip
 
 
+def unknown_part(optimizer: torch.optim.Optimizer, known: tuple[type, ...] = KNOWN) -> str:
+    """What of an optimizer is not torch's own elementwise code, in words: its class, its step, or hooks around that."""
+    if type(optimizer) not in known:
+        return type(optimizer).__name__
+    own = optimizer.__dict__.get("step")
+    if own is not None and not getattr(own, "_wrapped_by_lr_sched", False):
+        return f"the step of this {type(optimizer).__name__}"
+    return f"a hook around {type(optimizer).__name__}.step" if step_hooks(optimizer) else ""
+
+
 def _uncut(x: Tensor) -> list[Tensor]:
     return [x]
 
@@ -147,24 +206,26 @@ def _columns(x: Tensor) -> list[Tensor]:
 
 
 def _trial(optimizer: torch.optim.Optimizer, hyper: dict[str, Any], cut: Callable[[Tensor], list[Tensor]]) -> Tensor:
-    """A few updates of a small float64 tensor, in the pieces that `cut` makes; the result put together."""
+    """Some updates of a small float64 tensor, in the pieces that `cut` makes, each by itself; the result put together.
+
+    A piece has an optimizer of its own, as it has on a rank: a norm over all parameters is one over the piece there.
+    """
     random = torch.Generator().manual_seed(0)
-    start = torch.randn(TRIAL, generator=random, dtype=torch.float64)
-    params = [nn.Parameter(piece.clone()) for piece in cut(start)]
-    twin = copy.copy(optimizer)
-    twin.__dict__ = dict(optimizer.__dict__)
-    twin.state = defaultdict(dict)
+    drawn = [torch.randn(TRIAL, generator=random, dtype=torch.float64) for _ in range(STEPS + 1)]
     plain = {k: v.detach().cpu() if isinstance(v, Tensor) else v for k, v in hyper.items()}
-    twin.param_groups = [{**plain, "params": params}]
     step = type(optimizer).step  # not the instance's, which a scheduler may have wrapped to count calls
-    for _ in range(3):
-        grad = torch.randn(TRIAL, generator=random, dtype=torch.float64)
-        for p, g in zip(params, cut(grad), strict=True):
-            p.grad = g.clone()
-        step(twin)
-    if len(params) == 1:
-        return params[0].detach()
-    return torch.cat([p.detach() for p in params], 0 if params[0].shape[1] == TRIAL[1] else 1)
+    pieces = []
+    for start, *grads in zip(*(cut(x) for x in drawn), strict=True):
+        param = nn.Parameter(start.clone())
+        twin = copy.copy(optimizer)
+        twin.__dict__ = {k: copy.copy(v) for k, v in optimizer.__dict__.items()}
+        twin.state = defaultdict(dict)
+        twin.param_groups = [{**plain, "params": [param]}]
+        for grad in grads:
+            param.grad = grad.clone()
+            step(twin)
+        pieces.append(param.detach())
+    return torch.cat(pieces, 0 if pieces[0].shape[1] == TRIAL[1] else 1)
 
 
 # --- state in torch's own format ---------------------------------------------------------------
@@ -208,17 +269,19 @@ def load_state_dict(
         k = by_owned[id(p)]
         state = given["state"].get(number, given["state"].get(str(number)))
         if state is not None:
-            optimizer.state[p] = {key: _placed(v, k, group, cut) for key, v in state.items()}
+            optimizer.state[p] = {key: placed(v, k, group, cut) for key, v in state.items()}
     for group, other in zip(optimizer.param_groups, groups, strict=True):
         group.update({key: v for key, v in other.items() if key not in ("params", "fused", "foreach")})
 
 
-def _placed(value: Any, k: Kept, group: dict[str, Any], cut: Callable[[Tensor, NdSbp], Tensor]) -> Any:
+def placed(value: Any, k: Kept, group: dict[str, Any], cut: Callable[[Tensor, NdSbp], Tensor]) -> Any:
     """One entry of the state as this rank keeps it; unlike torch's own loading it keeps the entry's dtype."""
     if not isinstance(value, Tensor):
         return value
-    if value.dim() and tuple(value.shape) == k.spec.shape:
-        return cut(value, k.state_nd).to(k.owned.device, copy=True)
+    if value.dim() and tuple(value.shape) == k.spec.shape != tuple(k.owned.shape):
+        value = cut(value, k.state_nd)
+    if value.dim() and value.shape == k.owned.shape:
+        return laid_as(value.to(k.owned.device, copy=True), k.owned)
     on_device = group.get("fused") or group.get("capturable")
     return value.to(k.owned.device, copy=True) if on_device or value.dim() else value.clone()
 

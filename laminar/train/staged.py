@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from laminar.capture.losses import Metrics, reported
 from laminar.capture.private import foreach_lerp
 from laminar.capture.torch_ops import spec_of
-from laminar.errors import BatchError, CaptureError, MeshError
+from laminar.errors import BatchError, CaptureError, MeshError, OptimizerError
 from laminar.events import emit
 from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh
@@ -48,12 +48,14 @@ from laminar.train import storage
 from laminar.train.engine import Engine, Leaves
 from laminar.train.gradients import scale_and_clip
 from laminar.train.job import clock_of
+from laminar.train.layout import refuse_shared
 from laminar.train.optimizer import Kept
 from laminar.train.precision import Precision, Scaler, update
 from laminar.train.recording import Recorded
 from laminar.train.report import Evaluation, Logs, Result, Sums
 from laminar.train.staged_pipes import Pipe, StagedPipes
 from laminar.train.staged_state import StagedState
+from laminar.train.tracked import Tracked
 from laminar.train.world import World
 
 
@@ -75,6 +77,7 @@ class StagedJob(Recorded, StagedPipes, StagedState, Logs):
         seed: int = 0,
         compile: bool | None = None,
         timeout_s: float = 600.0,
+        elementwise: bool = False,
     ) -> None:
         if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
             raise CaptureError("the model has no values: it lives on meta", next="make it with real weights")
@@ -99,7 +102,9 @@ class StagedJob(Recorded, StagedPipes, StagedState, Logs):
         self._world.broadcast([s.tensor.detach() for s in self._slots])
         self.optimizer = optim.made(optimizer, model.parameters())
         optim.refuse_unknown(self.optimizer, {id(s.tensor): s.name for s in self._slots})
+        optim.refuse_closure(self.optimizer, "the plan has stages, so no rank has all parameters")
         optim.faster(self.optimizer, self.device)
+        self._elementwise = elementwise
         first = self._leaves(batch).split(plan.micro_batches)[0]
         self.graph: Graph = rewritten(self._engine.begin(first), plan)
         emit("phase", name="planning")
@@ -128,6 +133,7 @@ class StagedJob(Recorded, StagedPipes, StagedState, Logs):
     def _keep(self, made: Stages) -> None:
         """Leave this rank's parts in the model, and make the optimizer update what it owns."""
         staged = self.plan
+        refuse_shared({s.name for s in self._slots}, self._slots)
         self._homes, self._lies, self._owned_nd = {}, {}, {}
         for s, own in enumerate(made.cut.graphs):
             p, plan = staged.stages[s].place, staged.stages[s].plan
@@ -173,9 +179,12 @@ class StagedJob(Recorded, StagedPipes, StagedState, Logs):
             group["params"] = [p for p in group["params"] if id(p) not in away]
         listed = {id(p) for g in self.optimizer.param_groups for p in g["params"]}
         trained = [k for k in self._kept if id(k.param) in listed]
-        optim.refuse_unless_elementwise(self.optimizer, trained)
+        optim.refuse_unless_elementwise(self.optimizer, trained, self._elementwise, len(staged.places))
         optim.adopt(self.optimizer, trained, self._cut)
         self._by_name = {k.name: k for k in trained}
+        rounded = self.precision.rounding != "nearest"
+        self._tracked = Tracked(self.optimizer, self._kept, rounded, self._elementwise, len(staged.places))
+        self._trained = [(s.name, s.tensor, s.tensor.requires_grad) for s in self._slots if s.kind == "param"]
 
     def _cut(self, whole: Tensor, nd: NdSbp) -> Tensor:
         return shard(whole, nd, self.mesh, self._place.ranks.index(self.rank))
@@ -202,6 +211,7 @@ class StagedJob(Recorded, StagedPipes, StagedState, Logs):
     def _step(self, batch: Any) -> Result:
         clock = clock_of(self.device)
         self._micros = self._agreed(batch)
+        self._refuse_changes()
         self._draws = self.steps
         pipe = self._pipe = self._pipe_for(self._micros, True)
         samples = [m.samples for m in self._micros]
@@ -245,6 +255,24 @@ class StagedJob(Recorded, StagedPipes, StagedState, Logs):
                 return Result(number, loss, raw * inverse, lr, clock(), True).attach(reported(values))
         norm = self._update(grads, number, raw, inverse)
         return Result(number, loss, norm, lr, clock(), False).attach(reported(values))
+
+    def _refuse_changes(self) -> None:
+        """What a user changed since the last step: state is taken into account, the rest is decided by the stages."""
+        for name, param, trained in self._trained:
+            if param.requires_grad is not trained:
+                raise OptimizerError(
+                    f"{name} was {'frozen' if trained else 'unfrozen'} after the job was made",
+                    why="a plan with stages is made for the gradients that there are",
+                    next="make a new job",
+                )
+        if not self._tracked.same():
+            if self._tracked.regrouped():
+                raise OptimizerError(
+                    "the optimizer's groups were changed after the job was made",
+                    why="a plan with stages gives each rank some of their parameters",
+                    next="make a new job",
+                )
+            self._by_name = self._tracked.resolve(self._kept, self._cut)
 
     def evaluate(self, batches: Iterable[Any], metrics: Metrics | None = None) -> Evaluation:
         """The loss over batches with the model in evaluation mode, through the stages; see `Job.evaluate`."""
@@ -339,7 +367,7 @@ class StagedJob(Recorded, StagedPipes, StagedState, Logs):
     def _update(self, grads: Mapping[str, Tensor], number: int, raw: Tensor, inverse: Any) -> Tensor:
         """Update what this rank owns; the norm of the gradient as it counts."""
         names = [n for n in self._by_name if n in grads]
-        pieces = [grads[n] for n in names]
+        pieces = optim.laid_out([self._by_name[n] for n in names], [grads[n] for n in names])
         norm = scale_and_clip(pieces, raw, inverse, self.clip_norm, self.clip_value)
         updates = [(self._by_name[n], g) for n, g in zip(names, pieces, strict=True)]
         key = torch.tensor([self.seed, number], device=self.device)

@@ -25,6 +25,7 @@ from laminar.train import optimizer as optim
 from laminar.train import storage
 from laminar.train.engine import Engine
 from laminar.train.optimizer import Kept
+from laminar.train.tracked import Tracked
 
 
 class StagedState(storage.Stored):
@@ -50,6 +51,7 @@ class StagedState(storage.Stored):
     _held: dict[str, Tensor]
     _kept: list[Kept]
     _by_name: dict[str, Kept]
+    _tracked: Tracked
     _listed: list[list[str]]
     """The optimizer's parameters as the user gave them, by group."""
     _ema: dict[str, Tensor]
@@ -176,6 +178,7 @@ class StagedState(storage.Stored):
             narrowed["param_groups"].append({**group, "params": here})
             narrowed["state"].update({i: given["state"][i] for i in here if i in given["state"]})
         optim.load_state_dict(self.optimizer, list(self._by_name.values()), narrowed, self._cut)
+        self._tracked.note()
 
     @property
     def model(self) -> nn.Module:

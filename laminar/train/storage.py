@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from laminar.capture.slots import Slot, slots_of
 from laminar.errors import StateError
 from laminar.ir.sbp import B, NdSbp, Split
+from laminar.train.layout import make_dense
 from laminar.train.world import World
 
 if TYPE_CHECKING:
@@ -38,7 +39,9 @@ def moved(model: nn.Module, device: torch.device, weights: torch.dtype | None) -
             there = slot.tensor.to(device)
             for holder, key in slot.places:
                 holder[key] = there
-    return slots_of(model)
+    slots = slots_of(model)
+    make_dense(slots)
+    return slots
 
 
 class Stored:
