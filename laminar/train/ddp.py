@@ -188,7 +188,7 @@ class DdpJob(Recorded, storage.Stored, Logs):
             found.append((loss, norm, metrics))
             return loss
 
-        self.optimizer.step(closure)
+        self.optimizer.step(closure)  # type: ignore[arg-type]
         self.optimizer.zero_grad()
         self._mark("optimizer")
         self._average()

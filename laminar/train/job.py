@@ -275,7 +275,7 @@ class Job(Recorded, storage.Stored, Logs):
             return found[-1][0]
 
         lr = self._lr()
-        self.optimizer.step(closure)
+        self.optimizer.step(closure)  # type: ignore[arg-type]
         for k in self._by_name.values():
             k.owned.grad = None
         self._mark("optimizer")
