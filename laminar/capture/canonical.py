@@ -43,11 +43,14 @@ class Canonical(TorchFunctionMode):
         self.units: dict[int, Tensor] = {}
         """Draws of one number in [0, 1), by their ids (see `certain`)."""
         self.drew = False
+        self.hooked = False
+        """Whether somebody's function is to be called in backward."""
         self.failed: Any = None
         """The innermost function an exception passed through: what the user called, not what ATen calls it."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        self.hooked = self.hooked or func is Tensor.register_hook
         if self.neutral:
             if func in _MOVES:
                 return args[0]

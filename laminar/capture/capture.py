@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,6 +15,7 @@ from laminar.capture.convert import convert
 from laminar.capture.losses import Loss as Loss
 from laminar.capture.losses import read_loss as read_loss
 from laminar.capture.simplify import simplify
+from laminar.capture.sizes import Predictor, Sample, as_json
 from laminar.capture.slots import slots_of
 from laminar.capture.torch_ops import spec_of
 from laminar.capture.trace import trace
@@ -51,18 +53,20 @@ def capture(
     scaled: bool = False,
     backward: bool = True,
     wide: bool = False,
+    predictor: Predictor | None = None,
 ) -> Graph:
     """Forward, loss and backward of one step as a graph. The model may live on any device, "meta" included.
 
     `whole` gives the tensors to take for some of the model's (those of which this process holds only a
     piece). `scaled` adds an input `scale`: gradients are those of the loss, or of a `Loss`'s total, times
     it. Without `backward` there are no gradients. `wide` gives gradients of half-precision parameters in
-    float32, so that they are summed so.
+    float32, so that they are summed so. `predictor` knows graphs of other sizes of such a batch, and learns
+    this one: what follows from them is not traced again.
     """
     model = unwrapped(model)
+    leaves, tree = flatten(batch)
     if not isinstance(model, nn.Module):
         raise CaptureError(f"model is a {type(model).__name__}, not an nn.Module")
-    leaves, tree = flatten(batch)
     given: dict[str, Any] = {}
     slots = slots_of(model)
     for slot in slots:
@@ -81,8 +85,27 @@ def capture(
             return value, value, metrics
         return value, total * given[SCALE].to(total.dtype), metrics
 
-    traced = trace(model, step, slots, leaves, set_leaves, backward, wide)
-    return simplify(convert(traced, leaves, json.dumps(tree)))
+    def forward() -> list[Any] | None:
+        try:
+            ops = trace(model, step, slots, leaves, set_leaves, backward, wide, dry=True).ops
+        except Exception:  # whatever it is, tracing finds it again and says it well
+            return None
+        return ops if ops is None else as_json(ops)
+
+    sizes = tuple(n for leaf in leaves.values() for n in leaf.shape)
+    graph = predictor.predict(sizes, forward) if predictor is not None else None
+    if graph is None:
+        began = time.perf_counter()
+        traced = trace(model, step, slots, leaves, set_leaves, backward, wide)
+        graph = convert(traced, leaves, json.dumps(tree))
+        if predictor is not None:
+            predictor.traced, predictor.traced_s = (
+                predictor.traced + 1,
+                predictor.traced_s + time.perf_counter() - began,
+            )
+            if traced.ops is not None:
+                predictor.add(Sample(sizes, as_json(graph.to_json()), as_json(traced.ops)))
+    return simplify(graph)
 
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:

@@ -23,6 +23,7 @@ from torch import nn
 
 from laminar.capture.canonical import Canonical, gpu_autocast
 from laminar.capture.known import NOTHING, looked_at, without_masks
+from laminar.capture.op_log import written
 from laminar.capture.private import (
     TorchDispatchMode,
     autograd_node,
@@ -77,9 +78,14 @@ def blame(error: BaseException) -> str:
 class Recorder(TorchDispatchMode):
     """Notes the origin of every traced op."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, dry: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.model = model
+        self.dry = dry
+        """Whether nothing is traced: ops are only noted."""
+        self.noting = True
+        self.ops: list[Any] = []
+        """Every op of forward with its arguments, as JSON, as long as it is `noting`."""
         self.names = {id(m): path for path, m in model.named_modules()}
         self.stack: list[str] = []
         self.origins: dict[str, Origin] = {}
@@ -117,6 +123,8 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         proxy = get_proxy_mode()
         if proxy is None:
+            if self.dry and self.noting:
+                self.ops.append(written(func, args, kwargs))
             return func(*args, **(kwargs or {}))
         found = looked_at(func, args, kwargs)
         if found is not NOTHING:
@@ -132,6 +140,8 @@ class Recorder(TorchDispatchMode):
             phase = "recompute" if self.recomputing else "forward"
             origin = Origin(self.where(), self.stack[-1] if self.stack else "", phase)
             self.by_sequence.setdefault(sequence_number(), origin)
+            if self.noting:
+                self.ops.append(written(func, args, kwargs))
         with nodes_made(proxy) as made:
             out = func(*args, **(kwargs or {}))
         self.origins.update({node.name: origin for node in made})

@@ -22,6 +22,7 @@ from laminar.capture.certain import held_back
 from laminar.capture.draws import Draws
 from laminar.capture.layers import layers_that_trace
 from laminar.capture.mistakes import whose
+from laminar.capture.op_log import hidden_backward
 from laminar.capture.origins import Origin, Recorder
 from laminar.capture.private import (
     DataDependentOutputException,
@@ -104,6 +105,8 @@ class Traced:
     outputs: list[tuple[str, str]]
     origins: dict[str, Origin]
     draws: bool
+    ops: list[Any] | None = None
+    """The ops of forward with their arguments; nothing if they don't tell what backward does."""
 
 
 def trace(
@@ -114,8 +117,12 @@ def trace(
     set_leaves: Callable[[list[Tensor]], None],
     backward: bool = True,
     wide: bool = False,
+    dry: bool = False,
 ) -> Traced:
-    """Trace `step` (loss, what to differentiate, and metrics, from swapped model and batch) and the gradient."""
+    """Trace `step` (loss, what to differentiate, and metrics, from swapped model and batch) and the gradient.
+
+    `dry` only runs forward and notes its ops.
+    """
     refuse_hooks(slots)
     refuse_layouts(slots, leaves)
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -130,10 +137,11 @@ def trace(
     fakes = [fake(t, False) for t in leaves.values()]
     with fake_mode:
         key = torch.zeros(2, dtype=torch.int64)
-    recorder = Recorder(model)
+    recorder = Recorder(model, dry)
     mode: list[Canonical] = []
     outputs: list[tuple[str, str]] = []
     left: list[Left] = []
+    unpredictable: list[bool] = []
     draws = Draws()
 
     def laminar_whole_step(*flat: Tensor) -> list[Tensor]:
@@ -147,6 +155,10 @@ def trace(
             loss, root, metrics = step()
             refuse_loss(loss, backward)
             before.refuse_changes(slots, recorder)
+            recorder.noting = False
+            unpredictable.append(backward and (canonical.hooked or hidden_backward(root)))
+            if dry:
+                return []
             left.extend(left_behind(model, slots))
             trained = [s for s in slots if s.trainable]
             grads: tuple[Tensor | None, ...] = (None,) * len(trained)
@@ -184,11 +196,11 @@ def trace(
         grads = torch.set_grad_enabled(backward)
         with fake_mode, quiet(), device_neutral(), layers_that_trace(), grads, draws, held_back():
             before = Before(model, draws)
-            gm = traced(laminar_whole_step)
+            gm = laminar_whole_step(*[s.fake for s in slots], *fakes, key) if dry else traced(laminar_whole_step)
             set_leaves(fakes)
-            if draws.moved:
+            if draws.moved and not dry:
                 traced(lambda *_: refuse_drawn(model, step, slots, draws, key))
-            if left:
+            if left and not dry:
                 traced(lambda *_: refuse_carried(model, step, slots, left, key))
     except LaminarError as error:
         raise located(error, recorder.inside) from error
@@ -201,7 +213,7 @@ def trace(
     finally:
         for slot in slots:
             slot.fake = None
-    return Traced(gm, slots, outputs, recorder.origins, mode[-1].drew)
+    return Traced(gm, slots, outputs, recorder.origins, mode[-1].drew, None if any(unpredictable) else recorder.ops)
 
 
 def _decompositions() -> Any:

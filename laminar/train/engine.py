@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import warnings
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 from laminar.capture.batches import flatten, unflatten
 from laminar.capture.capture import capture
 from laminar.capture.losses import Metrics, identity, with_metrics
+from laminar.capture.sizes import Predictor
 from laminar.capture.torch_ops import constant_tensor, spec_of
 from laminar.errors import BatchError
 from laminar.events import emit
@@ -47,6 +49,8 @@ from laminar.search.rewrite import rewritten
 
 MOST = 16
 """Shapes of batches that are kept compiled: each has buffers for its gradients."""
+MANY = 12
+"""Sizes of batches that had to be traced, none following from the others, before the user is told."""
 SOME = 1 << 16
 """How many elements of a leaf are looked at to tell batches apart."""
 
@@ -205,6 +209,7 @@ class Engine:
         """What this rank holds of parameters and buffers, by name."""
         self._modules, self._parameters = list(model.modules()), list(model.parameters())
         self._captured: dict[Any, Graph] = {}
+        self._predictors: dict[Any, Predictor] = {}
         self._places: dict[Any, dict[int, Split | None]] = {}
         self._ready: dict[Any, Ready] = {}
         self._terms: dict[str, NdSbp] = {}
@@ -237,8 +242,23 @@ class Engine:
     def _traced(self, leaves: Leaves, backward: bool) -> Graph:
         emit("phase", name="capturing")
         batch = unflatten(json.loads(leaves.tree), leaves.tensors)
+        # Sizes of a batch aside, graphs are alike: what follows from those of other sizes is not traced again.
+        kind = tuple((n, str(t.dtype), t.dim()) for n, t in leaves.tensors.items())
+        predictor = self._predictors.setdefault((kind, leaves.tree, *self._key(leaves, backward)[1:]), Predictor())
         graph = capture(self.model, self.loss, batch, whole=self.whole, scaled=self.scaled and backward,
-                        backward=backward, wide=True)  # fmt: skip
+                        backward=backward, wide=True, predictor=predictor)  # fmt: skip
+        emit(
+            "shape",
+            traced=predictor.traced,
+            traced_s=predictor.traced_s,
+            sizes=[list(t.shape) for t in leaves.tensors.values()],
+        )
+        if predictor.traced == MANY:
+            warnings.warn(
+                f"{MANY} sizes of batches had to be captured one by one ({predictor.traced_s:.0f} s so far): pad "
+                "sequences to multiples of 64, or put batches of like lengths together",
+                stacklevel=2,
+            )
         return probe(graph)
 
     def _sampled(self, graph: Graph, leaves: Leaves, backward: bool) -> dict[int, Split | None]:
