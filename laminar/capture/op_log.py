@@ -49,7 +49,8 @@ def _digest(value: Tensor) -> str:
 
 def hidden_backward(root: Tensor) -> bool:
     """Whether somebody's Python code runs in backward, which forward's ops say nothing about."""
-    seen, todo = set(), [root.grad_fn]
+    seen: set[Any] = set()
+    todo: list[Any] = [root.grad_fn]
     while todo:
         node = todo.pop()
         if node is None or node in seen:
