@@ -452,6 +452,9 @@ def parallelize(
     from laminar.capture.wrapped import unwrapped
 
     model = unwrapped(model)
+    from laminar.capture.lazy import initialise
+
+    initialise(model, loss, batch)
     if plan == "ddp":
         from laminar.train.ddp import DdpJob
 

@@ -536,3 +536,34 @@ def test_transformers_are_captured_without_their_kernels_for_inference(backward:
     model = made(lambda: Fn(lambda m, x: m.a(x), a=nn.TransformerEncoder(layer, 2))).eval()
     graph = capture(model, square, draw(5, 3, 4), backward=backward)
     assert not any("transformer" in n.op for n in graph.nodes)
+
+
+LYING: dict[str, Any] = {
+    "pooled to one": lambda m, x: F.adaptive_avg_pool2d(m.a(x), 1).flatten(1),
+    "pooled to one by torch itself": lambda m, x: torch._C._nn.adaptive_avg_pool2d(m.a(x), [1, 1]).flatten(1),
+    "strides set anew": lambda m, x: m.a(x).contiguous().as_strided((2, 4, 196), (784, 196, 1)),
+    "strides of channels": lambda m, x: m.a(x).as_strided((2, 14, 14, 4), (784, 56, 4, 1)),
+    "written through strides": lambda m, x: _filled(m.a(x).clone(memory_format=torch.contiguous_format)),
+}
+
+
+def _filled(y: Tensor) -> Tensor:
+    y.as_strided((2, 784), (784, 1))[:, :5] = 0.5
+    return y
+
+
+@pytest.mark.parametrize("name", LYING)
+def test_images_with_channels_last_are_captured(name: str) -> None:
+    """How a tensor lies in memory is nothing a graph knows; what is said by strides about the same memory is a view."""
+
+    def make() -> nn.Module:
+        return Fn(LYING[name], a=nn.Conv2d(3, 4, 3)).to(memory_format=torch.channels_last)
+
+    same(make, square, draw(2, 3, 16, 16).to(memory_format=torch.channels_last), tol=1e-5)
+
+
+def test_strides_onto_other_memory_are_refused() -> None:
+    """Elements that overlap, or a part of the memory, have no name in a graph."""
+    model = Fn(lambda m, x: m.a(x).contiguous().as_strided((2, 5), (3, 1)), a=nn.Linear(4, 4))
+    with pytest.raises(laminar.CaptureError, match="looks at memory"):
+        capture(model, square, draw(3, 4))

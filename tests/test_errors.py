@@ -159,20 +159,13 @@ def test_what_depends_on_data_is_refused_at_its_line(after: Any, said: str, code
     has_next(message, instead)
 
 
-class Drawing(nn.Module):
-    """Draws in a way that has no keyed form."""
-
-    def forward(self, y: Tensor) -> Tensor:
-        return y * torch.multinomial(y.exp(), 3, replacement=True).sum()
-
-
 def test_a_refusal_names_the_module_it_happened_in() -> None:
     """Inside a library's layer the user's line says less than the module's name."""
-    model = nn.Sequential(nn.Linear(3, 4), Drawing())
+    model = nn.Sequential(nn.Linear(3, 4), Model(lambda m, y: y * float(y.sum()), size=4))
     with pytest.raises(CaptureError) as info:
         laminar.capture(model, total, X)
-    assert "module  1 (Drawing)" in str(info.value)
-    assert "multinomial" in str(info.value)
+    assert "module  1 (Model)" in str(info.value)
+    assert "float()" in str(info.value)
 
 
 def test_packed_sequences_are_refused() -> None:
@@ -365,12 +358,9 @@ def test_other_random_numbers_are_refused(source: str) -> None:
 
 
 def test_tensors_that_are_not_dense_are_refused() -> None:
-    """Sparse batches and layers that don't know their shape yet."""
+    """A sparse batch has no place in a graph."""
     with pytest.raises(CaptureError, match=r"batch is torch\.sparse_coo"):
         laminar.capture(Model(lambda m, y: y), total, X.to_sparse())
-    with pytest.raises(CaptureError, match=r"0\.weight is not initialised yet") as info:
-        laminar.capture(nn.Sequential(nn.LazyLinear(4)), total, X)
-    has_next(str(info.value), "run the model once")
 
 
 def test_other_memory_for_a_tensor_is_refused() -> None:
@@ -487,7 +477,7 @@ MISTAKES = {
     "an assertion": (_raises(AssertionError("odd")), AssertionError, "odd"),
     "a dtype": (lambda m, y: y.double() @ torch.ones(4, 4), RuntimeError, "dtype"),
     "a dtype of a convolution": (
-        lambda m, y: torch.conv1d(y[None], torch.ones(1, 1, 1).double()),
+        lambda m, y: torch.conv1d(y[None], torch.ones(1, 6, 1).double()),
         RuntimeError,
         "type",
     ),

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from laminar.capture.batches import flatten, unflatten
 from laminar.capture.convert import convert
-from laminar.capture.eager_search import runs_as_it_is, shown, traced
+from laminar.capture.lazy import initialise
 from laminar.capture.losses import Loss as Loss
 from laminar.capture.losses import read_loss as read_loss
 from laminar.capture.simplify import simplify
@@ -68,6 +68,7 @@ def capture(
     leaves, tree = flatten(batch)
     if not isinstance(model, nn.Module):
         raise CaptureError(f"model is a {type(model).__name__}, not an nn.Module")
+    initialise(model, loss, batch)
     given: dict[str, Any] = {}
     slots = slots_of(model)
     for slot in slots:
@@ -97,15 +98,15 @@ def capture(
     graph = predictor.predict(sizes, forward) if predictor is not None else None
     if graph is None:
         began = time.perf_counter()
-        found, lines = traced(model, slots, lambda: trace(model, step, slots, leaves, set_leaves, backward, wide))
-        graph = shown(convert(found, leaves, json.dumps(tree)), lines)
+        traced = trace(model, step, slots, leaves, set_leaves, backward, wide)
+        graph = convert(traced, leaves, json.dumps(tree))
         if predictor is not None:
             predictor.traced, predictor.traced_s = (
                 predictor.traced + 1,
                 predictor.traced_s + time.perf_counter() - began,
             )
-            if found.ops is not None and not runs_as_it_is(graph):
-                predictor.add(Sample(sizes, as_json(graph.to_json()), as_json(found.ops)))
+            if traced.ops is not None:
+                predictor.add(Sample(sizes, as_json(graph.to_json()), as_json(traced.ops)))
     return simplify(graph)
 
 

@@ -8,6 +8,7 @@ functionalisation, done on the graph, so that one tracing pass is enough.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -291,6 +292,9 @@ def _call(c: Converter, node: Any, env: dict[Any, Any], origin: Origin) -> Any:
     if name.startswith("aten.") and base_name in CHECKS:
         return None
     if base_name in ("as_strided", "as_strided_", "as_strided_scatter"):
+        again = _same_memory(c, node, raw, env, origin) if base_name != "as_strided_scatter" else None
+        if again is not None:
+            return again
         raise CaptureError(f"{name} looks at memory, and a graph knows values alone", at=origin.where,
                            next="use view, unfold, narrow or indexing")  # fmt: skip
     if "inplace_view" in {t.name for t in target.tags}:
@@ -346,6 +350,40 @@ def _viewed(op: Any) -> int | None:
                 if arg.alias_info is not None:
                     return i
     return 0 if schema(op).name == "aten::_unsafe_view" else None
+
+
+def _same_memory(c: Converter, node: Any, raw: Any, env: dict[Any, Any], origin: Origin) -> _Alias | None:
+    """`as_strided` of a dense tensor onto exactly its own memory: dims in the order they lie, cut anew, and turned."""
+    held, made, source = node.args[0].meta["val"], node.meta["val"], env[node.args[0]]
+    lies = _order(held.shape, held.stride())
+    wanted = _order(made.shape, made.stride())
+    if lies is None or wanted is None or held.numel() != made.numel() or held.storage_offset() != made.storage_offset():
+        return None
+    dtype = source.spec.dtype
+    flat, cut = tuple(held.shape[d] for d in lies), tuple(made.shape[d] for d in wanted)
+    back = tuple(wanted.index(d) for d in range(len(wanted)))
+    steps = [
+        _View("aten.permute", (tuple(lies),), 0, (TensorSpec(flat, dtype),)),
+        _View("aten.view", (cut,), 0, (TensorSpec(cut, dtype),)),
+        _View("aten.permute", (back,), 0, (TensorSpec(tuple(made.shape), dtype),)),
+    ]
+    if tuple(held.shape) == tuple(made.shape) and lies == wanted:
+        steps = []
+    ref = c.read(source, origin)
+    for view in steps:
+        ref = c.emit(view.op, (ref, *view.args), view.specs, origin)
+    return _Alias(source.base, (*source.chain, *steps), spec_of(made), ref, source.base.version)
+
+
+def _order(shape: Sequence[int], strides: Sequence[int]) -> list[int] | None:
+    """Dims from the outermost in memory to the innermost; None if elements overlap or leave gaps."""
+    dims = sorted(range(len(shape)), key=lambda d: (strides[d] if shape[d] > 1 else 0, -d), reverse=True)
+    expected = 1
+    for d in reversed(dims):
+        if shape[d] > 1 and strides[d] != expected:
+            return None
+        expected *= shape[d]
+    return dims
 
 
 def _reshaped_in_place(

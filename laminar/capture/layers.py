@@ -84,6 +84,25 @@ def _cumulative(forward: Any) -> Any:
     return run
 
 
+# --- pooling ---------------------------------------------------------------------------------
+
+
+def _adaptive(dims: int) -> None:
+    function = getattr(F, f"adaptive_avg_pool{dims}d")
+
+    @catches(function)
+    def run(mode: Canonical, input: Tensor, output_size: Any) -> Tensor:
+        """Down to one element it is a mean; torch then sets strides as channels-last wants them."""
+        sizes = (output_size,) * dims if isinstance(output_size, int) else tuple(output_size)
+        if all(n == 1 for n in sizes) and input.dim() > dims:
+            return input.mean(tuple(range(-dims, 0)), keepdim=True)
+        return function(input, output_size)  # type: ignore[no-any-return]
+
+
+for _dims in (2, 3):
+    _adaptive(_dims)
+
+
 # --- masks -----------------------------------------------------------------------------------
 
 

@@ -43,13 +43,9 @@ def refuse_hooks(slots: list[Slot]) -> None:
 def refuse_layouts(slots: list[Slot], leaves: dict[str, Tensor]) -> None:
     """Only dense tensors have a place in a graph."""
     for name, tensor in [*((s.name, s.tensor) for s in slots), *leaves.items()]:
-        lazy = nn.parameter.is_lazy(tensor)
-        if lazy or tensor.layout != torch.strided or tensor.is_quantized:
-            kind = "not initialised yet" if lazy else "quantized" if tensor.is_quantized else str(tensor.layout)
-            raise CaptureError(
-                f"{name} is {kind}, a graph holds dense tensors",
-                next="run the model once, so that lazy layers know their shapes" if lazy else "give a dense tensor",
-            )
+        if tensor.layout != torch.strided or tensor.is_quantized:
+            kind = "quantized" if tensor.is_quantized else str(tensor.layout)
+            raise CaptureError(f"{name} is {kind}, a graph holds dense tensors", next="give a dense tensor")
 
 
 def refuse_loss(loss: Any, backward: bool = True) -> None:
@@ -94,6 +90,13 @@ class Before:
                 raise CaptureError(
                     f"forward puts another tensor in the place of parameter {slot.name}",
                     next="compute a weight from the parameter under another name",
+                )
+        ours = {id(slot.fake) for slot in slots}
+        for name, p in self.model.named_parameters():
+            if id(p) not in ours:
+                raise CaptureError(
+                    f"forward makes parameter {name}, which no optimizer would know",
+                    next="make it in __init__, or keep a plain tensor in a variable",
                 )
         if self.draws.numpy:
             raise _drawn("numpy")

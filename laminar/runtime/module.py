@@ -9,6 +9,7 @@ stamps every line (`record.py`).
 from __future__ import annotations
 
 import operator
+import traceback
 from collections.abc import Callable, Mapping
 from functools import cached_property, partial
 from typing import Any
@@ -89,7 +90,20 @@ class Step:
         with torch.no_grad():
             if tape is not None and tape.active:
                 return tape.run(self._stamped, *inputs)
-            return self.module(*inputs)  # type: ignore[no-any-return]
+            try:
+                return self.module.forward(*inputs)  # type: ignore[no-any-return]
+            except Exception as error:
+                self._note(error)
+                raise
+
+    def _note(self, error: Exception) -> None:
+        """Say which op of the user's failed, where an error comes out of generated code."""
+        lines = [n for f, n in traceback.walk_tb(error.__traceback__) if f.f_code is self.module.forward.__code__]
+        written = self.code.splitlines()
+        name = written[lines[-1] - 1].partition("=")[0].strip() if lines and lines[-1] <= len(written) else ""
+        for node in self.module.graph.nodes:
+            if node.name == name and node.meta.get("where"):
+                error.add_note(f"in the step that Laminar made of {node.meta['where']}")
 
     @cached_property
     def _stamped(self) -> Recordable:

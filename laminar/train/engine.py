@@ -124,6 +124,9 @@ class Leaves:
     def split(self, parts: int) -> list[Leaves]:
         """Micro-batches: consecutive samples, of the sizes given, or as equal in number as they can be."""
         n = self.samples
+        if n == 0 and not self.local:
+            shapes = ", ".join(f"{k} {list(t.shape)}" for k, t in self.tensors.items())
+            raise BatchError(f"the batch has no samples: {shapes}", next="leave empty batches out of the data")
         cuts = list(self.sizes) or [n // parts + (i < n % parts) for i in range(parts)]
         if len(cuts) != parts:
             raise BatchError(f"{len(cuts)} sizes for {parts} micro-batches", next="give one for each")
@@ -368,8 +371,7 @@ class Engine:
                 want = local_shape(placed.spec.shape, placed.nd, self.mesh.sizes, self.mesh.coords(self.transport.rank))
                 if tuple(x.shape) != want:
                     raise BatchError(f"{item.name}: this rank's share is {tuple(x.shape)}, the plan wants {want} of "
-                                     f"{placed.spec}",
-                                     next="give every rank as many: pad, and mask that in laminar.Loss")  # fmt: skip
+                                     f"{placed.spec}", next="give every rank an equal share")  # fmt: skip
             else:
                 x = shard(x, placed.nd, self.mesh, self.transport.rank)
             out[item.name] = x.to(device, non_blocking=True)

@@ -108,8 +108,7 @@ class World:
                         f"step {self._notes}: rank {self.rank} has another batch than rank {other}",
                         mine=note,
                         theirs=theirs,
-                        next="hand the same global batch to every rank, or equal shares as laminar.Local(share); where"
-                        " shares are uneven, pad them and leave padding out of laminar.Loss(total, weight)",
+                        next="hand the same global batch to every rank, or equal shares as laminar.Local(share)",
                     )
 
     def meeting(self, what: str) -> str:
