@@ -6,6 +6,8 @@
 
 PYTHON ?= python3
 PLANS  ?= 1000
+PROGRAMS ?= 1000
+JOBS   ?= $(shell nproc)
 
 BIN   := .venv/bin
 STAMP := .venv/.filled
@@ -14,10 +16,10 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 VISION := $(shell grep '^torchvision==' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint bench fuzz prove
+.PHONY: help setup demo test lint bench fuzz fuzz-models prove
 
 help: ## list these targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
 
 setup: $(STAMP) ## make .venv and install laminar with everything the tests need
 
@@ -45,6 +47,9 @@ prove: setup ## tests that take minutes: training as plain PyTorch does, every m
 
 fuzz: setup ## random plans against one device; PLANS=1000 says how many
 	LAMINAR_FUZZ_PLANS=$(PLANS) $(BIN)/python -m pytest -m slow tests/fuzz
+
+fuzz-models: setup ## random models against plain PyTorch; PROGRAMS=1000 says how many, SEED=... which
+	$(BIN)/python -m tests.fuzz.models --programs $(PROGRAMS) --jobs $(JOBS) $(if $(SEED),--seed $(SEED))
 
 bench: setup ## run every benchmark, one JSON line per result
 	@set -e; for file in $(filter-out $(PARTS),$(sort $(wildcard bench/*.py))); do echo "# $$file" >&2; $(BIN)/python $$file; done

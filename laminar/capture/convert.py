@@ -438,7 +438,7 @@ def _mutate(c: Converter, node: Any, target: Any, raw: Any, env: dict[Any, Any],
     elif stem == "fill":
         value = _as(c, args[1], env[raw[1]].spec, spec, origin)
     else:
-        functional = f"aten.{stem}" + "".join(f".{part}" for part in name.split(".")[2:])
+        functional = _like(target, stem)  # not always that of the same name: pow_.Scalar is pow.Tensor_Scalar
         ((value, have),) = _functional(c, functional, args, raw, env, origin, name)
         value = _as(c, value, have, spec, origin)
     c.write(alias, value, origin)
@@ -448,8 +448,8 @@ def _mutate(c: Converter, node: Any, target: Any, raw: Any, env: dict[Any, Any],
 def _like(target: Any, base_name: str) -> str:
     """The overload of an op that takes the same arguments, `out` aside, and changes none of them."""
     wanted = [(a.name, str(a.type)) for a in schema(target).arguments if not a.is_out]
-    packet = getattr(torch.ops.aten, base_name)
-    for overload in packet.overloads():
+    packet = getattr(torch.ops.aten, base_name, None)
+    for overload in packet.overloads() if packet is not None else ():
         op = getattr(packet, overload)
         if [(a.name, str(a.type)) for a in schema(op).arguments] == wanted and not schema(op).is_mutable:
             return op_name(op)

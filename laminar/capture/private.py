@@ -106,11 +106,8 @@ def function_modes() -> list[Any]:
 def checkpoints(again: Callable[[Any], Any]) -> Iterator[None]:
     """Inside, every checkpointed region is of the kind that recomputes by running `again(fn)` instead of `fn`."""
     module: Any = torch.utils.checkpoint
-    inner, entry, compiling = (
-        module._checkpoint_without_reentrant_generator,
-        module.CheckpointFunction.apply,
-        module._is_compiling,
-    )
+    inner, compiling = module._checkpoint_without_reentrant_generator, module._is_compiling
+    entry = module.CheckpointFunction.__dict__.get("apply")  # inherited, unless someone has changed it
 
     def generator(fn: Any, preserve: bool, *rest: Any, **kw: Any) -> Any:
         # Torch runs the region for the first time itself: this is called to run it again.
@@ -126,7 +123,10 @@ def checkpoints(again: Callable[[Any], Any]) -> Iterator[None]:
         yield
     finally:
         module._checkpoint_without_reentrant_generator = inner
-        module.CheckpointFunction.apply = entry
+        if entry is None:
+            del module.CheckpointFunction.apply
+        else:
+            module.CheckpointFunction.apply = entry
         module._is_compiling = compiling
 
 
