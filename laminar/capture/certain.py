@@ -158,8 +158,8 @@ _compares(">", torch.gt, Tensor.gt, Tensor.__gt__, torch.greater, Tensor.greater
 _compares(">=", torch.ge, Tensor.ge, Tensor.__ge__, torch.greater_equal, Tensor.greater_equal)
 
 
-@catches(Tensor.item)
-def _item(mode: Canonical, input: Tensor) -> Any:
+def item_of(mode: Canonical, input: Tensor) -> Any:
+    """The Python number in a tensor; of a draw in [0, 1), what is certain about it."""
     if mode.units.get(id(input)) is not input:
         return input.item()
 

@@ -12,11 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from laminar.capture.origins import Origin
 from laminar.capture.private import schema
 from laminar.capture.slots import Slot, sharing
+from laminar.capture.strides import seen
 from laminar.capture.torch_ops import DTYPES, find_op, op_name, plain, positional, spec_of, spread
 from laminar.capture.trace import Traced
 from laminar.errors import CaptureError
@@ -155,9 +157,24 @@ class Converter:
             return self.emit(other, (value,), (spec,), origin)
         if op == "aten.diagonal":
             return self.emit("aten.diagonal_scatter", (outer, value, *a), (spec,), origin)
+        if op == "aten.index.Tensor" and self.constants[a[0][0].name].spec.shape == view.specs[0].shape:
+            if self.picks_once(a[0][0]):
+                return self.emit("aten.index_put", (outer, a[0], value, False), (spec,), origin)
+            op = "as_strided that shows an element twice"
         raise CaptureError(
             f"an in-place change through {op} can't be captured", at=origin.where, next="use the functional form"
         )
+
+    def table(self, indices: Any) -> Ref:
+        """A table of indices as a constant."""
+        name = f"const_{len(self.constants)}"
+        self.constants[name] = constant_of(name, torch.from_numpy(indices))
+        return Ref(name)
+
+    def picks_once(self, table: Ref) -> bool:
+        """Whether no entry of a constant table of indices is there twice."""
+        held = np.frombuffer(self.constants[table.name].data, np.int64)
+        return len(np.unique(held)) == len(held)
 
 
 def _outs(value: Any) -> tuple[TensorSpec | None, ...]:
@@ -289,14 +306,10 @@ def _call(c: Converter, node: Any, env: dict[Any, Any], origin: Origin) -> Any:
     if name.startswith("aten.") and base_name in SAME:
         source = env[node.args[0]]
         return source if base_name != "lift_fresh_copy" else c.fresh(c.read(source, origin), source.spec)
-    if name.startswith("aten.") and base_name in CHECKS:
+    if name.startswith("aten.") and (base_name in CHECKS or (base_name == "_local_scalar_dense" and not node.users)):
         return None
-    if base_name in ("as_strided", "as_strided_", "as_strided_scatter"):
-        again = _same_memory(c, node, raw, env, origin) if base_name != "as_strided_scatter" else None
-        if again is not None:
-            return again
-        raise CaptureError(f"{name} looks at memory, and a graph knows values alone", at=origin.where,
-                           next="use view, unfold, narrow or indexing")  # fmt: skip
+    if name in ("aten.as_strided", "aten.as_strided_", "aten.as_strided_scatter"):
+        return _strided(c, node, name, raw, env, origin)
     if "inplace_view" in {t.name for t in target.tags}:
         return _reshaped_in_place(c, node, name, raw, env, lookup, outs, origin)
     if shape.is_mutable:
@@ -352,38 +365,35 @@ def _viewed(op: Any) -> int | None:
     return 0 if schema(op).name == "aten::_unsafe_view" else None
 
 
-def _same_memory(c: Converter, node: Any, raw: Any, env: dict[Any, Any], origin: Origin) -> _Alias | None:
-    """`as_strided` of a dense tensor onto exactly its own memory: dims in the order they lie, cut anew, and turned."""
-    held, made, source = node.args[0].meta["val"], node.meta["val"], env[node.args[0]]
-    lies = _order(held.shape, held.stride())
-    wanted = _order(made.shape, made.stride())
-    if lies is None or wanted is None or held.numel() != made.numel() or held.storage_offset() != made.storage_offset():
-        return None
-    dtype = source.spec.dtype
-    flat, cut = tuple(held.shape[d] for d in lies), tuple(made.shape[d] for d in wanted)
-    back = tuple(wanted.index(d) for d in range(len(wanted)))
-    steps = [
-        _View("aten.permute", (tuple(lies),), 0, (TensorSpec(flat, dtype),)),
-        _View("aten.view", (cut,), 0, (TensorSpec(cut, dtype),)),
-        _View("aten.permute", (back,), 0, (TensorSpec(tuple(made.shape), dtype),)),
-    ]
-    if tuple(held.shape) == tuple(made.shape) and lies == wanted:
-        steps = []
-    ref = c.read(source, origin)
-    for view in steps:
-        ref = c.emit(view.op, (ref, *view.args), view.specs, origin)
-    return _Alias(source.base, (*source.chain, *steps), spec_of(made), ref, source.base.version)
-
-
-def _order(shape: Sequence[int], strides: Sequence[int]) -> list[int] | None:
-    """Dims from the outermost in memory to the innermost; None if elements overlap or leave gaps."""
-    dims = sorted(range(len(shape)), key=lambda d: (strides[d] if shape[d] > 1 else 0, -d), reverse=True)
-    expected = 1
-    for d in reversed(dims):
-        if shape[d] > 1 and strides[d] != expected:
-            return None
-        expected *= shape[d]
-    return dims
+def _strided(c: Converter, node: Any, name: str, raw: Any, env: dict[Any, Any], origin: Origin) -> _Alias:
+    """Memory seen in another way, as views and picks of values (see `strides`)."""
+    scatter = name == "aten.as_strided_scatter"
+    looked, source = raw[0].meta["val"], env[raw[0]]
+    size, new, start = raw[2:5] if scatter else raw[1:4]
+    start = looked.storage_offset() if start is None else start
+    found = seen(looked.shape, looked.stride(), looked.storage_offset(), size, new, start)
+    if found is None:
+        raise CaptureError(f"{name} looks at memory beside the tensor it is given, and a graph knows values alone",
+                           at=origin.where, next="use view, unfold, narrow or indexing")  # fmt: skip
+    spec = TensorSpec(tuple(size), source.spec.dtype)
+    alias = c.fresh(c.read(source, origin), source.spec) if scatter else source
+    if not found.same:
+        flat = TensorSpec((source.spec.numel,), spec.dtype)
+        turned = TensorSpec(tuple(source.spec.shape[d] for d in found.order), spec.dtype)
+        cut = flat if found.table is not None else TensorSpec(found.sizes, spec.dtype)
+        views = [_View("aten.permute", (found.order,), 0, (turned,)), _View("aten.view", (cut.shape,), 0, (cut,))]
+        if found.table is None:
+            views.append(_View("aten.permute", (found.back,), 0, (spec,)))
+        else:
+            views.append(_View("aten.index.Tensor", ((c.table(found.table),),), 0, (spec,)))
+        ref = c.read(alias, origin)
+        for view in views:
+            ref, _ = c._step(ref, view, origin)
+        alias = _Alias(alias.base, (*alias.chain, *views), spec, ref, alias.base.version)
+    if not scatter:
+        return alias
+    c.write(alias, c.read(env[raw[1]], origin), origin)
+    return c.fresh(alias.base.ref, source.spec)
 
 
 def _reshaped_in_place(
@@ -391,7 +401,7 @@ def _reshaped_in_place(
 ) -> _Alias:
     """`unsqueeze_`, `t_` and the like change how a tensor looks, not what it holds: a view under the old name."""
     base_name = name.split(".")[1]
-    if base_name in ("resize_", "set_", "resize_as_", "as_strided_", "swapaxes_", "swapdims_") or outs[0] is None:
+    if base_name in ("resize_", "set_", "resize_as_", "swapaxes_", "swapdims_") or outs[0] is None:
         raise CaptureError(f"{name} gives a tensor other memory, which can't be captured", at=origin.where,
                            next="make a new tensor instead")  # fmt: skip
     functional = _like(node.target, base_name.removesuffix("_"))

@@ -181,6 +181,18 @@ def uncompiled() -> Any:
     return compiler.config.patch(error_on_nested_fx_trace=False) if compiler else contextlib.nullcontext()
 
 
+@contextlib.contextmanager
+def tensor_checks(around: Callable[[Any, int], Any]) -> Iterator[None]:
+    """Inside, torch's checks of whether all of a tensor is true are `around(check, place of the tensor)`."""
+    kept = torch._check_tensor_all_with, torch._check_tensor_all
+    module: Any = torch
+    module._check_tensor_all_with, module._check_tensor_all = around(kept[0], 1), around(kept[1], 0)
+    try:
+        yield
+    finally:
+        module._check_tensor_all_with, module._check_tensor_all = kept
+
+
 def compiled_inside(model: Any) -> Any:
     """The module that `torch.compile` was given to make this one; None if it was not made so."""
     compiler = sys.modules.get("torch._dynamo.eval_frame")

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from laminar.capture.canonical import Canonical, gpu_autocast
 from laminar.capture.certain import held_back
+from laminar.capture.checks import unchecked
 from laminar.capture.draws import Draws
 from laminar.capture.layers import layers_that_trace
 from laminar.capture.mistakes import whose
@@ -194,7 +195,7 @@ def trace(
 
     try:
         grads = torch.set_grad_enabled(backward)
-        with fake_mode, quiet(), device_neutral(), layers_that_trace(), grads, draws, held_back():
+        with fake_mode, quiet(), device_neutral(), layers_that_trace(), unchecked(), grads, draws, held_back():
             before = Before(model, draws)
             gm = laminar_whole_step(*[s.fake for s in slots], *fakes, key) if dry else traced(laminar_whole_step)
             set_leaves(fakes)

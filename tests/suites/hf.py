@@ -161,9 +161,10 @@ def series(config: Any) -> dict[str, Any]:
     return {"past_values": drawn(N, 16, 2), "future_values": drawn(N, 4, 2)}
 
 
-CONVS = {"conv_dim": (16, 16), "conv_stride": (5, 4), "conv_kernel": (10, 8), "num_feat_extract_layers": 2,
-         "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4, "num_codevectors_per_group": 4,
-         "codevector_dim": 16, "proj_codevector_dim": 16, "classifier_proj_size": 16}  # fmt: skip
+CONVS = {"layerdrop": 0.0, "mask_time_prob": 0.0, "conv_dim": (16, 16), "conv_stride": (5, 4), "conv_kernel": (10, 8),
+         "num_feat_extract_layers": 2, "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4,
+         "num_codevectors_per_group": 4, "codevector_dim": 16, "proj_codevector_dim": 16,
+         "classifier_proj_size": 16}  # fmt: skip
 STAGES = {"embed_dim": 16, "depths": [1, 1], "num_heads": [2, 4], "window_size": 2, "patch_size": 4}
 NETS = {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2}
 TWO: dict[str, dict[str, Any]] = {"text_config": {"num_labels": 2}, "vision_config": {}}
@@ -228,7 +229,7 @@ FAMILIES: dict[str, Family] = {
     "ALBERT": Family("AlbertForMaskedLM", padded),
     "ELECTRA": Family("ElectraForMaskedLM", padded),
     "DeBERTa": Family("DebertaForMaskedLM", padded, {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]}),
-    "DeBERTa-v2": Family("DebertaV2ForSequenceClassification", classed,
+    "DeBERTa-v2": Family("DebertaV2ForMaskedLM", padded,
         {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 8}),
     "ModernBERT": Family("ModernBertForMaskedLM", padded, {"local_attention": 8}),
     "XLNet": Family("XLNetLMHeadModel", causal),
