@@ -306,8 +306,10 @@ def _call(c: Converter, node: Any, env: dict[Any, Any], origin: Origin) -> Any:
     if name.startswith("aten.") and base_name in SAME:
         source = env[node.args[0]]
         return source if base_name != "lift_fresh_copy" else c.fresh(c.read(source, origin), source.spec)
-    if name.startswith("aten.") and (base_name in CHECKS or (base_name == "_local_scalar_dense" and not node.users)):
+    if name.startswith("aten.") and base_name in CHECKS:
         return None
+    if "val" not in node.meta and not node.users and not shape.is_mutable:
+        return None  # a look at data that was refused, after which the step went on without it
     if name in ("aten.as_strided", "aten.as_strided_", "aten.as_strided_scatter"):
         return _strided(c, node, name, raw, env, origin)
     if "inplace_view" in {t.name for t in target.tags}:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from laminar.capture import private
 from laminar.capture.canonical import HANDLERS, Canonical, catches, laminar_ops
 from laminar.capture.known import value_of
+from laminar.capture.picked import Picked
 
 # --- values as Python or NumPy has them ------------------------------------------------------
 
@@ -39,9 +40,12 @@ for _function in (Tensor.tolist, Tensor.numpy, Tensor.__array__):
 
 
 @catches(torch.masked_select, Tensor.masked_select)
-def _masked_select(mode: Canonical, input: Tensor, mask: Tensor) -> Tensor:
+def _masked_select(mode: Canonical, input: Tensor, mask: Tensor) -> Any:
     input, mask = torch.broadcast_tensors(input, mask)
-    return input[mask]
+    try:
+        return input[mask]
+    except private.DynamicOutputShapeException:
+        return Picked(input, mask)
 
 
 # --- norms -----------------------------------------------------------------------------------
@@ -138,7 +142,7 @@ def layers_that_trace() -> Iterator[None]:
 
 @catches(F.ctc_loss, torch.ctc_loss)
 def _ctc_loss(
-    mode: Canonical, log_probs: Tensor, targets: Tensor, input_lengths: Any, target_lengths: Any, blank: int = 0,
+    mode: Canonical, log_probs: Tensor, targets: Any, input_lengths: Any, target_lengths: Any, blank: int = 0,
     reduction: Any = "mean", zero_infinity: bool = False,
 ) -> Tensor:  # fmt: skip
     """By samples, with labels in rows: which of torch's kernels runs, and what it keeps, hangs on the lengths."""
@@ -146,6 +150,9 @@ def _ctc_loss(
     lengths = [_lengths(t) for t in (input_lengths, target_lengths)]
     if single:
         log_probs = log_probs.unsqueeze(1)
+    if isinstance(targets, Picked):
+        rows = targets.in_rows(target_lengths)
+        targets = targets.one_after_the_other() if rows is None else rows
     if targets.dim() == 1:
         targets = _rows(targets, lengths[1])
     nll, _ = laminar_ops.ctc_loss(log_probs, targets, *lengths, blank, zero_infinity)
