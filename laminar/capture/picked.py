@@ -18,6 +18,9 @@ from laminar.capture.private import get_proxy_mode, get_proxy_slot
 class Picked:
     """What a mask picks from a tensor, not picked yet."""
 
+    input: Tensor
+    mask: Tensor
+
     def __init__(self, input: Tensor, mask: Tensor) -> None:
         self.__dict__.update(input=input, mask=mask)
 
@@ -33,14 +36,14 @@ class Picked:
     def one_after_the_other(self) -> Tensor:
         """What is picked, in order, and behind it the rest."""
         order = (~self.mask.reshape(-1)).to(torch.uint8).argsort(stable=True)
-        return self.input.reshape(-1)[order]  # type: ignore[no-any-return]
+        return self.input.reshape(-1)[order]
 
     def in_rows(self, counts: Any) -> Tensor | None:
         """What is picked of each row at its begin, if there are so many by row as the mask says."""
         if self.mask.dim() != 2 or not _sums(counts, self.mask):
             return None
         order = (~self.mask).to(torch.uint8).argsort(dim=1, stable=True)
-        return self.input.gather(1, order)  # type: ignore[no-any-return]
+        return self.input.gather(1, order)
 
 
 for (
