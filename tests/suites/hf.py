@@ -216,7 +216,7 @@ FAMILIES: dict[str, Family] = {
     "mBART": Family("MBartForConditionalGeneration", encoded),
     "Pegasus": Family("PegasusForConditionalGeneration", encoded),
     "Marian": Family("MarianMTModel", encoded),
-    "M2M-100": Family("M2M100ForConditionalGeneration", encoded),
+    "M2M-100": Family("M2M100ForConditionalGeneration", encoded, {"encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0}),
     "Blenderbot": Family("BlenderbotForConditionalGeneration", encoded),
     "T5": Family("T5ForConditionalGeneration", encoded, {"decoder_start_token_id": 0}),
     "mT5": Family("MT5ForConditionalGeneration", encoded, {"decoder_start_token_id": 0}),
