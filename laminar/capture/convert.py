@@ -8,7 +8,6 @@ functionalisation, done on the graph, so that one tracing pass is enough.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
