@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from laminar.capture.private import foreach_copy
@@ -28,6 +27,7 @@ from laminar.ir.program import Program
 from laminar.ir.sbp import chunk
 from laminar.runtime.aliases import may_alias
 from laminar.runtime.boxes import Box
+from laminar.runtime.talk import Talk
 
 DIRECT_BYTES = 1 << 17
 """Pieces of at least this size travel on their own. Estimated from single messages and copies on two ranks; for a
@@ -68,21 +68,21 @@ class Pieces:
 class Wire:
     """Sends and receives among the ranks of a box, with tags by which messages of different exchanges keep apart."""
 
-    def __init__(self, group: Any, box: Box, tag: int, world: Sequence[int]) -> None:
+    def __init__(self, group: Talk, box: Box, tag: int, world: Sequence[int]) -> None:
         """`world`: which rank of the world stands at each rank of the mesh."""
         self.group, self.at, self.tag = group, box.at, tag
-        self.peers = [dist.get_group_rank(group, world[r]) for r in box.ranks]
+        self.peers = [group.peer(world[r]) for r in box.ranks]
         self.others = [(box.at + k) % len(box.ranks) for k in range(1, len(box.ranks))]
 
     def recv(self, x: Tensor, part: int, number: int, works: list[Any]) -> None:
         """Start to receive from whoever holds a part; nothing where there is nothing to come."""
         if x.numel():
-            works.append(self.group.recv([x], self.peers[part], self.tag + number))
+            works.append(self.group.recv(x, self.peers[part], self.tag + number))
 
     def send(self, x: Tensor, part: int, number: int, works: list[Any]) -> None:
         """Start to send."""
         if x.numel():
-            works.append(self.group.send([x], self.peers[part], self.tag + number))
+            works.append(self.group.send(x, self.peers[part], self.tag + number))
 
 
 class Gather:

@@ -23,6 +23,7 @@ from laminar.ir.program import Instr, Program
 from laminar.ir.sbp import local_shape
 from laminar.runtime.aliases import may_alias
 from laminar.runtime.boxes import Box
+from laminar.runtime.calls import Calls
 from laminar.runtime.local import prepare
 from laminar.runtime.offload import exchange_of
 from laminar.runtime.record import Recordable, stamped
@@ -73,16 +74,19 @@ class Step:
         ranges: bool = False,
         watch: Callable[[Instr, Any], None] | None = None,
         adding: Adding | None = None,
+        text: bool = True,
     ) -> None:
-        """`watch` sees every line of the program with its result, as it runs.
+        """`watch` sees every line of the program with its result, as it runs; without `text` its lines are only called.
 
         With `adding`, gradients that are plain products are summed over runs in their own buffers, from the first on;
         `sums` says which outputs these are.
         """
         self.program, self.transport, self.adding = program, transport, adding
         transport.prepare(program, in_order=True)
-        build = _Build(program, transport, constants or {}, ranges, watch, adding)
+        build = _Build(program, transport, constants or {}, ranges, watch, adding, text)
         self.module = build.module()
+        self.buckets = [*{id(b): b for b, _ in (*build.buckets.values(), *build.into.values())}.values()]
+        """Buffers that every run writes anew."""
         self.sums = frozenset(i for i, o in enumerate(program.outputs) if o.ref.name in build.adds)
 
     def __call__(self, *inputs: Tensor) -> list[Tensor]:
@@ -124,15 +128,16 @@ class _Build:
         ranges: bool,
         watch: Callable[[Instr, Any], None] | None = None,
         adding: Adding | None = None,
+        text: bool = True,
     ) -> None:
         self.program, self.transport, self.adding = program, transport, adding
         self.adds: set[str] = set()
         """Products that add to their buffers."""
         self.mesh, self.rank, self.device = program.mesh, transport.rank, transport.device
-        self.graph = fx.Graph()
         self.root: dict[str, Any] = {}
-        self.env: dict[Ref, fx.Node] = {}
-        self.waiting: dict[str, tuple[Instr, fx.Node, str]] = {}
+        self.graph: Any = fx.Graph() if text else Calls(self.root)
+        self.env: dict[Ref, Any] = {}
+        self.waiting: dict[str, tuple[Instr, Any, str]] = {}
         self.uses: dict[Ref, int] = {}
         self.ranges, self.watch = ranges, watch
         for instr in program.instrs:
@@ -184,12 +189,12 @@ class _Build:
         """Values that lie in the bucket of a collective."""
         return {r.name for i in self.program.instrs if i.name in self.buckets for r in i.refs}
 
-    def keep(self, name: str, value: Any) -> fx.Node:
+    def keep(self, name: str, value: Any) -> Any:
         """An object the generated code refers to."""
         self.root[name] = value
         return self.graph.get_attr(name)
 
-    def module(self) -> fx.GraphModule:
+    def module(self) -> Any:
         for i, item in enumerate(self.program.inputs):
             self.env[Ref(item.name)] = self.graph.placeholder(f"in{i}")
         read = {r.name for i in self.program.instrs for r in i.refs} | {o.ref.name for o in self.program.outputs}
@@ -198,7 +203,7 @@ class _Build:
                 value = self.given.get(const.name, None)
                 value = constant_tensor(const) if value is None else value
                 self.env[Ref(const.name)] = self.keep(f"const{i}", value.to(self.device))
-        for instr in self.program.instrs:
+        for line, instr in enumerate(self.program.instrs):
             for ref in instr.refs:
                 self._await(ref)
             if instr.kind in ("slice", "pad"):
@@ -211,12 +216,14 @@ class _Build:
                 self._start(instr)
             else:
                 self._op(instr)
+            for i, memory in enumerate(self.transport.ended(line)):
+                self.graph.call_method("fill_", (self.keep(f"ended{line}_{i}", memory), 0xFF))
         for out in self.program.outputs:
             self._await(out.ref)
         self.graph.output([self.env[o.ref] for o in self.program.outputs])
-        return fx.GraphModule(self.root, self.graph, "Step")
+        return self.graph if isinstance(self.graph, Calls) else fx.GraphModule(self.root, self.graph, "Step")
 
-    def _name(self, node: fx.Node, instr: Instr) -> None:
+    def _name(self, node: Any, instr: Instr) -> None:
         node.meta["module"] = instr.module
         node.meta["where"] = instr.where
         node.meta["line"] = (instr.name, "finish" if instr.moves else "")
@@ -245,7 +252,7 @@ class _Build:
                 if spec is not None and self.uses.get(Ref(instr.name, i)):
                     self.env[Ref(instr.name, i)] = self.graph.call_function(operator.getitem, (node, i))
 
-    def _range(self, instr: Instr) -> fx.Node | None:
+    def _range(self, instr: Instr) -> Any:
         """A profiler range that carries the module's name."""
         return self.graph.call_function(_enter, (f"{instr.module or 'loss'}/{instr.op}",)) if self.ranges else None
 

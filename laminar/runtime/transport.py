@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laminar.capture.private import foreach_copy, gather_into, scatter_into
+from laminar.capture.private import foreach_copy
 from laminar.capture.torch_ops import DTYPES
 from laminar.errors import MeshError
 from laminar.ir.codec import Ref
@@ -29,13 +29,13 @@ from laminar.ir.program import Instr, Program
 from laminar.runtime import direct, shared
 from laminar.runtime.boxes import Box
 from laminar.runtime.record import Tape
+from laminar.runtime.talk import C10d, Talk
 from laminar.runtime.yard import Area, Wants, Yard
 
 FIRST_TAG = 1 << 20
 """Tags below are left to others who send and receive in the same group."""
 PASSING = ("sent", "kept")
 """Outputs that the next run of a program must not overwrite: other micro-batches are still to read them."""
-_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
 class Exchange(Protocol):
@@ -72,8 +72,10 @@ class Bucket:
 class AllReduce:
     """Reduce one tensor, or a bucket of them, in place."""
 
-    def __init__(self, group: Any, op: str, copy: bool, bucket: Bucket | None = None, fill: Sequence[int] = ()) -> None:
-        self.group, self.op, self.copy = group, _OPS[op], copy
+    def __init__(
+        self, group: Talk, op: str, copy: bool, bucket: Bucket | None = None, fill: Sequence[int] = ()
+    ) -> None:
+        self.group, self.op, self.copy = group, op, copy
         self.bucket = bucket
         self.fill = list(fill)
         """Members that are not written into the bucket by the op that makes them."""
@@ -83,9 +85,9 @@ class AllReduce:
         if self.bucket is not None:
             if self.targets:
                 foreach_copy(self.targets, list(x))
-            return dist.all_reduce(self.bucket.flat, self.op, self.group, async_op=True)
+            return self.group.all_reduce(self.bucket.flat, self.op)
         t = x[0].clone(memory_format=torch.contiguous_format) if self.copy else x[0].contiguous()
-        return dist.all_reduce(t, self.op, self.group, async_op=True), t
+        return self.group.all_reduce(t, self.op), t
 
     def finish(self, handle: Any) -> Any:
         if self.bucket is not None:
@@ -98,7 +100,7 @@ class AllReduce:
 class AllGather:
     """Everybody's piece, padded to the longest where they differ."""
 
-    def __init__(self, group: Any, box: Box) -> None:
+    def __init__(self, group: Talk, box: Box) -> None:
         self.group, self.box = group, box
         self.parts = len(box.ranks)
         d = box.give[0]
@@ -115,7 +117,7 @@ class AllGather:
             x = room
         x = x.contiguous()
         out = x.new_empty((self.parts * x.shape[0], *x.shape[1:]) if x.dim() else (self.parts,))
-        return gather_into(out, x, self.group), out, x
+        return self.group.gather_into(out, x), out, x
 
     def finish(self, handle: Any) -> Tensor:
         work, out, _ = handle
@@ -132,7 +134,7 @@ class AllGather:
 class MergedGather:
     """Pieces of several tensors in one all-gather: each rank's lie one behind the other."""
 
-    def __init__(self, group: Any, boxes: list[Box]) -> None:
+    def __init__(self, group: Talk, boxes: list[Box]) -> None:
         self.group, self.boxes = group, boxes
         parts = len(boxes[0].ranks)
         self.sizes = [[torch.Size(b.sources[r]).numel() for b in boxes] for r in range(parts)]
@@ -143,7 +145,7 @@ class MergedGather:
         if flat.numel() < self.long:
             flat = torch.cat([flat, flat.new_zeros(self.long - flat.numel())])
         out = flat.new_empty(self.long * len(self.sizes))
-        return gather_into(out, flat, self.group), out, flat
+        return self.group.gather_into(out, flat), out, flat
 
     def finish(self, handle: Any) -> list[Tensor]:
         work, out, _ = handle
@@ -158,7 +160,7 @@ class MergedGather:
 class AllToAll:
     """A piece to everyone and one from everyone; reduce-scatter too, with a reduction at the end."""
 
-    def __init__(self, group: Any, boxes: list[Box]) -> None:
+    def __init__(self, group: Talk, boxes: list[Box]) -> None:
         self.group, self.boxes = group, boxes
         self.shapes = [box.incoming_shapes() for box in boxes]
         parts = range(len(boxes[0].ranks))
@@ -171,7 +173,7 @@ class AllToAll:
         buffer = torch.cat([p for row in to_each for p in row])
         out = buffer.new_empty(sum(self.totals))
         sent = [sum(p.numel() for p in row) for row in to_each]
-        return dist.all_to_all_single(out, buffer, self.totals, sent, self.group, async_op=True), out, buffer
+        return self.group.all_to_all(out, buffer, self.totals, sent), out, buffer
 
     def finish(self, handle: Any) -> Any:
         work, out, _ = handle
@@ -187,14 +189,14 @@ class AllToAll:
 class ReduceScatter:
     """NCCL's own reduce-scatter, for pieces of equal size."""
 
-    def __init__(self, group: Any, box: Box) -> None:
+    def __init__(self, group: Talk, box: Box) -> None:
         self.group, self.box = group, box
 
     def start(self, *given: Tensor) -> Any:
         (x,) = given
         pieces = torch.stack(self.box.outgoing(x))
         out = x.new_empty(self.box.dst)
-        return scatter_into(out, pieces, _OPS[self.box.op], self.group), out, pieces
+        return self.group.scatter_into(out, pieces, self.box.op), out, pieces
 
     def finish(self, handle: Any) -> Tensor:
         handle[0].wait()
@@ -225,9 +227,14 @@ class Groups:
         if ranks is None and mesh.ranks != world:
             raise MeshError(f"{mesh} has {mesh.ranks} ranks, the world has {world}",
                             next=f"start {mesh.ranks} processes, or use a mesh of {world}")  # fmt: skip
-        self.world = tuple(range(world) if ranks is None else ranks)
-        self.mesh, self.rank, self.device = mesh, self.world.index(dist.get_rank()), torch.device(device)
-        self._groups: dict[tuple[int, ...], Any] = {}
+        self._begin(mesh, tuple(range(world) if ranks is None else ranks), dist.get_rank(), device, share, timeout_s)
+
+    def _begin(
+        self, mesh: Mesh, world: tuple[int, ...], at: int, device: torch.device | str, share: bool, timeout_s: float
+    ) -> None:
+        self.world = world
+        self.mesh, self.rank, self.device = mesh, world.index(at), torch.device(device)
+        self._groups: dict[tuple[int, ...], Talk] = {}
         self._shares, self.timeout_s = share, timeout_s
         self._yards: dict[tuple[int, ...], Yard] = {}
         self._tag = FIRST_TAG
@@ -242,22 +249,8 @@ class Groups:
         tensor's memory may be used again behind its last reader.
         """
         for axes in sorted({i.args[1] for i in program.collectives}):
-            if axes in self._groups:
-                continue
-            done: set[tuple[int, ...]] = set()
-            for rank in range(self.mesh.ranks):
-                members = self.mesh.group(axes, self.mesh.coords(rank))
-                if members in done:
-                    continue
-                done.add(members)
-                if len(members) == dist.get_world_size():
-                    group = dist.group.WORLD
-                elif len(self.world) == dist.get_world_size():
-                    group = dist.new_group([self.world[r] for r in members])
-                elif self.rank in members:  # those outside of this mesh are not here to take part
-                    group = dist.new_group([self.world[r] for r in members], use_local_synchronization=True)
-                if self.rank in members:
-                    self._groups[axes] = group
+            if axes not in self._groups:
+                self._groups[axes] = self._joined(axes)
         self._given, self._leaving = {}, direct.leaving(program)
         self._yards = {}
         if self.device.type != "cpu":
@@ -267,17 +260,44 @@ class Groups:
         if in_order:
             by_name = {i.name: i for i in program.instrs}
             needs = []
-            for name, (first, last) in direct.lives(program).items():
+            lives = direct.lives(program)
+            for name, (first, last) in lives.items():
                 shapes = [p.local(self.mesh, self.rank).shape for p in by_name[name].outs if p]
                 dtype = DTYPES[by_name[name].ins[0].spec.dtype]
                 needs.append((name, direct.carved_bytes(shapes, dtype), first, last))
             self._given = self._slots.assign(needs)
+            self._assigned({name: last for name, (_, last) in lives.items()})
+
+    def _assigned(self, last: dict[str, int]) -> None:
+        """Slots are given out; `last` is the last line that reads what lies in each. For those who check."""
+
+    def ended(self, line: int) -> list[Tensor]:
+        """Memory that nobody reads behind a line of the program that was prepared last, for those who check."""
+        return []
+
+    def _joined(self, axes: tuple[int, ...]) -> Talk:
+        """The group of this rank along some axes; every rank makes those of all, in the same order."""
+        done: set[tuple[int, ...]] = set()
+        for rank in range(self.mesh.ranks):
+            members = self.mesh.group(axes, self.mesh.coords(rank))
+            if members in done:
+                continue
+            done.add(members)
+            if len(members) == dist.get_world_size():
+                group = dist.group.WORLD
+            elif len(self.world) == dist.get_world_size():
+                group = dist.new_group([self.world[r] for r in members])
+            elif self.rank in members:  # those outside of this mesh are not here to take part
+                group = dist.new_group([self.world[r] for r in members], use_local_synchronization=True)
+            if self.rank in members:
+                mine = C10d(group)
+        return mine
 
     def _open_yard(self, axes: tuple[int, ...], program: Program) -> None:
         """Memory shared by the ranks of a group, for all exchanges of a program that `shared` has a way for."""
         group, wants = self._groups[axes], Wants()
         members = self.mesh.group(axes, self.mesh.coords(self.rank))
-        if not self._shares or not self._gloo(group) or len(members) == 1:
+        if not self._shares or "gloo" not in group.backend or len(members) == 1:
             return
         leaving = {o.ref for o in program.outputs if o.kind not in PASSING}
         for instr in program.collectives:
@@ -296,9 +316,13 @@ class Groups:
             elif instr.kind == "reduce_scatter":
                 wants.transient(shared.Scatter.need(boxes, dtype))
         if wants.buckets or any(wants.rings.values()):
-            yard = Yard.open(group, members, members.index(self.rank), wants, self.timeout_s)
+            yard = self._yard(axes, members, wants)
             if yard is not None:
                 self._yards[axes] = yard
+
+    def _yard(self, axes: tuple[int, ...], members: tuple[int, ...], wants: Wants) -> Yard | None:
+        group: Any = self._groups[axes]
+        return Yard.open(group.group, members, members.index(self.rank), wants, self.timeout_s)
 
     def bucket(self, instr: Instr, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> Bucket:
         """The buffer of a merged all-reduce."""
@@ -316,7 +340,7 @@ class Groups:
             return AllReduce(group, instr.args[4], copy, bucket, fill)
         boxes = [Box.of(instr, self.mesh, self.rank, i) for i in range(len(instr.refs))]
         box = boxes[0]
-        if instr.kind in ("all_gather", "reduce_scatter") and self.device.type == "cpu" and self._gloo(group):
+        if instr.kind in ("all_gather", "reduce_scatter") and self.device.type == "cpu" and "gloo" in group.backend:
             wire = direct.Wire(group, box, self._tag, self.world)
             self._tag += len(boxes) + 1
             dtype = DTYPES[instr.ins[0].spec.dtype]
@@ -326,7 +350,7 @@ class Groups:
         if instr.kind == "all_gather":
             return AllGather(group, box) if len(boxes) == 1 else MergedGather(group, boxes)
         even = len(boxes) == 1 and len({box.dst, *(tuple(p) for p in box.incoming_shapes())}) == 1
-        if instr.kind == "reduce_scatter" and even and box.dst and dist.get_backend(group) == "nccl":
+        if instr.kind == "reduce_scatter" and even and box.dst and group.backend == "nccl":
             return ReduceScatter(group, box)
         return AllToAll(group, boxes)
 
@@ -345,10 +369,6 @@ class Groups:
         if instr.kind == "all_reduce" and bucket is None:
             return shared.Reduce(yard, boxes[0].src, dtype, op, copy)
         return None
-
-    @staticmethod
-    def _gloo(group: Any) -> bool:
-        return "gloo" in str(dist.get_backend(group))
 
 
 class _Nothing:
@@ -390,6 +410,10 @@ class Null:
 
     def prepare(self, program: Program, in_order: bool = False) -> None:
         """Nothing to make."""
+
+    def ended(self, line: int) -> list[Tensor]:
+        """Nothing is kept."""
+        return []
 
     def bucket(self, instr: Instr, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> Bucket:
         """The buffer of a merged all-reduce."""
