@@ -321,15 +321,18 @@ def verify(
     graph: Graph | None = None,
     tolerance: float | None = None,
 ) -> Any:
-    """Loss, gradients and new buffers of a plan against one device.
+    """Loss, gradients and new buffers of a plan against one device, and of what was captured against the model itself.
 
     `batches` is a list or iterator of batches, of as many samples as the plan is for.
-    `ranks="inprocess"` runs all ranks in lock-step here;
+    `ranks="inprocess"` runs the code of all ranks here, in turns;
     `ranks="processes"` starts one Gloo process per rank.
+    The plan is held against the captured graph, in float64 unless `dtype` says otherwise, and the graph, in its own
+    dtypes, against the model run eagerly in plain PyTorch. Both must agree.
     """
     from laminar.planner.batch import fitted, refuse_other
     from laminar.rules.samples import samples_of
     from laminar.runtime.verify import verify_program
+    from laminar.train.oracle import against_eager
 
     found = list(batches)
     if isinstance(plan, Staged):
@@ -338,7 +341,8 @@ def verify(
     refuse_other(plan, samples_of(graph))
     plan = fitted(graph, plan)
     whole = [inputs_of(graph, model, batch, step=i) for i, batch in enumerate(found)]
-    return verify_program(graph, plan, whole, dtype, ranks, tolerance)
+    report = verify_program(graph, plan, whole, dtype, ranks, tolerance, text=True)
+    return against_eager(report, graph, model, loss, found, whole)
 
 
 def _verify_staged(model: Any, loss: Any, batches: list[Any], plan: Staged, dtype: str, tolerance: float | None) -> Any:
@@ -350,6 +354,7 @@ def _verify_staged(model: Any, loss: Any, batches: list[Any], plan: Staged, dtyp
     from laminar.rules.samples import in_parts, places_of, samples_of
     from laminar.runtime.verify import verify_stages
     from laminar.train.engine import Leaves
+    from laminar.train.oracle import against_eager
 
     whole, leaves = capture(model, loss, batches[0]), Leaves.of(batches[0])
     refuse_other(plan, samples_of(whole))
@@ -374,7 +379,8 @@ def _verify_staged(model: Any, loss: Any, batches: list[Any], plan: Staged, dtyp
         ]
         for i, parts in enumerate(cut)
     ]
-    return verify_stages(whole, [(graphs[n], plans[n]) for n in sizes], sizes, given, fed, dtype, tolerance)
+    report = verify_stages(whole, [(graphs[n], plans[n]) for n in sizes], sizes, given, fed, dtype, tolerance)
+    return against_eager(report, whole, model, loss, batches, given)
 
 
 def micro_batches(batch: Any, count: int | Sequence[int]) -> list[Any]:

@@ -114,7 +114,8 @@ def do_verify(args: argparse.Namespace) -> int:
         batches = [for_plan(plan, batch) for batch in batches]
         report = verify(recipe.model(), recipe.loss, batches, plan, args.ranks, args.dtype)
     if args.json:
-        fields = ("ok", "max_rel_error", "tolerance", "worst", "losses", "first_difference")
+        fields = ("ok", "max_rel_error", "tolerance", "worst", "losses", "first_difference", "eager_checked",
+                  "eager_tolerance", "eager_differs")  # fmt: skip
         print(json.dumps({key: getattr(report, key) for key in fields}))
     else:
         if "batch" in plan.account:

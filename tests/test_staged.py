@@ -12,9 +12,10 @@ from laminar.ir.mesh import Mesh
 from laminar.ir.staged import Staged
 from laminar.lower.split import light_ops
 from laminar.lower.stages import stages
-from laminar.runtime import pipe
+from laminar.runtime import loopback_stages
 from laminar.runtime.reference import run_graph
-from laminar.runtime.verify import SMALL, error_of
+from laminar.runtime.sizes import Sizes
+from laminar.runtime.verify import judged
 from laminar.search.draw import random_plan
 from laminar.staging import SLACK, balanced, pipeline, work_s
 from tests.zoo import NAMES, Specimen, specimen
@@ -22,7 +23,7 @@ from tests.zoo import NAMES, Specimen, specimen
 MESHES = ({"a": 1}, {"a": 2}, {"a": 3}, {"a": 2, "b": 2})
 
 
-def worst(one: Specimen, staged: Staged) -> float:
+def worst(one: Specimen, staged: Staged, way: str = "shared") -> float:
     """The largest error of two micro-batches through the stages against one device; plans are for the f32 graph."""
     again = dict(one.inputs)
     batch = [i.name for i in one.graph.of_kind("batch")]
@@ -30,13 +31,15 @@ def worst(one: Specimen, staged: Staged) -> float:
         again[name] = one.inputs[name].flip(0) if one.inputs[name].dim() else one.inputs[name]
     parts = [one.inputs, again]
     made = stages(one.graph, staged)
-    got = pipe.run(made, parts, [0.5, 0.5], one.constants)
-    wants = [run_graph(one.graph, p, one.constants) for p in parts]
-    largest = max(float(v.abs().max()) for k, v in wants[0].items() if k.startswith("grad:") and v.numel())
+    got = loopback_stages.run([made] * 2, parts, [0.5, 0.5], [one.constants] * 2, way=way)
+    wants = [run_graph(one.graph, parts[0], one.constants)]
+    left = {k.removeprefix("buffer:"): v for k, v in wants[0].items() if k.startswith("buffer:")}
+    wants.append(run_graph(one.graph, {**parts[1], **left}, one.constants))
+    sized = Sizes(one.graph, one.inputs, one.constants)
     errors = []
     for key in wants[0]:
         want = wants[1][key] if key.startswith("buffer:") else 0.5 * wants[0][key] + 0.5 * wants[1][key]
-        errors.append(error_of(got[key], want, SMALL * largest if key.startswith("grad:") else 0.0))
+        errors.append(judged(key, got[key], want, 1e-9, sized))
     assert got.keys() == wants[0].keys()
     return max(errors)
 

@@ -21,10 +21,11 @@ import laminar
 from laminar.api import inputs_of
 from laminar.ir.graph import Graph, widen
 from laminar.ir.plan import Plan
-from laminar.runtime import lockstep
+from laminar.runtime import loopback
 from laminar.runtime.reference import constants_of, run_graph
 from laminar.runtime.shards import assemble
-from laminar.runtime.verify import SMALL, TOLERANCE, Report, error_of, verify_program, widened
+from laminar.runtime.sizes import Sizes
+from laminar.runtime.verify import TOLERANCE, Report, judged, verify_program, widened
 from tests.test_examples import TINY
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -85,25 +86,23 @@ def specimen(name: str, dtype: str = "f32") -> Specimen:
     return captured(recipe(name), name) if dtype == "f32" else wide(specimen(name))
 
 
-def worst_error(one: Specimen, plan: Plan) -> float:
-    """The largest relative error of any loss, gradient or buffer under a plan; infinite if it does not run."""
+def worst_error(one: Specimen, plan: Plan, way: str = "shared") -> float:
+    """The largest relative error of any loss, gradient or buffer under a plan, of the code that ranks run."""
     program = laminar.lower(one.graph, replace(plan, graph_hash=one.graph.hash))
-    ranks = lockstep.run(program, one.inputs, one.constants)
-    largest = max(
-        (float(v.abs().max()) for k, v in one.want.items() if k.startswith("grad:") and v.numel()), default=0.0
-    )
+    ranks = loopback.run(program, one.inputs, one.constants, way=way)
+    sized = Sizes(one.graph, one.inputs, one.constants)
     worst = 0.0
     for o in program.outputs:
         key = f"{o.kind}:{o.name}"
         got = assemble([r[key] for r in ranks], o.placed.spec.shape, o.placed.nd, program.mesh)
-        worst = max(worst, error_of(got, one.want[key], SMALL * largest if o.kind == "grad" else 0.0))
+        worst = max(worst, judged(key, got, one.want[key], TOLERANCE[one.dtype], sized))
     return worst
 
 
-def equal(one: Specimen, plan: Plan) -> bool:
+def equal(one: Specimen, plan: Plan, way: str = "shared") -> bool:
     """Whether a plan runs and gives what one device gives, within the tolerance of the precision."""
     try:
-        return worst_error(one, plan) <= TOLERANCE[one.dtype]
+        return worst_error(one, plan, way) <= TOLERANCE[one.dtype]
     except Exception:
         return False
 

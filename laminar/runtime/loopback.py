@@ -1,8 +1,8 @@
 """All ranks of a program in one process, running the very code that ranks run: generated lines and real exchanges.
 
 `lockstep.py` interprets a program, and so sees every value, but writes nothing in place, reuses no memory and starts
-nothing that ends later. All of that can be wrong while the program is right. Here each rank has its own `Step` and takes
-turns with the others (`turns.py`); what they exchange goes through memory they all see, in one of three ways:
+nothing that ends later. All of that can be wrong while the program is right. Here each rank has its own `Step` and
+takes turns with the others (`turns.py`); what they exchange goes through memory they all see, in one of three ways:
 
     shared   the exchanges of ranks of one machine (`shared.py`), over a yard of ordinary tensors
     sends    those of Gloo between machines: sends and receives (`direct.py`), reductions of a process group

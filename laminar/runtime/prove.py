@@ -31,7 +31,8 @@ from laminar.ir.plan import Plan
 from laminar.ir.staged import Staged
 from laminar.rules.samples import samples_of
 from laminar.runtime.reference import constants_of, run_graph
-from laminar.runtime.verify import SMALL, error_of, widened
+from laminar.runtime.sizes import Sizes
+from laminar.runtime.verify import judged, widened
 from laminar.search.fold import fold
 from laminar.search.micro import micro
 from laminar.search.rewrite import RULES, replayed, work_of
@@ -108,9 +109,9 @@ def prove(
     if odd:
         raise GraphError(f"{odd[0]} is not finite on these inputs, so nothing can be proved", next="give other inputs")
     got = run_graph(other, fed, constants_of(other, wide))
-    largest = max((float(v.abs().max()) for k, v in want.items() if k.startswith("grad:") and v.numel()), default=0.0)
+    sized = Sizes(one, fed, constants_of(one, wide))
     errors = [
-        error_of(got[k], w, SMALL * largest if k.startswith("grad:") else 0.0) if got[k].dtype == w.dtype else math.inf
+        judged(k, got[k], w, TOLERANCE if wide else 0.0, sized) if got[k].dtype == w.dtype else math.inf
         for k, w in want.items()
     ]
     return max(errors, default=0.0)

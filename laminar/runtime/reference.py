@@ -31,14 +31,17 @@ def run_graph(
     inputs: Mapping[str, Tensor],
     constants: Mapping[str, Tensor] | None = None,
     watch: Callable[[Node, tuple[Any, ...]], None] | None = None,
+    change: Callable[[Node, tuple[Any, ...]], tuple[Any, ...]] | None = None,
 ) -> dict[str, Tensor]:
-    """Outputs by `kind:name`."""
+    """Outputs by `kind:name`; `watch` sees what every node makes, `change` puts something else in its place."""
     memory: dict[Ref, Any] = {Ref(i.name): inputs[i.name].detach() for i in graph.inputs}
     memory |= {Ref(k): v for k, v in (constants or constants_of(graph)).items()}
     with torch.no_grad():
         for node in graph.nodes:
             out = caller(node.op)(*[unplain(map_refs(a, memory.__getitem__)) for a in node.args])
             results = tuple(out) if isinstance(out, (tuple, list)) else (out,)
+            if change is not None:
+                results = change(node, results)
             memory.update({Ref(node.name, i): v for i, v in enumerate(results)})
             if watch is not None:
                 watch(node, results)

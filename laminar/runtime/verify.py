@@ -1,8 +1,12 @@
 """Verification: the same numbers as one device, or the name of the first op where they part.
 
-In float64 every floating dtype *in the graph* is widened, so that what is left is the order of
-sums. A gradient counts as equal if it is off by at most `tol` times the larger of its own maximum
-and a thousandth of the model's largest gradient: some gradients are zero in exact arithmetic.
+What runs is what ranks run: the generated code of every rank with its exchanges, all of them in this process
+(`loopback.py`), or real processes. Where it differs, the program is interpreted in lock-step to find the first op that
+does; if the interpreter finds none, the code itself is watched line by line.
+
+In float64 every floating dtype *in the graph* is widened, so that what is left is the order of sums. An output counts
+as equal if it is off by at most `tol` times its own maximum, or, where that is smaller than what it was summed from, of
+the size of its terms (`sizes.py`): some gradients are zero in exact arithmetic.
 """
 
 from __future__ import annotations
@@ -23,15 +27,15 @@ from laminar.ir.sbp import show
 from laminar.ir.staged import Staged
 from laminar.lower.lower import lower
 from laminar.lower.stages import Stages, in_other_precision, stages
-from laminar.runtime import lockstep, pipe
+from laminar.runtime import lockstep, loopback, loopback_stages
 from laminar.runtime.processes import run_processes
 from laminar.runtime.reference import constants_of, run_graph
 from laminar.runtime.reference import widened as widened_one
 from laminar.runtime.shards import assemble
+from laminar.runtime.sizes import Sizes, sizes
 from laminar.search.rewrite import rewritten
 
 TOLERANCE = {"f64": 1e-9, "f32": 1e-5}
-SMALL = 1e-3
 
 
 @dataclass
@@ -51,9 +55,15 @@ class Report:
     ranks: int = 1
     batches: int = 0
     checked: int = 0
+    eager_checked: int = 0
+    """Outputs of the captured graph that were held against the model itself in plain PyTorch; 0 if none were."""
+    eager_error: float = 0.0
+    eager_tolerance: float = 0.0
+    eager_differs: dict[str, str] = field(default_factory=dict)
+    """What is not the model's, in words, by `kind:name`: then the plan is one for something else."""
 
     def __str__(self) -> str:
-        verdict = "equal" if self.ok else "DIFFERENT"
+        verdict = "equal" if self.max_rel_error <= self.tolerance else "DIFFERENT"
         lines = [
             f"{verdict}: {self.checked} outputs on {self.ranks} ranks, {self.batches} batches, worst error "
             f"{self.max_rel_error:.2e} of {self.tolerance:.0e} allowed ({self.worst})"
@@ -61,6 +71,16 @@ class Report:
         lines += [f"  loss on one device {one:.12g}, on {self.ranks} ranks {many:.12g}" for one, many in self.losses]
         if self.first_difference:
             lines.append(f"  first difference: {self.first_difference}")
+        if self.eager_differs:
+            lines.append("DIFFERENT: what was captured is not the model as plain PyTorch runs it")
+            lines += [f"  {said}" for said in [*self.eager_differs.values()][:5]]
+            if len(self.eager_differs) > 5:
+                lines.append(f"  and {len(self.eager_differs) - 5} more")
+        elif self.eager_checked:
+            lines.append(
+                f"equal: {self.eager_checked} outputs of the captured graph and of the model in plain PyTorch, within "
+                f"{self.eager_tolerance:.0e}"
+            )
         return "\n".join(lines)
 
 
@@ -81,6 +101,12 @@ def error_of(got: Tensor, want: Tensor, floor: float) -> float:
     return math.inf if math.isnan(top) else 0.0 if top == 0 else top / scale if scale else math.inf
 
 
+def judged(key: str, got: Tensor, want: Tensor, tol: float, sized: Mapping[str, float] | Sizes) -> float:
+    """How far an output is off, as tolerances are measured: by itself, or else by the size of its terms."""
+    error = error_of(got, want, 0.0)
+    return error if error <= tol else error_of(got, want, sized[key])
+
+
 def widened(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Floating tensors in float64, complex ones in complex128."""
     return {k: widened_one(v.detach()) for k, v in tensors.items()}
@@ -95,8 +121,12 @@ def verify_program(
     tolerance: float | None = None,
     device: str = "cpu",
     change: Callable[[Program], Program] = lambda p: p,
+    text: bool = False,
 ) -> Report:
-    """Compare a plan's program with one device, on whole inputs given by name."""
+    """Compare a plan's program with one device, on whole inputs given by name.
+
+    `text`: in process, write and compile the code of every rank instead of calling its lines one by one.
+    """
     wide = dtype == "f64"
     tol = TOLERANCE[dtype] if tolerance is None else tolerance
     subject, placed = widen(graph) if wide else graph, rewritten(graph, plan)
@@ -105,20 +135,20 @@ def verify_program(
     program = change(lower(placed, replace(plan, graph_hash=placed.hash)))
     constants = constants_of(subject, wide)
     report = Report(True, 0.0, tol, "", ranks=plan.mesh.ranks, batches=len(batches))
+    here: loopback.Ranks | None = None
     for batch in batches:
         inputs = widened(batch) if wide else {k: v.detach() for k, v in batch.items()}
         want = run_graph(subject, inputs, constants)
         if ranks == "inprocess":
-            outs = lockstep.run(program, inputs, constants)
+            here = here or loopback.Ranks(program, constants, text=text)
+            outs = here.run(inputs)
         else:
             outs = run_processes(program, inputs, constants, device)
-        largest = max(
-            [float(v.abs().max()) for k, v in want.items() if k.startswith("grad:") and v.numel()], default=0.0
-        )
+        sized = Sizes(subject, inputs, constants)
         for o in program.outputs:
             key = f"{o.kind}:{o.name}"
             got = assemble([r[key] for r in outs], o.placed.spec.shape, o.placed.nd, program.mesh)
-            error = error_of(got, want[key], SMALL * largest if o.kind == "grad" else 0.0)
+            error = judged(key, got, want[key], tol, sized)
             report.errors[key] = max(report.errors.get(key, 0.0), error)
             report.checked += 1
             if o.kind == "loss":
@@ -158,24 +188,25 @@ def verify_stages(
     report = Report(True, 0.0, tol, "", ranks=staged.ranks, batches=len(batches))
     for batch, given in zip(batches, micro, strict=True):
         fed = [widened(m) if wide else {k: v.detach() for k, v in m.items()} for m in given]
-        alone = [
-            run_graph(subject, m, constants_of(subject, wide)) if staged.coupled or weighted(subject) else {}
-            for (subject, _), m in zip(each, fed, strict=True)
-        ]
-        counts = [float(r.get("metric:loss_weight", n)) for r, n in zip(alone, samples, strict=True)]
+        alone: list[dict[str, Tensor]] = []
+        if staged.coupled or any(weighted(subject) for subject, _ in each):
+            for (subject, _), m in zip(each, fed, strict=True):  # a buffer is as the last micro-batch has left it
+                left = {k.partition(":")[2]: v for k, v in (alone[-1] if alone else {}).items() if k[:7] == "buffer:"}
+                alone.append(run_graph(subject, {**m, **left}, constants_of(subject, wide)))
+        counts = [float(r.get("metric:loss_weight", n)) for r, n in zip(alone or [{}] * len(fed), samples, strict=True)]
         weights = [c / sum(counts) for c in counts]
         constants = [constants_of(subject, wide) for subject, _ in each]
-        got = pipe.run([found for _, found in each], fed, weights, constants)
+        got = loopback_stages.run([found for _, found in each], fed, weights, constants)
         if staged.coupled:
             want = {k: torch.stack([r[k] * w for r, w in zip(alone, weights, strict=True)]).sum(0) for k in alone[0]}
             want |= {k: v for k, v in alone[-1].items() if k.startswith("buffer:")}
         else:
             want = run_graph(one, widened(batch) if wide else batch, constants_of(one, wide))
-        grads = [float(v.abs().max()) for k, v in want.items() if k.startswith("grad:") and v.numel()]
+        sized = Sizes(one, widened(batch) if wide else batch, constants_of(one, wide))
         for key, w in want.items():
             kind = key.partition(":")[0]
             if kind in ("grad", "loss") or (staged.coupled and kind == "buffer"):
-                error = error_of(got[key], w, SMALL * max(grads, default=0.0) if kind == "grad" else 0.0)
+                error = judged(key, got[key], w, tol, sized)
                 report.errors[key] = max(report.errors.get(key, 0.0), error)
                 report.checked += 1
             if kind == "loss":
@@ -193,25 +224,31 @@ def weighted(graph: Graph) -> bool:
 def first_difference(
     graph: Graph, program: Program, inputs: Mapping[str, Tensor], constants: Mapping[str, Tensor], tol: float
 ) -> str:
-    """The first line of the program whose value is not the graph's."""
+    """The first line of the program whose value is not the graph's; or of its code, if that alone differs."""
     values: dict[Ref, Tensor] = {}
 
     def remember(node: Node, results: tuple[Any, ...]) -> None:
         values.update({Ref(node.name, i): v for i, v in enumerate(results)})
 
     run_graph(graph, inputs, constants, remember)
+    sized: dict[Ref, float] = {}
     found: list[str] = []
 
     def look(instr: Instr, results: list[tuple[Any, ...]]) -> None:
         if found or instr.kind or instr.name not in graph.by_name:
             return
         for i, placed in enumerate(instr.outs):
-            want = values.get(Ref(instr.name, i))
+            ref = Ref(instr.name, i)
+            want = values.get(ref)
             if placed is None or want is None:
                 continue
             try:
-                got = assemble([r[i] for r in results], placed.spec.shape, placed.nd, program.mesh)
-                error = error_of(got.to(want.dtype), want, 1e-300)
+                got = assemble([r[i] for r in results], placed.spec.shape, placed.nd, program.mesh).to(want.dtype)
+                error = error_of(got, want, 1e-300)
+                if error > max(tol, 1e-12) * 10:
+                    if not sized:
+                        sized.update(sizes(graph, inputs, constants, values.keys()))
+                    error = error_of(got, want, sized[ref])
             except (RuntimeError, ValueError, IndexError) as broken:
                 found.append(
                     f"%{instr.name} = {instr.op}: {placed.spec} {show(placed.nd)} can't be put together: {broken}"
@@ -224,5 +261,25 @@ def first_difference(
                 )
                 return
 
-    lockstep.run(program, inputs, constants, look)
-    return found[0] if found else "no single op differs: only the sum of many"
+    outs = lockstep.run(program, inputs, constants, look)
+    if found:
+        return found[0]
+    want = run_graph(graph, inputs, constants)
+    output = Sizes(graph, inputs, constants)
+    for o in program.outputs:
+        key = f"{o.kind}:{o.name}"
+        got = assemble([r[key] for r in outs], o.placed.spec.shape, o.placed.nd, program.mesh)
+        if judged(key, got, want[key], tol, output) > tol:
+            return "no single op differs: only the sum of many"
+    seen: dict[str, tuple[Instr, dict[int, tuple[Any, ...]]]] = {}
+
+    def note(rank: int, instr: Instr, value: Any) -> None:
+        results = tuple(value) if isinstance(value, (tuple, list)) else (value,)
+        copies = tuple(v.clone() if isinstance(v, Tensor) else v for v in results)
+        seen.setdefault(instr.name, (instr, {}))[1][rank] = copies
+
+    loopback.run(program, inputs, constants, watch=note)
+    for instr, by_rank in seen.values():
+        look(instr, [by_rank[r] for r in sorted(by_rank)])
+    what = found[0] if found else "no line of it: what its outputs hold was written again"
+    return f"the program is right, its code is not: {what}"
