@@ -83,6 +83,8 @@ class Parts:
         """Called at the end of every firing, if given."""
         self.weights: Sequence[float] = ()
         """What each micro-batch counts in losses and metrics that are means over samples."""
+        self.unscaled = False
+        """Whether gradients are weighted here as well, because no scale goes into the programs."""
         self.sums: dict[tuple[int, str], Tensor] = {}
         """Gradients, losses and metrics of a step, by stage and `kind:name`, as terms."""
         self.first = [self._size(piped) for piped in pipes]
@@ -154,7 +156,8 @@ class Parts:
                 self.sums[part.stage, f"{o.kind}:{o.name}"] = x
             else:
                 key = f"{o.kind}:{o.name}"
-                self._add((part.stage, key), x, self.weights[k] if is_mean(key) else 1.0, fresh=k == 0)
+                counted = is_mean(key) or (self.unscaled and o.kind == "grad")
+                self._add((part.stage, key), x, self.weights[k] if counted else 1.0, fresh=k == 0)
         return left
 
     def _add(self, key: tuple[int, str], x: Tensor, weight: float, fresh: bool) -> None:

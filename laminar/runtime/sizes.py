@@ -49,9 +49,12 @@ def sizes(
 
     for item in graph.inputs:
         see(Ref(item.name), inputs[item.name])
-    run_graph(
-        graph, inputs, constants, lambda node, out: [see(Ref(node.name, i), v) for i, v in enumerate(out)] and None
-    )
+
+    def see_all(node: Node, results: tuple[Any, ...]) -> None:
+        for i, value in enumerate(results):
+            see(Ref(node.name, i), value)
+
+    run_graph(graph, inputs, constants, see_all)
     out = dict.fromkeys(of, 0.0)
     for seed in range(RUNS):
         chance = torch.Generator().manual_seed(seed)
