@@ -43,7 +43,7 @@ from laminar.search.presets import like
 from laminar.staging import again as restaged
 from laminar.staging import pipeline
 from tests.meter import held
-from tests.zoo import EXAMPLES, MOST, NAMES, Specimen, one_thread, recipe, specimen
+from tests.zoo import EXAMPLES, FEW, NAMES, Specimen, one_thread, recipe, specimen
 
 BLOCKS = {
     "mlp.py:tiny": ("layers", "%gelu.*"),
@@ -107,7 +107,7 @@ def base(name: str) -> str:
 # --- the same bits
 
 
-@pytest.mark.parametrize("name", MOST)
+@pytest.mark.parametrize("name", FEW)
 def test_results_are_those_without_recompute_to_the_last_bit(name: str) -> None:
     """Data, tensor, ZeRO 3 and two axes at once: dropout, batch norm, experts, tied weights, convolutions, an LSTM."""
     for what in PLANS:
@@ -357,7 +357,7 @@ def stash_bytes(made: Stages, stage: int) -> int:
     return sum(o.placed.local(made.staged.places[made.staged.stages[stage].place].mesh).nbytes for o in outs)
 
 
-@pytest.mark.parametrize("name", MOST)
+@pytest.mark.parametrize("name", FEW)
 def test_stages_give_the_same_bits(name: str) -> None:
     """1f1b and zero-bubble, alone, ZeRO 3 and tensor parallel inside; micro-batches of different samples."""
     one = specimen(name)

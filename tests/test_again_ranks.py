@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import laminar
 from laminar import Mesh
 from laminar.api import micro_batches
+from tests.marks import slow
 from tests.ranks import Ranks
 
 WIDTH, SAMPLES, MICRO = 32, 8, 4
@@ -100,7 +101,12 @@ def equal(want: Any, got: Any) -> None:
 
 @pytest.mark.parametrize(
     ("what", "parts"),
-    [("data_parallel", 1), ("data_parallel", 2), ("zero1", 1), ("zero3", 1), ("tensor_parallel", 1)],
+    [
+        ("data_parallel", 2),
+        ("zero3", 1),
+        ("tensor_parallel", 1),
+        *[slow(w, 1) for w in ("data_parallel", "zero1")],
+    ],
 )
 def test_two_ranks_train_to_the_same_bits(two: Ranks, what: str, parts: int) -> None:
     """Losses and weights after steps on two sizes of batches, with dropout, in float32."""

@@ -25,6 +25,7 @@ from laminar.planner.branches import Branches, Way
 from laminar.planner.cells import Cell
 from laminar.search.draw import random_plan
 from laminar.staging import arranged
+from tests.marks import slow
 from tests.test_bound import Tried
 from tests.test_branches import branches, towers
 
@@ -37,7 +38,7 @@ def simulated_s(found: Branches, way: Way, plans: Sequence[Any]) -> float:
 
 
 @pytest.mark.parametrize(
-    ("cluster", "width", "rows"), [("4xcpu", 1024, 32), ("4xh100@pcie", 4096, 8192), ("2x2xa100@eth25", 2048, 512)],
+    ("cluster", "width", "rows"), [("4xcpu", 1024, 32), ("4xh100@pcie", 4096, 8192), slow("2x2xa100@eth25", 2048, 512)],
 )  # fmt: skip
 @pytest.mark.parametrize("stem", [False, True])
 def test_nothing_of_the_kind_is_simulated_faster_than_its_bound(

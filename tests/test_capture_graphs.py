@@ -29,6 +29,7 @@ from tests.captured import (
     same,
     square,
 )
+from tests.zoo import FEW
 
 # --- size --------------------------------------------------------------------------------------
 
@@ -73,14 +74,7 @@ def test_gpt3_is_captured_in_a_minute_and_two_gigabytes() -> None:
     assert mb < 2000 and seconds < 60
 
 
-ZOO = [
-    *("mlp.py:tiny", "resnet.py:tiny", "gpt.py:tiny", "gpt.py:narrow", "llama.py:tiny", "bert.py:tiny"),
-    *("vit.py:tiny", "t5.py:tiny", "dlrm.py:tiny", "moe.py:tiny", "lstm.py:tiny", "unet.py:tiny"),
-    *("hf.py:gpt2", "hf.py:bert"),
-]
-
-
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize("name", FEW)
 def test_every_example_is_captured_the_same_from_cpu_and_from_meta(name: str) -> None:
     """The graph computes what the model does, and a plan made from shapes alone fits the model on the machine."""
     if name.startswith("hf"):

@@ -25,7 +25,7 @@ from laminar.runtime.fusable import FORMS
 from laminar.runtime.module import Step
 from laminar.runtime.shards import shard
 from laminar.runtime.transport import Groups, Null, join
-from tests.zoo import NAMES, one_thread, specimen
+from tests.zoo import FEW, one_thread, specimen
 
 
 class Net(nn.Module):
@@ -66,7 +66,7 @@ def close(program, got, want, tolerance=2e-5) -> None:
         assert float((g - w).abs().max()) <= tolerance * scale, o.name
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FEW)
 def test_parts_compute_what_the_step_computes(name: str) -> None:
     """Every model of the zoo, through everything but the compiler: norms written out, recomputation, cuts."""
     with one_thread():

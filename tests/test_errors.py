@@ -421,11 +421,12 @@ def test_random_numbers_that_have_no_keyed_form_are_refused() -> None:
     [
         (lambda m, b: m(b), "a tensor of shape (6, 4), not a scalar", ".mean() or .sum()"),
         (lambda m, b: 3.0, "the loss is a float, not a tensor", "laminar.Loss"),
-        (lambda m, b: (total(m, b), 1), "the loss is a tuple, not a tensor", "laminar.Loss"),
+        (lambda m, b: (total(m, b), 1), "returns 1 as a Python number", "job.log("),
+        (lambda m, b: ("loss", total(m, b)), "the loss is a str, not a tensor", "laminar.Loss"),
         (lambda m, b: total(m, b).detach(), "does not depend on any trainable parameter", "detach()"),
         (lambda m, b: b.sum(), "does not depend on any trainable parameter", "no_grad()"),
     ],
-    ids=["not scalar", "a number", "a tuple", "detached", "of the batch alone"],
+    ids=["not scalar", "a number", "a number beside", "a text first", "detached", "of the batch alone"],
 )
 def test_a_loss_that_is_none_is_refused(loss: Any, said: str, step: str) -> None:
     """There is nothing to take a gradient of."""
@@ -561,10 +562,10 @@ def test_a_batch_of_another_kind_is_refused() -> None:
 
 
 def test_a_batch_that_holds_no_plain_data_is_refused() -> None:
-    """Batches are tensors in dicts, lists and tuples."""
+    """Batches are tensors and plain values in containers that can be taken apart and put together again."""
     with pytest.raises(BatchError, match=r"batch\.x is a object") as info:
         laminar.capture(Model(lambda m, y: y), total, {"x": object()})
-    assert "tensors in nested dicts, lists and tuples" in str(info.value)
+    assert "tensors, numbers, texts and None in nested dicts" in str(info.value)
 
 
 # --- placements and plans --------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 import laminar
+from tests.marks import slow
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -223,10 +224,10 @@ BY_NUMBERS = 0.6
     ("name", "steps", "bound"),
     [
         ("gpt.py:demo", 40, BY_FREQUENCY),
-        ("moe.py:small", 40, BY_FREQUENCY),
-        pytest.param("bert.py:small", 260, BY_FREQUENCY, marks=pytest.mark.slow),
+        slow("moe.py:small", 40, BY_FREQUENCY),
+        slow("bert.py:small", 260, BY_FREQUENCY),
         ("resnet.py:small", 50, 0.75 * math.log(10)),
-        ("dlrm.py:small", 250, BY_NUMBERS),
+        slow("dlrm.py:small", 250, BY_NUMBERS),
     ],
 )
 def test_learns_more_than_averages(name: str, steps: int, bound: float) -> None:

@@ -23,7 +23,7 @@ from laminar.lower.step import step_programs
 from laminar.rules.notation import call_of
 from laminar.rules.signing import blocks_in, options, probed_signatures
 from laminar.search import presets
-from tests.zoo import NAMES, specimen
+from tests.zoo import FEW, specimen
 
 PLANS = {
     "data": lambda g, n: presets.data_parallel(g, Mesh({"dp": n})),
@@ -60,7 +60,7 @@ def test_every_plan_is_predicted_on_every_kind_of_machine(name: str, plan: str, 
     assert sum(found.known().values()) == pytest.approx(1.0, abs=0.01)
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if not n.startswith("hf")])
+@pytest.mark.parametrize("name", FEW)
 def test_the_whole_zoo_is_predicted_on_gpus_and_cores(name: str) -> None:
     """Ops nobody thought of have a price too."""
     assert forecast(name, "data", "2xcpu").seconds > 0

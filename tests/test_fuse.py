@@ -14,7 +14,7 @@ from laminar.lower.recompute import early, recompute, written_out
 from laminar.lower.step import step_programs
 from laminar.search import presets
 from laminar.search.draw import random_plan
-from tests.zoo import NAMES, specimen
+from tests.zoo import FEW, specimen
 
 PLANS = {
     "one": lambda g: presets.data_parallel(g, Mesh({"dp": 1})),
@@ -31,7 +31,7 @@ def program(name: str, plan: str) -> Program:
 
 
 @pytest.mark.parametrize("plan", list(PLANS))
-@pytest.mark.parametrize("name", [n for n in NAMES if not n.startswith("hf")])
+@pytest.mark.parametrize("name", FEW)
 def test_groups_hold_every_line_once_and_can_run_in_their_order(name: str, plan: str) -> None:
     """A kernel that needs the result of a later one could never run."""
     p = program(name, plan)

@@ -28,6 +28,7 @@ from laminar.cli import main
 from laminar.ir.plan import Plan
 from laminar.launch.local import Launch
 from laminar.launch.rundir import RunDir
+from tests.marks import slow
 from tests.ranks import heed_interrupts
 
 LIMIT_S = 200
@@ -238,7 +239,7 @@ def test_torchrun_starts_the_same_command(folder: Path) -> None:
 # --- a rank that fails -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("who", [pytest.param(0, marks=SLOW), 1])
+@pytest.mark.parametrize("who", [slow(0), 1])
 def test_a_rank_that_raises_is_heard_first(folder: Path, who: int) -> None:
     """Its traceback, then which ranks were stopped; not the other's complaint that its peer has gone."""
     code, _, err = Run(folder, "good", "--workers", "2", fault=f"raise:{who}:3").end()
@@ -271,7 +272,11 @@ def test_ranks_that_all_fail_in_the_same_way_are_told_once(folder: Path) -> None
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("SIGKILL", "out-of-memory killer"), ("SIGSEGV", "own.py"), pytest.param("SIGTERM", "", marks=SLOW)],
+    [
+        ("SIGSEGV", "own.py"),
+        slow("SIGKILL", "out-of-memory killer"),
+        slow("SIGTERM", ""),
+    ],
 )
 def test_a_rank_that_is_killed_is_named_with_its_signal(folder: Path, name: str, words: str) -> None:
     """It can't say anything itself; after a crash its log holds the line it was at."""
@@ -301,7 +306,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("fault", "words"),
-    [("quit:1:3", "exit code 3, without a word"), pytest.param("exit:1:3", "exit code 4", marks=SLOW)],
+    [("quit:1:3", "exit code 3, without a word"), slow("exit:1:3", "exit code 4")],
 )
 def test_a_rank_that_leaves_is_missed(folder: Path, fault: str, words: str) -> None:
     """The others would wait for it."""
@@ -337,8 +342,8 @@ def test_a_run_that_stands_still_is_stopped(folder: Path) -> None:
     ("number", "group", "code"),
     [
         (signal.SIGINT, True, 130),
-        (signal.SIGTERM, False, 143),
-        pytest.param(signal.SIGINT, False, 130, marks=SLOW),
+        slow(signal.SIGTERM, False, 143),
+        slow(signal.SIGINT, False, 130),
     ],
 )
 def test_a_signal_stops_all_ranks(folder: Path, number: int, group: bool, code: int) -> None:

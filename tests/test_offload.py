@@ -45,11 +45,12 @@ from laminar.runtime.transport import Null
 from laminar.search.draw import random_plan
 from laminar.search.presets import like
 from laminar.staging import pipeline
+from tests.marks import slow
 from tests.meter import held
 from tests.ranks import Ranks
 from tests.test_again import BLOCKS, PLANS, blocks
 from tests.test_again_ranks import Net, batches, loss
-from tests.zoo import EXAMPLES, MOST, Specimen, one_thread, recipe, specimen
+from tests.zoo import EXAMPLES, FEW, Specimen, one_thread, recipe, specimen
 
 CPU = torch.device("cpu")
 MANY = "gpt.py:narrow"
@@ -238,7 +239,7 @@ def test_a_program_without_its_copies_is_the_one_that_keeps_everything() -> None
 # --- the same bits
 
 
-@pytest.mark.parametrize("name", MOST)
+@pytest.mark.parametrize("name", FEW)
 def test_results_are_those_without_offload_to_the_last_bit(name: str) -> None:
     """Data, tensor, ZeRO 3 and two axes at once: dropout, batch norm, experts, tied weights, convolutions."""
     for what in PLANS:
@@ -248,9 +249,7 @@ def test_results_are_those_without_offload_to_the_last_bit(name: str) -> None:
             assert copied(program, SEND) and boundary_bytes(program) < boundary_bytes(plain)
 
 
-@pytest.mark.parametrize(
-    "name", ["gpt.py:tiny", "moe.py:tiny", "resnet.py:tiny", pytest.param("t5.py:tiny", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("name", ["gpt.py:tiny", "moe.py:tiny", "resnet.py:tiny", slow("t5.py:tiny")])
 def test_any_placement_and_any_pattern_gives_the_same_bits(name: str) -> None:
     """Random placements of every op, random modules and values, some blocks made again."""
     one, rng = specimen(name), random.Random(f"away {name}")

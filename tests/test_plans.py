@@ -28,8 +28,9 @@ from laminar.ir.tensor import TensorSpec
 from laminar.search import presets
 from laminar.search.micro import micro
 from tests.finds import gpt_of
+from tests.marks import slow
 from tests.test_examples import load
-from tests.zoo import NAMES, Specimen, captured, one_thread, recipe, specimen, verified
+from tests.zoo import FEW, NAMES, Specimen, captured, one_thread, recipe, specimen, verified
 
 
 @pytest.fixture(autouse=True)
@@ -79,7 +80,7 @@ def loose(program: Program) -> list[Instr]:
 # --- data parallel -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FEW)
 def test_data_parallel_moves_gradients_only(name: str) -> None:
     """All-reduces and nothing else; gradients share buckets; batch statistics and losses are a few numbers."""
     one = specimen(name)
@@ -149,7 +150,7 @@ SLOW = pytest.mark.slow
 
 @pytest.mark.parametrize(
     ("stage", "ranks"),
-    [(1, 2), (2, 4), (3, 4), *(pytest.param(stage, ranks, marks=SLOW) for stage, ranks in ((1, 4), (2, 2), (3, 2)))],
+    [(1, 2), (2, 4), (3, 4), *(slow(stage, ranks) for stage, ranks in ((1, 4), (2, 2), (3, 2)))],
 )
 @pytest.mark.parametrize("name", NAMES)
 def test_zero_stores_a_share(name: str, stage: int, ranks: int) -> None:

@@ -16,7 +16,7 @@ from laminar.api import inputs_of
 from laminar.ir.program import Program
 from laminar.lower.recompute import Op, boundary, boundary_bytes, choose, early, recompute, written_out
 from laminar.runtime import lockstep
-from tests.zoo import NAMES, one_thread, specimen
+from tests.zoo import FEW, one_thread, specimen
 
 INF = float("inf")
 
@@ -95,7 +95,7 @@ def program_of(one, mesh=None, preset="data_parallel") -> Program:
 
 
 @pytest.mark.parametrize("out", [False, True], ids=["fused", "written out"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FEW)
 def test_recomputation_changes_no_bit(name: str, out: bool) -> None:
     """The same ops on the same values, some of them twice; and what lies between the phases only shrinks."""
     with one_thread():

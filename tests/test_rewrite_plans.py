@@ -36,6 +36,7 @@ from laminar.search.micro import micro
 from laminar.search.rewrite import Applied, carrying, replay, replayed, rewritten, variants
 from laminar.search.rewrite_writer import is_packed
 from tests import zoo
+from tests.marks import slow
 from tests.ranks import Ranks
 from tests.test_rewrite import BY_NAME, several
 from tests.test_search import letters, traced, undercut
@@ -222,7 +223,7 @@ def trains_as_plain_pytorch(ranks: Ranks, plan: Any, path: Path) -> None:
         assert then == pytest.approx(later, rel=1e-9)
 
 
-@pytest.mark.parametrize("how", ["data", "tensor", "zero3", "stages"])
+@pytest.mark.parametrize("how", ["tensor", "stages", *[slow(h) for h in ("data", "zero3")]])
 def test_two_ranks_train_a_rewritten_model_as_plain_pytorch_trains_it(two: Ranks, how: str, tmp_path: Path) -> None:
     """Whatever way the rewritten graph is spread, from a file as users have it."""
     model, loss, batches = wide()

@@ -30,7 +30,8 @@ from laminar.search.draw import random_plan
 from laminar.search.fold import fold
 from laminar.search.micro import micro
 from laminar.staging import pipeline
-from tests.zoo import NAMES, recipe, specimen
+from tests.marks import slow
+from tests.zoo import FEW, recipe, specimen
 
 
 def traced(layers: int, batch: int = 8, d: int = 32, tokens: int = 16) -> Graph:
@@ -73,7 +74,7 @@ def test_a_plan_of_two_layers_unfolds_to_what_the_deep_model_would_have_got() ->
         shallow.fits(graph)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FEW)
 def test_folding_a_model_of_the_zoo_leaves_a_graph_that_is_one(name: str) -> None:
     """Few layers or none: a fold either is the graph itself or a smaller one that obeys the grammar."""
     graph = specimen(name).graph
@@ -93,7 +94,7 @@ EXACT = ("gpt.py:tiny", "llama.py:tiny", "bert.py:tiny", "t5.py:tiny", "lstm.py:
 """Models in which no number counts samples: others divide by it."""
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FEW)
 def test_the_graph_of_a_micro_batch_is_the_one_that_would_be_traced(name: str) -> None:
     """A plan made before there is a model to trace must fit what is traced later: the same ops on the same shapes."""
     made = recipe(name)
@@ -166,7 +167,7 @@ def test_no_plan_is_simulated_faster_than_the_bound(name: str, spec: str) -> Non
     assert undercut(specimen(name).graph, spec, 1) == []
 
 
-@pytest.mark.parametrize("spec", ["4xcpu", pytest.param("8xh100", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("spec", ["4xcpu", slow("8xh100")])
 def test_bounds_hold_where_the_batch_does_not_divide(spec: str) -> None:
     """Six samples on four or eight ranks: what can't be split evenly on one mesh may be on another."""
     assert undercut(traced(3, batch=6), spec, 1) == []
@@ -174,7 +175,7 @@ def test_bounds_hold_where_the_batch_does_not_divide(spec: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", CLUSTERS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FEW)
 def test_no_plan_of_the_zoo_is_simulated_faster_than_the_bound(name: str, spec: str) -> None:
     """The same for every model, with more random plans."""
     assert undercut(specimen(name).graph, spec, 4) == []
@@ -213,9 +214,7 @@ def test_costs_without_overlap_are_no_bound() -> None:
 # --- what is found
 
 
-@pytest.mark.parametrize(
-    "name", ["mlp.py:tiny", "gpt.py:tiny", "dlrm.py:tiny", pytest.param("moe.py:tiny", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("name", ["mlp.py:tiny", "gpt.py:tiny", "dlrm.py:tiny", slow("moe.py:tiny")])
 @pytest.mark.parametrize("spec", ["2xcpu", "4xcpu"])
 def test_what_is_found_computes_what_one_device_computes(name: str, spec: str) -> None:
     """A plan nobody wrote is only worth something if it is right."""

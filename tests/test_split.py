@@ -17,7 +17,7 @@ from laminar.ir.graph import Graph, Node, map_refs
 from laminar.lower.split import Split, light_ops, split
 from laminar.runtime.sizes import Sizes
 from laminar.runtime.verify import error_of, judged
-from tests.zoo import NAMES, Specimen, captured, specimen, wide
+from tests.zoo import FEW, Specimen, captured, specimen, wide
 
 
 def run_stages(cut: Split, one: Specimen) -> dict[str, Tensor]:
@@ -65,7 +65,7 @@ def chain(graph: Graph, stages: int, rng: random.Random) -> dict[str, int]:
     return {name: sum(i >= c for c in cuts) for i, name in enumerate(ops)}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FEW)
 def test_any_cut_of_a_model_gives_its_numbers(name: str) -> None:
     """Losses, gradients and buffers, in float64, whatever stands at the cuts; every op runs in exactly one stage."""
     one = specimen(name, "f64")

@@ -110,6 +110,7 @@ def test_two_stages_train_as_one_device(two: Ranks, options: dict[str, Any]) -> 
     assert all(count < whole for count in held)
 
 
+@pytest.mark.slow
 def test_stages_go_through_a_compiler_as_well(two: Ranks) -> None:
     """Parts of a stage as fused kernels: the weight's part apart, the head the embedding."""
     same(two, True, {"stages": 2, "schedule": "zero-bubble"}, compile=True)

@@ -31,6 +31,7 @@ from laminar.cli import main
 from laminar.errors import PeerError, RankError
 from laminar.ir.net import Net
 from laminar.runtime.lines import BYE, GONE, Message
+from tests.marks import slow
 from tests.ranks import WAIT_S, Ranks, patiently, stop_this_process
 from tests.zoo import EXAMPLES
 
@@ -150,7 +151,7 @@ def in_flight(net: Net, logs: list[Log]) -> dict[str, int]:
     return out
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, slow(4)])
 def test_a_stage_stashes_no_more_than_its_depth_under_1f1b(world: int, two: Ranks, four: Ranks) -> None:
     """Stage s of S holds S - s micro-batches, no more and no less, whatever the times: that is the point of 1F1B."""
     found = (two if world == 2 else four).run(_logged, {}, 3)
@@ -183,7 +184,7 @@ def stays_within_grants(ranks: Ranks, options: dict[str, Any], losses: list[floa
     assert all(said == losses for *_, said in found)
 
 
-SEEDS = [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 30))]
+SEEDS = [*range(3), *(slow(seed) for seed in range(3, 30))]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -307,9 +308,9 @@ SLOW = pytest.mark.slow
     ("world", "how"),
     [
         (4, "killed"),
-        pytest.param(2, "killed", marks=SLOW),
-        pytest.param(2, "left", marks=SLOW),
-        pytest.param(4, "left", marks=SLOW),
+        slow(2, "killed"),
+        slow(2, "left"),
+        slow(4, "left"),
     ],
 )
 def test_a_dead_stage_is_named_by_every_rank_that_is_left(world: int, how: str) -> None:
@@ -322,7 +323,7 @@ def test_a_dead_stage_is_named_by_every_rank_that_is_left(world: int, how: str) 
         assert after_s < 100 and close_s < 100
 
 
-@pytest.mark.parametrize(("world", "who"), [(2, 1), pytest.param(4, 2, marks=SLOW), pytest.param(4, 0, marks=SLOW)])
+@pytest.mark.parametrize(("world", "who"), [(2, 1), slow(4, 2), slow(4, 0)])
 def test_a_stage_that_stops_answering_is_named_within_the_time_limit(world: int, who: int) -> None:
     """The process is there and its lines are open: only signs of life are missing."""
     found = patiently(
@@ -349,9 +350,9 @@ def ranks_of(launcher: int) -> dict[int, int]:
 @pytest.mark.parametrize(
     ("stages", "number", "words"),
     [
-        pytest.param(2, signal.SIGSTOP, "rank 1 of 2 is alive but did not answer the others", marks=SLOW),
-        pytest.param(4, signal.SIGSTOP, "rank 1 of 4 is alive but did not answer the others", marks=SLOW),
-        pytest.param(4, signal.SIGKILL, "rank 1 of 4 was ended by SIGKILL", marks=SLOW),
+        slow(2, signal.SIGSTOP, "rank 1 of 2 is alive but did not answer the others"),
+        slow(4, signal.SIGSTOP, "rank 1 of 4 is alive but did not answer the others"),
+        slow(4, signal.SIGKILL, "rank 1 of 4 was ended by SIGKILL"),
     ],
 )
 def test_a_command_whose_stage_is_lost_ends_and_leaves_nothing(
@@ -454,7 +455,7 @@ WAYS: list[tuple[str, ...]] = [(), ("jitter",), ("pause",), ("shuffle",), ("jitt
 
 @pytest.mark.parametrize(
     ("world", "options"),
-    [(2, {}), (2, {"window": 2, "stash": 2.0}), (4, {"window": 2, "stash": 2.0}), pytest.param(4, {}, marks=SLOW)],
+    [(2, {}), (2, {"window": 2, "stash": 2.0}), (4, {"window": 2, "stash": 2.0}), slow(4, {})],
     ids=str,
 )
 def test_disturbed_ranks_train_the_same_bits(world: int, options: dict[str, Any], two: Ranks, four: Ranks) -> None:

@@ -29,6 +29,7 @@ from laminar.search import presets
 from laminar.search.draw import random_plan
 from laminar.search.micro import micro
 from laminar.staging import pipeline
+from tests.marks import slow
 from tests.test_search import traced
 from tests.zoo import specimen
 
@@ -117,7 +118,7 @@ def found(name: str, spec: str, seed: int | None) -> Found:
 
 
 @pytest.mark.parametrize("spec", ["4xcpu", "4xh100", "2x2xa100@eth25"])
-@pytest.mark.parametrize("name", ["mlp.py:tiny", "gpt.py:tiny", "dlrm.py:tiny"])
+@pytest.mark.parametrize("name", ["gpt.py:tiny", *[slow(n) for n in ("mlp.py:tiny", "dlrm.py:tiny")]])
 def test_a_simulated_time_moves_no_further_than_its_prices(name: str, spec: str) -> None:
     """Presets, random plans and stages: no schedule falls over when prices change a little."""
     graph, mesh = graph_of(name), Mesh({"dp": 2, "tp": 2})

@@ -167,9 +167,9 @@ CASES = [
     (name, layout, ("sgd", "adamw")[(i + j) // 2 % 2])
     for i, name in enumerate(NAMES)
     for j, layout in enumerate(LAYOUTS)
-    if (i + j) % 3 == 0
+    if (i + j) % 6 == 0
 ]
-"""Every model in a third of the layouts, every layout with a third of the models; all are in the slow test."""
+"""Every model in one layout, every layout with two or three models; all are in the slow test."""
 
 
 @pytest.mark.parametrize(("name", "layout", "optimizer"), CASES)
@@ -178,9 +178,9 @@ def test_twenty_steps_equal_plain_pytorch(ranks: dict[int, Ranks], name: str, la
     check(ranks, name, layout, optimizer, torch.float64)
 
 
-@pytest.mark.parametrize(("name", "layout", "optimizer"), CASES[::5])
+@pytest.mark.parametrize(("name", "layout", "optimizer"), CASES[::4])
 def test_twenty_steps_in_float32(ranks: dict[int, Ranks], name: str, layout: str, optimizer: str) -> None:
-    """As people train: one case in five."""
+    """As people train: one case in four."""
     check(ranks, name, layout, optimizer, torch.float32)
 
 

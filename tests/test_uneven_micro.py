@@ -22,6 +22,7 @@ from laminar.lower.stages import stages
 from laminar.staging import again
 from laminar.train.engine import Leaves
 from laminar.train.staged_pipes import SIZES
+from tests.marks import slow
 from tests.ranks import Ranks
 
 WORDS, TOKENS, WIDTH, SEED = 23, 5, 12, 7
@@ -133,7 +134,7 @@ SIZES_OF: Given = [(10, ()), (9, (4, 1, 2, 2)), (4, ()), (10, (1, 4, 4, 1))]
     [
         ("mean", {"window": 0}),
         ("counted", {"window": 2, "stash": 2.0}),
-        ("mean", {"schedule": "zero-bubble"}),
+        slow("mean", {"schedule": "zero-bubble"}),
         ("counted", {"virtual": 2}),
     ],
     ids=["window 0", "window 2", "zero-bubble", "virtual"],
@@ -162,7 +163,7 @@ def test_micro_batches_that_fit_go_through_the_pipe_there_is(two: Ranks) -> None
     "options",
     [
         {"stages": 4, "window": 2, "stash": 2.0},
-        {"stages": 2, "inner": Mesh({"dp": 2})},
+        slow({"stages": 2, "inner": Mesh({"dp": 2})}),
         {"stages": 2, "inner": Mesh({"tp": 2}), "window": 2, "stash": 2.0},
         {"stages": 2, "inner": [Mesh({"dp": 1}), Mesh({"dp": 3})]},
     ],

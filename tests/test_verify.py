@@ -20,7 +20,7 @@ from laminar import B, Mesh, S
 from laminar.errors import PlanError
 from laminar.ir.program import Instr, Program
 from laminar.runtime.verify import error_of, verify_program
-from tests.zoo import NAMES, one_thread, recipe, specimen
+from tests.zoo import FEW, one_thread, recipe, specimen
 
 
 @pytest.fixture(autouse=True)
@@ -166,7 +166,7 @@ def test_casts_inside_a_model_are_widened_too(name: str) -> None:
     assert report.ok and report.max_rel_error < 1e-13
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FEW)
 def test_the_front_door_verifies_every_model(name: str) -> None:
     """`laminar.verify(model, loss, batches, plan)`: two batches, model and data as a user has them."""
     made = recipe(name)

@@ -35,6 +35,9 @@ TWINS = ("gpt.py:narrow", "hf.py:bert", "hf.py:gpt2")
 """Those that consist of the same ops as another of them."""
 MOST = tuple(pytest.param(name, marks=pytest.mark.slow) if name in TWINS else name for name in NAMES)
 """For tests that take long and need not see the same ops twice: twins are left to `make prove`."""
+CORE = ("mlp.py:tiny", "gpt.py:tiny", "resnet.py:tiny", "moe.py:tiny", "lstm.py:tiny")
+FEW = tuple(name if name in CORE else pytest.param(name, marks=pytest.mark.slow) for name in NAMES)
+"""For facts about programs that no single op decides: five models of different build, the others in `make prove`."""
 
 
 @dataclass(frozen=True, eq=False)
