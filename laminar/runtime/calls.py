@@ -67,7 +67,8 @@ class Calls:
             if at not in kept:
                 self.drops[k].append(at)
 
-    def __call__(self, *inputs: Tensor) -> list[Tensor]:
+    def forward(self, *inputs: Tensor) -> list[Tensor]:
+        """One step: inputs in order, outputs in order."""
         env: list[Any] = [None] * self.count
         env[: len(inputs)] = inputs
 

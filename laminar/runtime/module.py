@@ -102,6 +102,8 @@ class Step:
 
     def _note(self, error: Exception) -> None:
         """Say which op of the user's failed, where an error comes out of generated code."""
+        if isinstance(self.module, Calls):
+            return
         lines = [n for f, n in traceback.walk_tb(error.__traceback__) if f.f_code is self.module.forward.__code__]
         written = self.code.splitlines()
         name = written[lines[-1] - 1].partition("=")[0].strip() if lines and lines[-1] <= len(written) else ""
