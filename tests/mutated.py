@@ -9,9 +9,11 @@ import copy
 import random
 from typing import Any
 
-ODD: tuple[Any, ...] = (None, True, False, 0, 1, -1, 2, 3, 7, 2.5, 1e30, -0.5, "", "x", "B", "S(0)", "S(1)", "S(7)", "S(-1)",
-                        "S(0, blocks=2)", "P(sum)", "P(max)", "B|B", "S(0)|B", "S(0)|S(0)", [], {}, [[]], [None], {"a": 2},
-                        {"dp": 4}, {"ref": ["x", 0]}, "f32[3,4]", "f99[1]", "1f1b", 10**12)  # fmt: skip
+ODD: tuple[Any, ...] = (
+    None, True, False, 0, 1, -1, 2, 3, 7, 2.5, 1e30, -0.5, "", "x", "B", "S(0)", "S(1)", "S(7)", "S(-1)",
+    "S(0, blocks=2)", "P(sum)", "P(max)", "B|B", "S(0)|B", "S(0)|S(0)", [], {}, [[]], [None], {"a": 2}, {"dp": 4},
+    {"ref": ["x", 0]}, "f32[3,4]", "f99[1]", "1f1b", 10**12,
+)  # fmt: skip
 
 
 def paths(data: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:

@@ -15,12 +15,13 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
-from laminar.errors import LaminarError, PlanError
+from laminar.errors import PlacementError, PlanError
 from laminar.ir.codec import canonical
 from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh
 from laminar.ir.patterns import apart, as_patterns
-from laminar.ir.planned import Origin, Planned, searched
+from laminar.ir.planned import Origin, Planned, account_of, reading_account, searched
+from laminar.ir.reading import Part
 from laminar.ir.rewrites import Steps, described, rewrites_from, rewrites_json
 from laminar.ir.sbp import NdSbp, check, parse_nd, show
 
@@ -49,8 +50,22 @@ def _chosen(choice: Choice) -> str:
     return canonical([[_text(nd) for nd in choice.ins], [_text(nd) for nd in choice.outs]])
 
 
-def _nd(text: str) -> NdSbp:
-    return parse_nd(text.split("|"))
+@lru_cache(maxsize=1 << 14)
+def _nd(text: str, axes: int) -> NdSbp:
+    found = parse_nd(text.split("|"))
+    if len(found) != axes:
+        raise PlacementError(f"{text!r} places on {len(found)} axes, the mesh has {axes}")
+    return found
+
+
+def _placed(part: Part, mesh: Mesh) -> NdSbp:
+    text = part.text()
+    return part.read(lambda _: _nd(text, len(mesh.sizes)))
+
+
+def _choice(part: Part, mesh: Mesh) -> Choice:
+    ins, outs = part.rows(2)
+    return Choice(tuple(_placed(p, mesh) for p in ins.rows()), tuple(_placed(p, mesh) for p in outs.rows()))
 
 
 @dataclass(frozen=True)
@@ -110,27 +125,24 @@ class Plan(Planned):
                 f"plan of version {version}, this laminar reads version {VERSION}",
                 next="upgrade laminar, or make the plan again",
             )
-        try:
-            rewrites, captured = rewrites_from(data)
-            return Plan(
-                mesh=Mesh(data["mesh"]),
-                graph_hash=data["graph"],
-                ops={k: Choice(tuple(map(_nd, i)), tuple(map(_nd, o))) for k, (i, o) in data["ops"].items()},
-                inputs={k: _nd(v) for k, v in data["inputs"].items()},
-                outputs={k: _nd(v) for k, v in data["outputs"].items()},
-                state={k: _nd(v) for k, v in data["state"].items()},
-                name=data["name"],
-                account=data["account"],
-                recompute=as_patterns(data.get("recompute")),
-                rewrites=rewrites,
-                captured_hash=captured,
-                offload=as_patterns(data.get("offload")),
-                gather_once=bool(data.get("gather_once", False)),
-            )
-        except LaminarError as error:
-            raise PlanError(f"corrupt plan: {error}") from error
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise PlanError(f"corrupt plan: {type(error).__name__}: {error}") from error
+        part = Part(data, lambda what: PlanError(f"corrupt plan: {what}", next="undo the edit, or make the plan again"))
+        mesh = part["mesh"].read(Mesh)
+        rewrites, captured = part.get("rewrites", {"steps": [], "captured": ""}).read(rewrites_from)
+        return Plan(
+            mesh=mesh,
+            graph_hash=part["graph"].text(),
+            ops={k: _choice(c, mesh) for k, c in part["ops"].fields().items()},
+            inputs={k: _placed(nd, mesh) for k, nd in part["inputs"].fields().items()},
+            outputs={k: _placed(nd, mesh) for k, nd in part["outputs"].fields().items()},
+            state={k: _placed(nd, mesh) for k, nd in part["state"].fields().items()},
+            name=part["name"].text(),
+            account=account_of(part["account"]),
+            recompute=part.get("recompute", None).read(as_patterns),
+            rewrites=rewrites,
+            captured_hash=captured,
+            offload=part.get("offload", None).read(as_patterns),
+            gather_once=part.get("gather_once", False).flag(),
+        )
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON."""
@@ -168,8 +180,22 @@ class Plan(Planned):
                 raise PlanError(f"plan {self.hash[:12]} does not place input {item.name}")
             check(item.spec, self.inputs[item.name], self.mesh.sizes, f"input {item.name}")
         for node in graph.nodes:
-            if node.name not in self.ops:
+            choice = self.ops.get(node.name)
+            if choice is None:
                 raise PlanError(f"plan {self.hash[:12]} does not place op %{node.name}")
+            if (len(choice.ins), len(choice.outs)) != (len(node.ins), len(node.outs)):
+                raise PlanError(
+                    f"plan {self.hash[:12]} places {len(choice.ins)} tensors that %{node.name} reads and "
+                    f"{len(choice.outs)} that it makes",
+                    allowed=f"{len(node.ins)} and {len(node.outs)}, as {node.op} has",
+                    next="see ops in the file of the plan, or plan again",
+                )
+        for out in graph.outputs:
+            if f"{out.kind}:{out.name}" not in self.outputs:
+                raise PlanError(f"plan {self.hash[:12]} does not place output {out.kind}:{out.name}")
+        for item in graph.inputs:
+            if item.name in self.state:
+                check(item.spec, self.state[item.name], self.mesh.sizes, f"state of {item.name}")
         apart(graph, self.recompute, self.offload)
 
     def with_recompute(self, *patterns: str) -> Plan:
@@ -185,6 +211,10 @@ class Plan(Planned):
 
         `price` is that of a device-hour, in any currency.
         """
+        with reading_account():
+            return self._explained(price)
+
+    def _explained(self, price: float | None) -> str:
         lines = [
             f"plan {self.hash[:12]} ({self.name}), graph {self.graph_hash[:12]}, {self.mesh}, {self.mesh.ranks} ranks"
         ]
@@ -233,6 +263,7 @@ class Plan(Planned):
                 lines.append(f"  {row['op']:<28} {row['share']:6.2%} of the work  {row['where']}")
         return "\n".join(lines)
 
+    @reading_account()
     def forecast(self) -> str:
         """Seconds and bytes of a step as predicted, with the 90 % interval and how they are known."""
         a = self.account

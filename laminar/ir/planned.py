@@ -10,15 +10,17 @@ looked up by name when someone asks: values stay plain data, and whoever only re
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from laminar.errors import PlanError
+from laminar.errors import LaminarError, PlanError
 from laminar.ir.cluster import Cluster
 from laminar.ir.graph import Graph
+from laminar.ir.reading import WRONG, Part
 
 ANSWERS = {
     "why": "laminar.planner.why",
@@ -104,6 +106,36 @@ class Planned:
     def draw(self, path: str | Path, *, graph: Graph | None = None, cluster: Cluster | str | None = None) -> None:
         """The same as a picture; the kind of file follows from the name."""
         self._asked("draw", path, graph=graph, cluster=cluster)
+
+
+@contextmanager
+def reading_account() -> Iterator[None]:
+    """Inside, an account that is not as Laminar wrote it is named as what is wrong."""
+    try:
+        yield
+    except LaminarError:
+        raise
+    except WRONG as error:
+        what = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+        raise PlanError(
+            f"corrupt plan: account: {what}",
+            why="what a plan says about its costs is no longer what was written",
+            next="make the plan again, or empty its account: it may run without one",
+        ) from error
+
+
+ACCOUNTED: dict[str, type | tuple[type, ...]] = {"batch": dict, "cluster": str, "cluster_file": str, "recipe": str}
+"""What others read of an account besides those who explain it."""
+
+
+def account_of(part: Part) -> dict[str, Any]:
+    """The account in the JSON of a plan."""
+    for key, kind in ACCOUNTED.items():
+        if key in part and not isinstance(part[key].value, kind):
+            raise part[key].wrong("not what an account says there")
+    if "batch" in part:
+        part["batch"]["samples"].whole(1)
+    return part.object()
 
 
 def graph_for(plan: Planned, graph: Graph | None) -> Graph:

@@ -44,9 +44,8 @@ def rewrites_json(steps: Steps, captured_hash: str) -> dict[str, Any]:
     return {"rewrites": {"captured": captured_hash, "steps": [s.to_json() for s in steps]}} if steps else {}
 
 
-def rewrites_from(data: dict[str, Any]) -> tuple[Steps, str]:
-    """The inverse, from the JSON of a plan."""
-    found = data.get("rewrites") or {"steps": [], "captured": ""}
+def rewrites_from(found: dict[str, Any]) -> tuple[Steps, str]:
+    """The inverse, from what a plan's JSON says of its rewrites."""
     return tuple(map(Applied.from_json, found["steps"])), str(found["captured"])
 
 

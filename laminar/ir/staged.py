@@ -15,12 +15,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from laminar.errors import LaminarError, PlanError
+from laminar.errors import PlanError
 from laminar.ir.codec import content_hash
 from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh, Place
 from laminar.ir.plan import Plan
-from laminar.ir.planned import Origin, Planned, searched
+from laminar.ir.planned import Origin, Planned, account_of, reading_account, searched
+from laminar.ir.reading import Part
 from laminar.ir.rewrites import Steps, described, rewrites_from, rewrites_json
 
 VERSION = 1
@@ -118,29 +119,36 @@ class Staged(Planned):
         version = data.get("laminar_staged_plan") if isinstance(data, dict) else None
         if version != VERSION:
             raise PlanError(f"staged plan of version {version}, this laminar reads version {VERSION}")
+        part = Part(data, lambda what: PlanError(f"corrupt plan: {what}", next="undo the edit, or make the plan again"))
+        rewrites, captured = part.get("rewrites", {"steps": [], "captured": ""}).read(rewrites_from)
+        places = tuple(_place(p) for p in part["places"].rows())
+        stages = tuple(StagePlan(s["place"].whole(), s["plan"].read(Plan.from_json)) for s in part["stages"].rows())
+        of = {k: v.whole() for k, v in part["of"].fields().items()}
+        if not places or not stages:
+            raise part.wrong("a plan needs at least one place and one stage")
+        if odd := next((k for k, s in of.items() if s >= len(stages)), None):
+            raise part["of"][odd].wrong(f"stage {of[odd]}, of {len(stages)}")
+        window = part["window"]
         try:
-            rewrites, captured = rewrites_from(data)
             return Staged(
-                graph_hash=data["graph"],
-                places=tuple(Place(tuple(p["ranks"]), Mesh(p["mesh"])) for p in data["places"]),
-                stages=tuple(StagePlan(s["place"], Plan.from_json(s["plan"])) for s in data["stages"]),
-                of=dict(data["of"]),
-                micro_batches=data["micro_batches"],
-                schedule=data["schedule"],
-                window=data["window"],
-                apart=data["apart"],
-                stash=data["stash"],
-                registers=dict(data["registers"]),
-                coupled=data["coupled"],
-                name=data["name"],
-                account=data["account"],
+                graph_hash=part["graph"].text(),
+                places=places,
+                stages=stages,
+                of=of,
+                micro_batches=part["micro_batches"].whole(1),
+                schedule=part["schedule"].text(),
+                window=None if window.value is None else window.whole(),
+                apart=part["apart"].flag(),
+                stash=part["stash"].number(1.0),
+                registers={k: v.whole(1) for k, v in part["registers"].fields().items()},
+                coupled=part["coupled"].flag(),
+                name=part["name"].text(),
+                account=account_of(part["account"]),
                 rewrites=rewrites,
                 captured_hash=captured,
             )
-        except LaminarError as error:
-            raise PlanError(f"corrupt plan: {error}") from error
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise PlanError(f"corrupt plan: {type(error).__name__}: {error}") from error
+        except PlanError as error:
+            raise error if str(error).startswith("corrupt plan") else part.wrong(str(error)) from error
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON."""
@@ -166,6 +174,10 @@ class Staged(Planned):
 
         `price` is that of a device-hour, in any currency.
         """
+        with reading_account():
+            return self._explained(price)
+
+    def _explained(self, price: float | None) -> str:
         window = "any order" if self.window is None else f"window {self.window}" if self.window else "fixed order"
         lines = [
             f"plan {self.hash[:12]} ({self.name}), graph {self.graph_hash[:12]}, {len(self.stages)} stages at "
@@ -190,6 +202,7 @@ class Staged(Planned):
             lines += ["", self.forecast()]
         return "\n".join([*lines, *searched(self.account, price)])
 
+    @reading_account()
     def forecast(self) -> str:
         """Seconds, bubbles and bytes of a step as predicted, with the 90 % interval."""
         a = self.account
@@ -203,6 +216,11 @@ class Staged(Planned):
 
     def __str__(self) -> str:
         return f"Staged({self.hash[:12]}, {self.name}, {len(self.stages)} stages, {self.micro_batches} micro-batches)"
+
+
+def _place(part: Part) -> Place:
+    ranks = tuple(r.whole() for r in part["ranks"].rows())
+    return part["mesh"].read(lambda axes: Place(ranks, Mesh(axes)))
 
 
 def load_plan(path: str | Path) -> Plan | Staged:
