@@ -101,18 +101,13 @@ def captured(name: str, whole: bool = False, parts: int = 1) -> tuple[Recipe, An
 
 def graph_of(name: str, parts: int = 1) -> Graph:
     """The graph of a recipe's first batch, or of the first of so many micro-batches; kept for the next time."""
-    from laminar.cache import kept, sources
     from laminar.capture.batches import flatten
+    from laminar.capture.kept import kept_graph
 
     recipe, batch = _begun(name, parts)
+    model = _on_meta(recipe.model)
     tensors, tree = flatten(batch)
-    shapes = {n: f"{t.dtype}{tuple(t.shape)}" for n, t in tensors.items()}
-
-    def make() -> Graph:
-        return capture(_on_meta(recipe.model), recipe.loss, batch)
-
-    about = {"recipe": name, "parts": parts, "tree": tree, "shapes": shapes, **sources()}
-    return kept("graphs", about, make, Graph.to_json, Graph.from_json)
+    return kept_graph(model, recipe.loss, tensors, tree, {}, lambda: capture(model, recipe.loss, batch))
 
 
 def _begun(name: str, parts: int) -> tuple[Recipe, Any]:

@@ -67,17 +67,45 @@ def _write(path: Path, text: str) -> None:
         old.unlink(missing_ok=True)
 
 
-def sources() -> dict[str, Any]:
-    """Digests of everything that was loaded and is no installed package, and versions of what graphs depend on."""
-    installed = {Path(p).resolve() for p in (*sysconfig.get_paths().values(), sys.prefix, sys.base_prefix)}
-    own = Path(__file__).parent
-    files = {Path(f).resolve() for m in list(sys.modules.values()) if (f := getattr(m, "__file__", None))}
-    mine = [f for f in files if own not in f.parents and not any(i in f.parents for i in installed) and f.is_file()]
+def sources(packages: frozenset[str] = frozenset()) -> dict[str, Any]:
+    """Digests of everything that was loaded and is no installed package, and versions of what graphs depend on.
+
+    Of installed `packages` that are named, size and time of every file that was loaded count as well.
+    """
+    return _sources(packages, len(sys.modules))
+
+
+@cache
+def _sources(packages: frozenset[str], loaded: int) -> dict[str, Any]:
+    """The same, asked again only where something more was loaded."""
+    own = str(Path(__file__).parent) + os.sep
+    mine, theirs = set(), set()
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if not isinstance(file, str) or file.startswith(own):
+            continue
+        if not os.path.realpath(file).startswith(_installed()):
+            mine.add(file)
+        elif name.partition(".")[0] in packages:
+            theirs.add(file)
+    stamps = hashlib.sha256()
+    for file in sorted(theirs):
+        with contextlib.suppress(OSError):
+            about = os.stat(file)
+            stamps.update(f"{file} {about.st_size} {about.st_mtime_ns}".encode())
     versions = {}
-    for name in BESIDE:
+    for name in sorted({*BESIDE, *packages}):
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
-    return {"code": sorted(_digest([f]) for f in mine), "versions": versions}
+    code = sorted(_digest([Path(f)]) for f in mine if os.path.isfile(f))
+    return {"code": code, "versions": versions, "installed": stamps.hexdigest()}
+
+
+@cache
+def _installed() -> tuple[str, ...]:
+    """Where packages lie."""
+    paths = (*sysconfig.get_paths().values(), sys.prefix, sys.base_prefix)
+    return tuple({os.path.realpath(p) + os.sep for p in paths})
 
 
 @cache

@@ -55,6 +55,36 @@ def test_a_graph_is_captured_once(home: Path, tmp_path: Path, monkeypatch: pytes
     assert seen == [1] and first.hash == second.hash and len(list(home.glob("graphs/*.json"))) == 1
 
 
+CONFIGURED = """
+import json, os, torch
+from pathlib import Path
+from torch import nn
+from laminar import Recipe
+
+def tiny():
+    width = json.loads((Path(__file__).parent / "config.json").read_text())["width"]
+    bias = os.environ.get("LAMINAR_TEST_BIAS") == "1"
+    return Recipe(model=lambda: nn.Linear(8, width, bias=bias), loss=lambda m, b: m(b["x"]).square().mean(),
+                  data=lambda: [{"x": torch.zeros(4, 8)}])
+"""
+
+
+def test_a_recipe_that_reads_a_file_or_the_environment_is_what_it_builds(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It got the graph of the model that its text had built before."""
+    (tmp_path / "configured.py").write_text(CONFIGURED)
+    seen, recipe = _count(monkeypatch), f"{tmp_path / 'configured.py'}:tiny"
+
+    def shapes(width: int, bias: str) -> list[tuple[int, ...]]:
+        (tmp_path / "config.json").write_text(json.dumps({"width": width}))
+        monkeypatch.setenv("LAMINAR_TEST_BIAS", bias)
+        return [i.spec.shape for i in api.graph_of(recipe).of_kind("param")]
+
+    assert shapes(16, "0") == [(16, 8)] and shapes(24, "0") == [(24, 8)] and shapes(24, "1") == [(24, 8), (24,)]
+    assert shapes(16, "0") == [(16, 8)] and len(seen) == 3  # the first one is still there
+
+
 def test_changed_code_is_another_graph(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The name hangs on the content of the user's files, not on what they are called."""
     seen = _count(monkeypatch)

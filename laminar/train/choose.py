@@ -13,7 +13,6 @@ from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh
 from laminar.ir.plan import Plan
 from laminar.ir.staged import load_plan
-from laminar.planner.batch import fitted
 from laminar.search import presets
 from laminar.search.rewrite import carrying, replayed
 
@@ -47,6 +46,8 @@ def loaded(plan: Any) -> Any:
 def chosen(plan: Any, graph: Graph, mesh: Mesh, device: torch.device) -> Plan:
     """The plan for a graph. A plan made for another graph of the model keeps its decisions about what stays."""
     if isinstance(plan, Plan):
+        from laminar.planner.batch import fitted  # and the planner with it, which takes a while to load
+
         names = {i.name: i.spec for i in graph.of_kind("param")}
         missing = [n for n in names if n not in plan.inputs]
         if missing:

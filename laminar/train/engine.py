@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from laminar.capture.batches import flatten, unflatten
 from laminar.capture.capture import capture
+from laminar.capture.kept import kept_graph
 from laminar.capture.losses import Metrics, identity, with_metrics
 from laminar.capture.sizes import Predictor
 from laminar.capture.torch_ops import constant_tensor, spec_of
@@ -248,8 +249,16 @@ class Engine:
         # Sizes of a batch aside, graphs are alike: what follows from those of other sizes is not traced again.
         kind = tuple((n, str(t.dtype), t.dim()) for n, t in leaves.tensors.items())
         predictor = self._predictors.setdefault((kind, leaves.tree, *self._key(leaves, backward)[1:]), Predictor())
-        graph = capture(self.model, self.loss, batch, whole=self.whole, scaled=self.scaled and backward,
-                        backward=backward, wide=True, predictor=predictor)  # fmt: skip
+        how = {"scaled": self.scaled and backward, "backward": backward, "wide": True}
+        whole = {n: (t.dtype, tuple(t.shape), t.stride()) for n, t in self.whole.items()}
+
+        def traced() -> Graph:
+            found = capture(self.model, self.loss, batch, whole=self.whole, predictor=predictor, **how)
+            return probe(found)
+
+        graph = kept_graph(
+            self.model, self.loss, leaves.tensors, leaves.tree, {**how, "whole": whole}, traced, predictor
+        )
         emit(
             "shape",
             traced=predictor.traced,
@@ -262,7 +271,7 @@ class Engine:
                 "sequences to multiples of 64, or put batches of like lengths together",
                 stacklevel=2,
             )
-        return probe(graph)
+        return graph
 
     def _sampled(self, graph: Graph, leaves: Leaves, backward: bool) -> dict[int, Split | None]:
         """Where draws have the samples of a batch: the same at any size, so found once."""

@@ -35,7 +35,7 @@ from laminar.runtime.module import Step
 from laminar.runtime.record import Tape
 from laminar.runtime.shards import shard
 from laminar.runtime.transport import Groups, Null
-from laminar.train import auto, choose, storage
+from laminar.train import choose, storage
 from laminar.train import optimizer as optim
 from laminar.train.anomaly import Watched
 from laminar.train.engine import Engine, Leaves, Ready
@@ -88,6 +88,8 @@ class Job(Recorded, storage.Stored, Logs):
         self._model = model
         self.precision = Precision.of(precision)
         if cluster is not None:
+            from laminar.train import auto  # and the planner with it, which takes a while to load
+
             first = self._leaves(batch).split(micro_batches)[0]
             machine = auto.cluster_of(cluster, self.world)
             plan = auto.searched(self._world, machine, model, self.precision.around(loss, self.device), first)
