@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import warnings
 from collections import OrderedDict
 from typing import Any
 
@@ -247,3 +248,85 @@ def test_a_list_kept_by_forward_leaves_the_model_as_it_was() -> None:
     before = dict(model.named_modules())
     capture(model, square, X)
     assert dict(model.named_modules()) == before and not hasattr(model, "kept")
+
+
+def _with(model: nn.Module, name: str, value: Any) -> nn.Module:
+    setattr(model, name, value)
+    return model
+
+
+COMPUTED = {
+    "an attribute": lambda m: _with(m, "part", m.w[:2]),
+    "in a list": lambda m: _with(m, "part", [m.w * 2][0]),
+    "a buffer": lambda m: (m.register_buffer("part", m.w * 2), m)[1],
+}
+
+
+@pytest.mark.parametrize("kind", COMPUTED)
+def test_what_was_computed_from_parameters_before_is_refused_if_read(kind: str) -> None:
+    """In PyTorch the parameters behind it may train through it in every step; a graph of one step begins too late."""
+    model = COMPUTED[kind](Fn(lambda m, x: m.inner(x) * m.part.sum(), w=weight(3), inner=nn.Linear(3, 3)))
+    with pytest.raises(laminar.CaptureError, match="part was computed from parameters before the step"):
+        capture(model, square, X)
+    model.run = lambda m, x: m.inner(x)
+    capture(model, square, X)  # nobody reads it: left over from an earlier forward
+
+
+def test_parameters_in_the_same_memory_are_refused() -> None:
+    """Plans that keep parameters in pieces would part them without a word."""
+    model = Fn(lambda m, x: m.inner(x) * m.row, inner=nn.Linear(3, 3))
+    model.row = nn.Parameter(model.inner.weight.data[0])
+    with pytest.raises(laminar.CaptureError, match=r"inner\.weight and row lie in the same memory|row and inner"):
+        capture(model, square, X)
+    flat = draw(12)
+    model.inner.weight.data, model.row.data = flat[:9].view(3, 3), flat[9:]  # beside each other, as cuDNN wants weights
+    capture(model, square, X)
+
+
+def _late(m: Any, x: Tensor) -> Tensor:
+    m.late = nn.Linear(3, 3)
+    return m.late(m.inner(x))
+
+
+def _turned(m: Any, x: Tensor) -> Tensor:
+    m.layers = m.layers[::-1]
+    for layer in m.layers:
+        x = layer(x)
+    return x
+
+
+SWAPS = {
+    "a module made late": (_late, r"forward makes parameter late\.weight"),
+    "a parameter made late": (lambda m, x: _with(m, "p", nn.Parameter(m.w * 2)).p * x, "forward makes parameter p"),
+    "another parameter": (lambda m, x: _with(m, "w", nn.Parameter(m.w * 2)).w * x, "in the place of parameter w"),
+    "modules in another order": (_turned, "another module in the place of layers"),
+}
+
+
+@pytest.mark.parametrize("kind", SWAPS)
+def test_what_forward_puts_into_the_model_is_refused_by_name(kind: str) -> None:
+    """The next step would begin with it, and no optimizer knows it."""
+    forward, words = SWAPS[kind]
+    layers = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+    model = Fn(forward, w=weight(3), inner=nn.Linear(3, 3), layers=layers)
+    with pytest.raises(laminar.CaptureError, match=words):
+        capture(model, square, X)
+    assert list(model.layers) == list(layers) and not hasattr(model, "late")
+
+
+def test_torchscript_is_refused_by_name() -> None:
+    """Its parameters lie where no stand-in can take their places."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        model = nn.Sequential(nn.Linear(3, 3), torch.jit.trace(nn.Linear(3, 3), X))
+    with pytest.raises(laminar.CaptureError, match="1 is a TorchScript module"):
+        capture(model, square, X)
+
+
+def test_initialisers_may_be_used_in_forward() -> None:
+    """Their draws are keyed like all others."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        return m.inner(x) + nn.init.kaiming_uniform_(torch.empty(3, 3)) @ m.w + nn.init.normal_(torch.empty(3))
+
+    same(lambda: Fn(forward, w=weight(3), inner=nn.Linear(3, 3)), square, X)

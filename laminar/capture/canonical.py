@@ -129,7 +129,11 @@ def body_of(func: Any) -> Any:
     asks = [name for name in code.co_names if name.startswith("has_torch_function")] if code else []
     if code is None or not asks or not isinstance(func, types.FunctionType) or func.__module__ not in _COMPOSED:
         return None  # methods of Tensor ask again on their way to C, and make no draws
-    blind = {**func.__globals__, **dict.fromkeys(asks, lambda *_: False)}
+    no = dict.fromkeys(asks, lambda *_: False)
+    blind = {**func.__globals__, **no}
+    if not any(name in func.__globals__ for name in asks):  # torch.overrides.has_torch_function(...)
+        overrides = types.SimpleNamespace(**{**vars(torch.overrides), **no})
+        blind["torch"] = types.SimpleNamespace(**{**vars(torch), "overrides": overrides})
     body = types.FunctionType(code, blind, func.__name__, func.__defaults__, func.__closure__)
     body.__kwdefaults__ = func.__kwdefaults__
     return body

@@ -16,6 +16,7 @@ import torch
 
 from laminar.capture.origins import Origin
 from laminar.capture.private import schema
+from laminar.capture.refuse import refuse_computed, refuse_shared
 from laminar.capture.slots import Slot, sharing
 from laminar.capture.strides import seen
 from laminar.capture.torch_ops import DTYPES, find_op, op_name, plain, positional, spec_of, spread
@@ -219,6 +220,9 @@ def convert(traced: Traced, leaves: dict[str, torch.Tensor], batch_tree: str) ->
                 outputs.append(Output(name, kind, ref))
     read = {r.name for n in c.nodes for r in n.ins} | {o.ref.name for o in outputs}
     inputs = [i for i in inputs if i.name in read or i.name not in slots or not slots[i.name].plain]
+    used = [s for s in traced.slots if s.kind == "param" or s.name in read]
+    refuse_computed(used)
+    refuse_shared(used)
     return Graph(tuple(inputs), tuple(c.constants.values()), tuple(c.nodes), tuple(outputs), batch_tree)
 
 

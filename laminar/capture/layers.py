@@ -91,6 +91,19 @@ def _cumulative(forward: Any) -> Any:
 # --- pooling ---------------------------------------------------------------------------------
 
 
+def _fractional(dims: int) -> None:
+    function = getattr(F, f"fractional_max_pool{dims}d")
+
+    @catches(function)
+    def run(mode: Canonical, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Where regions begin is drawn, for each sample and channel."""
+        if len(args) < 5 and kwargs.get("_random_samples") is None:
+            samples = input.shape[0] if input.dim() == dims + 2 else 1
+            drawn = mode.uniform((samples, input.shape[-dims - 1], dims), input.dtype)
+            kwargs["_random_samples"] = drawn.to(input.dtype)
+        return function(input, *args, **kwargs)
+
+
 def _adaptive(dims: int) -> None:
     function = getattr(F, f"adaptive_avg_pool{dims}d")
 
@@ -105,6 +118,7 @@ def _adaptive(dims: int) -> None:
 
 for _dims in (2, 3):
     _adaptive(_dims)
+    _fractional(_dims)
 
 
 # --- masks -----------------------------------------------------------------------------------
@@ -176,3 +190,24 @@ def _rows(labels: Tensor, lengths: Tensor) -> Tensor:
     longest = int(value.max()) if value is not None and value.numel() else labels.shape[0]
     at = (lengths.cumsum(0) - lengths).unsqueeze(1) + torch.arange(longest)
     return labels[at.clamp(max=max(labels.shape[0] - 1, 0))]
+
+
+@catches(F.multilabel_margin_loss)
+def _multilabel_margin(
+    mode: Canonical, input: Tensor, target: Tensor, size_average: Any = None, reduce: Any = None,
+    reduction: str = "mean",
+) -> Tensor:  # fmt: skip
+    """Labels count up to the first -1; torch's own form of it in primitives counts those behind as label 0."""
+    if size_average is not None or reduce is not None:
+        reduction = private.legacy_reduction(size_average, reduce)
+    x, labels = (t.reshape(-1, t.shape[-1] if t.dim() else 1) for t in (input, target))
+    classes = x.shape[1]
+    at = torch.arange(classes)
+    counts = at < torch.where(labels == -1, at, classes).amin(1, keepdim=True)
+    labels = torch.where(counts, labels, 0)
+    wanted = torch.zeros(x.shape, dtype=torch.int64).scatter_add(1, labels, counts.long()) > 0
+    gaps = torch.relu(1 - x.gather(1, labels).unsqueeze(2) + x.unsqueeze(1))
+    each = (gaps * (counts.unsqueeze(2) & ~wanted.unsqueeze(1))).sum((1, 2)) / classes
+    if reduction == "none":
+        return each.reshape(input.shape[:-1])
+    return each.sum() if reduction == "sum" else each.mean()

@@ -74,6 +74,11 @@ def wrapped(tensor: Tensor) -> bool:
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
+def legacy_reduction(size_average: Any, reduce: Any) -> str:
+    """What `size_average` and `reduce` said before there was `reduction`."""
+    return str(torch.nn._reduction.legacy_get_string(size_average, reduce))
+
+
 def autograd_node() -> Any:
     """The autograd node whose backward is running, or None."""
     return torch._C._current_autograd_node()

@@ -48,6 +48,44 @@ def refuse_layouts(slots: list[Slot], leaves: dict[str, Tensor]) -> None:
             raise CaptureError(f"{name} is {kind}, a graph holds dense tensors", next="give a dense tensor")
 
 
+def refuse_scripted(model: nn.Module) -> None:
+    """TorchScript keeps parameters where no stand-in can take their places."""
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise CaptureError(
+                f"{path or 'the model'} is a TorchScript module, whose code can't be followed",
+                next="use the module that it was made from",
+            )
+
+
+def refuse_computed(slots: list[Slot]) -> None:
+    """A tensor that is kept, and was made of parameters: a graph of one step begins too late for their gradients."""
+    for slot in slots:
+        if slot.kind == "buffer" and slot.own.requires_grad and not slot.own.is_leaf:
+            raise CaptureError(
+                f"{slot.name} was computed from parameters before the step, which would get no gradient through it",
+                next="compute it in forward",
+            )
+
+
+def refuse_shared(slots: list[Slot]) -> None:
+    """Two tensors in the same memory: an update of one would be an update of the other, until a plan parts them."""
+    spans = []
+    for slot in slots:
+        t = slot.tensor
+        if not t.is_meta and t.numel():
+            reach = sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True)) + 1
+            spans.append((t.data_ptr(), t.data_ptr() + reach * t.element_size(), slot))
+    widest: tuple[int, Slot] | None = None
+    for start, end, slot in sorted(spans, key=lambda span: span[:2]):
+        if widest is not None and start < widest[0] and (slot.trainable or widest[1].trainable):
+            raise CaptureError(
+                f"{widest[1].name} and {slot.name} lie in the same memory, and are two tensors",
+                next="tie them by assigning the same parameter to both, or give each its own memory with .clone()",
+            )
+        widest = (end, slot) if widest is None or end > widest[0] else widest
+
+
 def refuse_loss(loss: Any, backward: bool = True) -> None:
     """A loss that is none, or has no gradient to give."""
     if not isinstance(loss, Tensor):
@@ -73,6 +111,7 @@ class Before:
     def __init__(self, model: nn.Module, draws: Draws) -> None:
         self.model, self.draws = model, draws
         self.scalars = scalars(model)
+        self.modules = {path: (m, [id(p) for p in m.parameters()]) for path, m in model.named_modules()}
 
     def refuse_changes(self, slots: list[Slot], recorder: Recorder) -> None:
         """A Python number changed in forward would change once, at capture, and never again."""
@@ -97,6 +136,14 @@ class Before:
                 raise CaptureError(
                     f"forward makes parameter {name}, which no optimizer would know",
                     next="make it in __init__, or keep a plain tensor in a variable",
+                )
+        own = {id(slot.fake): id(slot.own) for slot in slots}
+        for path, module in self.model.named_modules():
+            was, held = self.modules.get(path, (module, []))
+            if was is not module and held != [own.get(id(p)) for p in module.parameters()]:
+                raise CaptureError(
+                    f"forward puts another module in the place of {path}: the next step would begin with that one",
+                    next="keep the modules, and choose among them in forward",
                 )
         if self.draws.numpy:
             raise _drawn("numpy")

@@ -46,6 +46,7 @@ from laminar.capture.refuse import (
     refuse_hooks,
     refuse_layouts,
     refuse_loss,
+    refuse_scripted,
 )
 from laminar.capture.slots import Slot, dressed, swapped
 from laminar.errors import CaptureError, LaminarError
@@ -126,6 +127,7 @@ def trace(
     """
     refuse_hooks(slots)
     refuse_layouts(slots, leaves)
+    refuse_scripted(model)
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def fake(t: Tensor, grad: bool) -> Tensor:
