@@ -9,6 +9,7 @@ their order, and a write of something that is not known makes all that shares th
 from __future__ import annotations
 
 import weakref
+from functools import cache
 from typing import Any
 
 import torch
@@ -28,7 +29,6 @@ from laminar.capture.private import (
 LARGEST = 16 << 20
 """Bytes; what is larger counts as unknown."""
 NOTHING = object()
-LOOKS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _INDEXING = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index_put")
 
 
@@ -101,9 +101,14 @@ def value_of(tensor: Tensor) -> Tensor | None:
     return known.values.get(slot.proxy.node)
 
 
+@cache
+def _looks(func: Any) -> bool:
+    return bool({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags))
+
+
 def looked_at(func: Any, args: Any, kwargs: Any) -> Any:
     """What an op gives that asks for values or makes a shape of them, if all it reads is known; else `NOTHING`."""
-    if not LOOKS & set(func.tags):
+    if not _looks(func):
         return NOTHING
     given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
     values = {id(t): value_of(t) for t in given}
@@ -114,9 +119,14 @@ def looked_at(func: Any, args: Any, kwargs: Any) -> Any:
         return func(*real_args, **real_kwargs)
 
 
+@cache
+def _indexes(func: Any) -> bool:
+    return schema(func).name in _INDEXING
+
+
 def without_masks(func: Any, args: Any) -> Any:
     """Arguments of an indexing op with masks that are known as the places where they are true."""
-    if schema(func).name not in _INDEXING or not any(_is_mask(i) for i in args[1]):
+    if not _indexes(func) or not any(_is_mask(i) for i in args[1]):
         return args
     places: list[Any] = []
     for index in args[1]:

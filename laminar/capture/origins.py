@@ -15,6 +15,7 @@ import threading
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -208,11 +209,15 @@ _ALIKE = frozenset(
 
 def refuse_mixed(func: Any, args: Any) -> None:
     """Products of different dtypes, which tensors that hold nothing let pass, and torch's kernels do not."""
-    if func.namespace != "aten" or schema(func).name.removeprefix("aten::") not in _ALIKE:
-        return
-    found = list(dict.fromkeys(a.dtype for a in args if isinstance(a, torch.Tensor)))
+    found = {a.dtype for a in args if isinstance(a, torch.Tensor)} if _takes_one_dtype(func) else ()
     if len(found) > 1:
-        raise RuntimeError(f"{schema(func).name} takes tensors of one dtype, and got {' and '.join(map(str, found))}")
+        shown = " and ".join(sorted(map(str, found)))
+        raise RuntimeError(f"{schema(func).name} takes tensors of one dtype, and got {shown}")
+
+
+@cache
+def _takes_one_dtype(func: Any) -> bool:
+    return func.namespace == "aten" and schema(func).name.removeprefix("aten::") in _ALIKE
 
 
 @contextlib.contextmanager
