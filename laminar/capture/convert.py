@@ -313,6 +313,7 @@ def _call(c: Converter, node: Any, env: dict[Any, Any], origin: Origin) -> Any:
         return None
     if "val" not in node.meta and not node.users and not shape.is_mutable:
         return None  # a look at data that was refused, after which the step went on without it
+    _refuse_hidden_writes(base_name, shape, raw, origin)
     if name in ("aten.as_strided", "aten.as_strided_", "aten.as_strided_scatter"):
         return _strided(c, node, name, raw, env, origin)
     if "inplace_view" in {t.name for t in target.tags}:
@@ -358,6 +359,15 @@ def _call(c: Converter, node: Any, env: dict[Any, Any], origin: Origin) -> Any:
         return [c.fresh(Ref(ref.name, i), o) if o is not None else None for i, o in enumerate(outs)]
     assert outs[0] is not None
     return c.fresh(ref, outs[0])
+
+
+def _refuse_hidden_writes(base_name: str, shape: Any, raw: Any, origin: Origin) -> None:
+    """Kernels of norms that write running statistics, which their schemas don't say."""
+    if base_name in ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "_batch_norm_impl_index"):
+        given = {a.name: value for a, value in zip(shape.arguments, raw, strict=True)}
+        if given.get("training") and given.get("running_mean") is not None:
+            raise CaptureError(f"aten.{base_name} changes running statistics behind the scenes", at=origin.where,
+                               next="call torch.nn.functional.batch_norm, which is captured")  # fmt: skip
 
 
 def _viewed(op: Any) -> int | None:

@@ -74,6 +74,26 @@ def _instance_norm(
     return torch.instance_norm(input, weight, bias, None, None, True, momentum, eps, False)
 
 
+@catches(torch.batch_norm)
+def _batch_norm(
+    mode: Canonical, input: Tensor, weight: Any, bias: Any, running_mean: Any, running_var: Any, training: bool,
+    momentum: float, eps: float, cudnn_enabled: bool,
+) -> Tensor:  # fmt: skip
+    return HANDLERS[F.batch_norm](  # type: ignore[no-any-return]
+        mode, input, running_mean, running_var, weight, bias, training, momentum, eps
+    )
+
+
+@catches(torch.instance_norm)
+def _raw_instance_norm(
+    mode: Canonical, input: Tensor, weight: Any, bias: Any, running_mean: Any, running_var: Any, use_input_stats: bool,
+    momentum: float, eps: float, cudnn_enabled: bool,
+) -> Tensor:  # fmt: skip
+    return HANDLERS[F.instance_norm](  # type: ignore[no-any-return]
+        mode, input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps
+    )
+
+
 def _cumulative(forward: Any) -> Any:
     def run(self: Any, input: Tensor) -> Tensor:
         """A batch norm without momentum averages over all batches: by their number as a tensor, not in Python."""
@@ -192,14 +212,9 @@ def _rows(labels: Tensor, lengths: Tensor) -> Tensor:
     return labels[at.clamp(max=max(labels.shape[0] - 1, 0))]
 
 
-@catches(F.multilabel_margin_loss)
-def _multilabel_margin(
-    mode: Canonical, input: Tensor, target: Tensor, size_average: Any = None, reduce: Any = None,
-    reduction: str = "mean",
-) -> Tensor:  # fmt: skip
+@catches(private.multilabel_margin_loss)
+def _multilabel_margin(mode: Canonical, input: Tensor, target: Tensor, reduction: int = 1) -> Tensor:
     """Labels count up to the first -1; torch's own form of it in primitives counts those behind as label 0."""
-    if size_average is not None or reduce is not None:
-        reduction = private.legacy_reduction(size_average, reduce)
     x, labels = (t.reshape(-1, t.shape[-1] if t.dim() else 1) for t in (input, target))
     classes = x.shape[1]
     at = torch.arange(classes)
@@ -208,6 +223,4 @@ def _multilabel_margin(
     wanted = torch.zeros(x.shape, dtype=torch.int64).scatter_add(1, labels, counts.long()) > 0
     gaps = torch.relu(1 - x.gather(1, labels).unsqueeze(2) + x.unsqueeze(1))
     each = (gaps * (counts.unsqueeze(2) & ~wanted.unsqueeze(1))).sum((1, 2)) / classes
-    if reduction == "none":
-        return each.reshape(input.shape[:-1])
-    return each.sum() if reduction == "sum" else each.mean()
+    return each.reshape(input.shape[:-1]) if reduction == 0 else each.mean() if reduction == 1 else each.sum()

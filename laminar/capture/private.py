@@ -36,6 +36,7 @@ from torch.utils._pytree import tree_map as tree_map
 
 disable_current_modes = torch.utils._python_dispatch._disable_current_modes
 gelu, silu = torch._C._nn.gelu, torch._C._nn.silu
+multilabel_margin_loss = torch._C._nn.multilabel_margin_loss
 grouped_mm = torch._grouped_mm
 lstm, gru, rnn_tanh, rnn_relu = torch._VF.lstm, torch._VF.gru, torch._VF.rnn_tanh, torch._VF.rnn_relu
 foreach_copy, foreach_add, foreach_mul = torch._foreach_copy_, torch._foreach_add_, torch._foreach_mul_
@@ -72,11 +73,6 @@ def overload_name(op: Any) -> str:
 def wrapped(tensor: Tensor) -> bool:
     """Whether a tensor is another one in the hands of `torch.func`."""
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
-
-
-def legacy_reduction(size_average: Any, reduce: Any) -> str:
-    """What `size_average` and `reduce` said before there was `reduction`."""
-    return str(torch.nn._reduction.legacy_get_string(size_average, reduce))
 
 
 def autograd_node() -> Any:

@@ -30,7 +30,8 @@ PLAIN = frozenset(
     [F.batch_norm, F.embedding, F.embedding_bag, F.gaussian_nll_loss, Tensor.data.__set__,  # type: ignore[attr-defined]
      F.instance_norm, F.ctc_loss, torch.ctc_loss, torch.masked_select, Tensor.masked_select, Tensor.tolist,
      Tensor.numpy, Tensor.__array__, Tensor.__deepcopy__, F.grouped_mm, private.grouped_mm,
-     F.adaptive_avg_pool2d, F.adaptive_avg_pool3d, F.multilabel_margin_loss]
+     F.adaptive_avg_pool2d, F.adaptive_avg_pool3d, private.multilabel_margin_loss,
+     torch.batch_norm, torch.instance_norm]
 )  # fmt: skip
 """Functions that capture has forms of its own for, without a draw in them: here torch's own run."""
 RECURRENT = frozenset([private.lstm, private.gru, private.rnn_tanh, private.rnn_relu])
