@@ -12,6 +12,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -219,6 +220,7 @@ def trace(
     return Traced(gm, slots, outputs, recorder.origins, mode[-1].drew, None if any(unpredictable) else recorder.ops)
 
 
+@cache
 def _decompositions() -> Any:
     """Losses and rare layers that torch itself can write out; everything else stays as it is."""
     aten = torch.ops.aten
