@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import itertools
 import json
+import re
 import sys
 import threading
 import time
@@ -66,8 +67,12 @@ def working(what: str, quiet: bool) -> Iterator[Callable[[str], None]]:
             sys.stderr.write("\r\033[K")
 
 
+PINS = ("dp", "tp", "stages", "microbatches", "virtual", "zero", "recompute", "offload")
+WORDS = ("cluster", "only", "batch", "optimizer")
+
+
 def parse_changes(text: str) -> dict[str, Any]:
-    """`memory=40; tp=8` as changes of a request."""
+    """`memory=40; tp=8` as changes of a request; a name that is neither known nor a tensor's is an error."""
     out: dict[str, Any] = {}
     numbers = {"devices": int, "link": float, "budget": float, "memory": float, "margin": float}
     names = {"budget": "budget_s", "memory": "memory_bytes"}
@@ -78,8 +83,14 @@ def parse_changes(text: str) -> dict[str, Any]:
         try:
             if name in numbers:
                 out[names.get(name, name)] = numbers[name](value) * (1e9 if name == "memory" else 1)
-            elif name in ("cluster", "only", "batch"):
+            elif name in WORDS:
                 out[name] = value
+            elif name not in PINS and value != "any" and not re.search(r"\bB\b|S\(", value):
+                raise PlanError(
+                    f"nothing called {name!r} can be changed",
+                    allowed="  ".join((*numbers, *WORDS, *PINS)),
+                    next="or name tensors by pattern: --what-if 'blocks.*.mlp.up.weight=S(0)'",
+                )
             else:
                 pin = None if value == "any" else int(value) if value.isdigit() else value
                 out.setdefault("pin", {})[name] = pin

@@ -17,14 +17,13 @@ from functools import partial
 from typing import Any
 
 from laminar import cli_cost
-from laminar.cli_ask import questions, told, working
+from laminar.cli_ask import PINS, parse_changes, questions, told, working
 from laminar.errors import MeshError, PlanError
 from laminar.ir.mesh import Mesh
 from laminar.ir.plan import Plan
 from laminar.ir.sbp import parse
 from laminar.ir.staged import SCHEDULES, Staged, plan_of
 
-PINS = ("dp", "tp", "stages", "microbatches", "virtual", "zero", "recompute", "offload")
 PRESETS = ["data_parallel", "zero1", "zero2", "zero3", "tensor_parallel"]
 EXAMPLES = """\
 examples
@@ -94,6 +93,8 @@ def do_plan(args: argparse.Namespace) -> int:
     """Find a plan, or make one from a preset or seeds."""
     if args.contest:
         return _rank_of_a_contest(args)
+    for text in args.what_if:
+        parse_changes(text)  # before anything is searched
     told = args.mesh or args.preset or args.seed
     if args.stages:
         return _stages(args, parse_mesh(args.mesh) if args.mesh else None)

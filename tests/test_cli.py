@@ -382,6 +382,9 @@ def test_a_cluster_alone_means_search(said: Any, tmp_path: Path) -> None:
         (["--mesh", "dp=2", "--budget", "3"], "is for a search"),
         (["--mesh", "dp=2", "--margin", "0"], "is for a search"),
         (["--program"], "do not go with a search"),
+        (["--what-if", "memry=40"], "nothing called 'memry' can be changed"),
+        (["--what-if", "rows.weight=S(0)"], "'rows.weight' names no tensor"),
+        (["--what-if", "memry=40"], "memory  margin  cluster  only"),
     ],
 )
 def test_a_search_that_makes_no_sense_is_refused(more: list[str], says: str, said: Any) -> None:

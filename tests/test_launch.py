@@ -205,6 +205,8 @@ def test_two_ranks_train_and_leave_a_run_directory(folder: Path) -> None:
     assert ended["steps"] == 12 and ended["unit"] == "samples" and ended["run_dir"] == "alone" and ended["per_s"] > 0
     assert ended["loss"] == pytest.approx(losses[-1], rel=1e-4)
     assert steps_of(folder / "alone/events.jsonl") == pytest.approx(losses, rel=1e-4)
+    assert ended["checkpoint"] == "alone/checkpoint" and (folder / "alone/checkpoint/model.safetensors").is_file()
+    assert not (run / "checkpoint").exists()  # where another place was named, it is there
 
 
 def test_a_run_that_is_resumed_goes_on_as_if_it_had_not_stopped(folder: Path) -> None:
@@ -213,9 +215,9 @@ def test_a_run_that_is_resumed_goes_on_as_if_it_had_not_stopped(folder: Path) ->
     code, _, err = Run(folder, *whole).end()
     assert code == 0, err
     part = [f"{folder}/own.py:scheduled", "--checkpoint", "saved", "--run-dir", "part"]
-    code, _, err = Run(folder, *part, "--steps", "9").end()
+    code, _, err = Run(folder, *part, "--steps", "9", "--resume", "auto").end()  # there is nothing to resume yet
     assert code == 0, err
-    code, out, err = Run(folder, *part, "--steps", "20", "--resume", "--workers", "2").end()
+    code, out, err = Run(folder, *part, "--steps", "20", "--resume", "auto", "--workers", "2").end()
     assert code == 0, err
     assert "evaluation" in out
     one, two = (events.read(folder / name / "events.jsonl") for name in ("whole", "part"))
@@ -412,6 +414,7 @@ def test_ranks_do_not_outlive_a_launcher_that_is_killed(folder: Path) -> None:
         (["own.py:good", "--plan", "missing.json"], "PlanError: no plan file"),
         (["own.py:good", "--resume"], "RecipeError: --resume needs --checkpoint"),
         (["own.py:good", "--run-dir", "taken"], "RecipeError: taken holds a run already"),
+        (["own.py:good", "--checkpoint", "own.py/there"], "StateError: --checkpoint own.py/there can't be written"),
     ],
 )
 def test_what_makes_no_sense_is_refused_at_once(

@@ -248,3 +248,32 @@ def test_numbers_of_the_users_own_are_events() -> None:
     assert [(e.kind, e.fields) for e in heard] == [("log", {"step": 1, "values": {"accuracy": 0.5, "tensor": 2.0}})]
     with pytest.raises(LaminarError, match="name is a str"):
         job.log(name="a")
+
+
+def _uneven_shares() -> None:
+    """Rank 0 has 7 samples and rank 1 has 3."""
+    import os
+
+    rank = int(os.environ["RANK"])
+    (batch,) = data(1)
+    mine = {k: v[:7] if rank == 0 else v[7:] for k, v in batch.items()}
+    model, plain = net(), net()
+    job = laminar.parallelize(model, by_name, torch.optim.SGD(model.parameters(), lr=0.5), batch=batch, plan="ddp")
+    result = job.step(laminar.Local(mine))
+    mean, metrics = wanted(by_name, plain, batch)
+    assert result.loss == pytest.approx(mean, rel=1e-12)
+    close(result.metrics, metrics)
+    by_name(plain, batch)["loss"].backward()
+    with torch.no_grad():
+        for a, b in zip(job.state_dict().values(), plain.parameters(), strict=True):
+            assert torch.allclose(a, b - 0.5 * b.grad, rtol=1e-10, atol=1e-14)
+    model = net()
+    job = laminar.parallelize(model, by_name, torch.optim.SGD(model.parameters(), lr=0.5), batch=batch, plan="data")
+    with pytest.raises(laminar.BatchError, match=r"another batch(.|\n)*laminar\.Loss"):
+        job.step(laminar.Local(mine))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_uneven_shares_are_weighted_or_refused(two: Ranks) -> None:
+    """Under ddp by samples; a program has one shape for all ranks, and says what to do."""
+    two.run(_uneven_shares)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from laminar import events
-from laminar.errors import MeshError, PlanError, RecipeError
+from laminar.errors import MeshError, PlanError, RecipeError, StateError
 from laminar.ir.cluster import Cluster
 from laminar.ir.staged import Staged, load_plan
 from laminar.launch import rundir
@@ -36,13 +36,13 @@ examples
   laminar train examples/gpt.py:tiny --mesh dp=2,tp=2 --plan tensor
   laminar train examples/gpt.py:tiny --plan plan.json               as many ranks as the plan has
   laminar train examples/gpt.py:tiny --steps 200 --checkpoint here  weights and optimizer state at the end,
-  laminar train examples/gpt.py:tiny --steps 400 --checkpoint here --resume    to go on from
+  laminar train examples/gpt.py:tiny --steps 400 --checkpoint here --resume    to go on from (auto: if they are there)
   laminar train examples/gpt.py:tiny --workers 2 --timeline         what each rank did in a step, as timeline.json
   torchrun --nproc-per-node 2 -m laminar train examples/gpt.py:tiny under another launcher, on many machines
 
 the run directory (runs/RECIPE-TIME unless --run-dir)
   config.json  plan.json  events.jsonl (other ranks: events.rankN.jsonl)  logs/rankN.log
-  timeline.json (--timeline)
+  timeline.json (--timeline)  checkpoint (unless --checkpoint)
 
 exit codes
   0    trained to the last step
@@ -84,10 +84,12 @@ def options(p: argparse.ArgumentParser) -> None:
     add("--detect-anomaly", action="store_true", help="name the op that first made a NaN or Inf (slow)")
     add = p.add_argument_group("the run").add_argument
     add("--run-dir", metavar="DIR", help="where to write what happens (default: runs/RECIPE-TIME)")
-    add("--checkpoint", metavar="DIR", help="save weights and optimizer state here at the end")
+    add("--checkpoint", metavar="DIR",
+        help="save weights and optimizer state here at the end (default: checkpoint in the run directory)")  # fmt: skip
     add("--checkpoint-every", type=positive, default=0, metavar="N",
         help="and every N steps, written beside the steps that follow (default: 0, only at the end)")  # fmt: skip
-    add("--resume", action="store_true", help="go on from what --checkpoint holds")
+    add("--resume", nargs="?", const="must", default="", choices=["must", "auto"], metavar="auto",
+        help="go on from what --checkpoint holds; auto: if it holds something")  # fmt: skip
     add("--timeline", nargs="?", const="", metavar="FILE",
         help="record what every rank does in a step (default: timeline.json in the run directory)")  # fmt: skip
     add("--timeline-steps", type=whole, default=3, metavar="N",
@@ -118,15 +120,28 @@ def run(args: argparse.Namespace, train: Callable[..., Any], load_recipe: Callab
     path, _, function = args.recipe.partition(":")
     if not function or not Path(path).is_file():
         load_recipe(args.recipe)  # says what is wrong with the name
-    if args.resume and not args.checkpoint:
-        raise RecipeError("--resume needs --checkpoint DIR, the place to resume from")
-    if args.checkpoint_every and not args.checkpoint:
-        raise RecipeError("--checkpoint-every needs --checkpoint DIR, the place to save in")
+    if args.resume and not args.checkpoint and not args.run_dir:
+        raise RecipeError("--resume needs --checkpoint DIR, the place to resume from",
+                          next="or --run-dir DIR, a run that kept its own")  # fmt: skip
+    if args.checkpoint and (place is None or place.rank == 0):
+        refuse_unwritable(Path(args.checkpoint))
     if args.timeline and not Path(args.timeline).absolute().parent.is_dir():
         raise RecipeError(f"--timeline {args.timeline}: there is no such folder", next="make it first")
     if place is not None:
         return be_a_rank(args, place, train)
     return start(args, world)
+
+
+def refuse_unwritable(checkpoint: Path) -> None:
+    """Find out that nothing can be written there now, not after the last step."""
+    try:
+        checkpoint.mkdir(parents=True, exist_ok=True)
+        probe = checkpoint / f".writable-{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise StateError(f"--checkpoint {checkpoint} can't be written: {error.strerror}",
+                         next="name a folder that can") from None  # fmt: skip
 
 
 def world_of(args: argparse.Namespace, place: Place | None) -> int:
@@ -157,7 +172,7 @@ def start(args: argparse.Namespace, world: int) -> int:
     from laminar.launch import local
 
     listener = local.reserve(args.master_port) if world > 1 else None
-    where = rundir.make(args.recipe, args.run_dir, args.resume)
+    where = rundir.make(args.recipe, args.run_dir, bool(args.resume))
     rundir.write_config(where, _asked(args), world)
     show = display(quiet=args.json)
     try:
@@ -177,16 +192,18 @@ def be_a_rank(args: argparse.Namespace, place: Place, train: Callable[..., Any])
     where = rundir.RunDir(Path(mine if args.run_dir else agree_on(place, mine, os.environ)))
     speaks = place.rank == 0 and not place.launched
     if speaks:
-        rundir.make(args.recipe, str(where), args.resume)
+        rundir.make(args.recipe, str(where), bool(args.resume))
         rundir.write_config(where, _asked(args), place.world)
     show = display(quiet=args.json or not speaks)
     events.subscribe(show.on)
     ended: dict[str, Any] = {}
+    checkpoint = args.checkpoint or str(where.checkpoint)
+    resume = args.resume == "must" or (args.resume == "auto" and holds_a_job(Path(checkpoint)))
 
     def body() -> None:
         outcome = train(
-            args.recipe, steps=args.steps, seed=args.seed, log_every=args.log_every, checkpoint=args.checkpoint,
-            resume=args.resume, plan_file=where.plan, plan=args.plan, cluster=args.cluster, mesh=args.mesh,
+            args.recipe, steps=args.steps, seed=args.seed, log_every=args.log_every, checkpoint=checkpoint,
+            resume=resume, plan_file=where.plan, plan=args.plan, cluster=args.cluster, mesh=args.mesh,
             device=args.device, precision=args.precision, micro_batches=args.micro_batches, clip_norm=args.clip_norm,
             clip_value=args.clip_value, ema=args.ema, compile=args.compile, detect_anomaly=args.detect_anomaly,
             timeout_s=max(args.timeout, 1.0), timeline_steps=args.timeline_steps,
@@ -205,12 +222,24 @@ def be_a_rank(args: argparse.Namespace, place: Place, train: Callable[..., Any])
     leave(code)
 
 
+def holds_a_job(checkpoint: Path) -> bool:
+    """Whether there is something to go on from: also where a write was stopped when its files were there already."""
+    if (checkpoint / "job.json").is_file():
+        return True
+    try:
+        json.loads((checkpoint / "job.json.part").read_text())
+    except (OSError, json.JSONDecodeError):
+        return False
+    return True
+
+
 def _done(args: argparse.Namespace, ended: dict[str, Any], where: rundir.RunDir) -> None:
     """The last words of a run that went well."""
+    checkpoint = args.checkpoint or str(where.checkpoint)
     if args.json:
-        print(json.dumps(events.plain({**ended, "run_dir": str(where), "checkpoint": args.checkpoint})))
+        print(json.dumps(events.plain({**ended, "run_dir": str(where), "checkpoint": checkpoint})))
     else:
-        print(summary(ended, str(where), args.checkpoint))
+        print(summary(ended, str(where), checkpoint))
 
 
 def _failed(args: argparse.Namespace, found: Verdict, where: rundir.RunDir) -> int:

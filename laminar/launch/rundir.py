@@ -6,6 +6,7 @@
         events.jsonl          what happened on rank 0, one line of JSON each
         events.rank1.jsonl    and on the others
         timeline.json         what every rank did in one step, if that was asked for (`laminar diff` reads it)
+        checkpoint/           weights and optimizer state at the end, unless another place was named for them
         logs/rank0.log        everything a rank printed
 
 It is written by the launcher (config) and by the ranks (the rest), and stays readable whatever
@@ -50,6 +51,11 @@ class RunDir:
     def timeline(self) -> Path:
         """What every rank did in one step."""
         return self.root / "timeline.json"
+
+    @property
+    def checkpoint(self) -> Path:
+        """Weights and optimizer state."""
+        return self.root / "checkpoint"
 
     def events(self, rank: int) -> Path:
         """What happened on a rank."""

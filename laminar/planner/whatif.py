@@ -26,6 +26,7 @@ from laminar.ir.staged import Staged
 from laminar.planner.best import best
 from laminar.planner.explain import spent
 from laminar.planner.form import placed
+from laminar.planner.pinned import matching
 from laminar.planner.request import asking
 
 CHANGES = ("memory_bytes", "margin", "devices", "cluster", "pin", "only", "link", "budget_s", "optimizer", "batch")
@@ -81,10 +82,15 @@ def what_if(
     said += [_said(k, v) for k, v in given.items() if k in OPTIONS]
     if not said:
         raise PlanError("nothing is changed", allowed="  ".join(CHANGES))
+    request = asking(new, **options)  # what makes no sense is an error, not an answer
+    for pattern in request.place:
+        if not matching(whole, pattern):
+            raise PlanError(f"{pattern!r} names no tensor of the model", allowed="  ".join(CHANGES),
+                            next="`laminar capture --report` lists all names")  # fmt: skip
     before = _predicted(plan, whole, old)
     changed = " and ".join(said)
     try:
-        after = best(whole, asking(new, **options))
+        after = best(whole, request)
     except (PlanError, ClusterError) as error:
         return WhatIf(changed, before, None, tuple(str(error).splitlines()))
     return WhatIf(changed, before, after, tuple(_words(before, after)))

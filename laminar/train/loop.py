@@ -19,6 +19,7 @@ left out of it, because it holds what happens once: capture of kernels, buffers,
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 import warnings
@@ -200,10 +201,13 @@ def scheduler(job: Trains, schedule: Callable[[Any], Any] | None, resume: Path |
     """
     made = schedule(job.optimizer) if schedule else None
     fresh = [{k: v for k, v in g.items() if k != "params"} for g in job.optimizer.param_groups] if made else []
+    begun = copy.deepcopy(made.state_dict()) if made and resume is not None and hasattr(made, "state_dict") else None
     if resume is not None:
         emit("phase", name="resuming")
         job.resume(resume)
     if made is not None and job.steps:
+        if begun is not None:
+            made.load_state_dict(begun)
         for group, values in zip(job.optimizer.param_groups, fresh, strict=True):
             group.update(values)
         for _ in range(job.steps):

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from laminar.capture.slots import Slot, slots_of
 from laminar.errors import StateError
 from laminar.ir.sbp import B, NdSbp, Split
+from laminar.train import schedulers
 from laminar.train.layout import make_dense
 from laminar.train.world import World
 
@@ -53,13 +54,16 @@ class Stored:
         """Hex digest over weights, buffers and optimizer state: equal exactly if all of them are, bit for bit."""
         return digest(self)  # type: ignore[arg-type]
 
-    def save(self, directory: str | Path) -> None:
-        """Write weights, optimizer state and counters as whole tensors into a directory."""
-        save(self, directory)  # type: ignore[arg-type]
+    def save(self, directory: str | Path, scheduler: Any = None) -> None:
+        """Write weights, optimizer state and counters as whole tensors into a directory.
 
-    def resume(self, directory: str | Path) -> None:
-        """Go on from what `save` wrote, on any layout."""
-        resume(self, directory)  # type: ignore[arg-type]
+        Learning-rate schedulers of torch's on the job's optimizer are kept too; others can be named, one or a list.
+        """
+        save(self, directory, scheduler)  # type: ignore[arg-type]
+
+    def resume(self, directory: str | Path, scheduler: Any = None) -> None:
+        """Go on from what `save` wrote, on any layout; schedulers go on as well."""
+        resume(self, directory, scheduler)  # type: ignore[arg-type]
 
     def close(self) -> None:
         """Leave the process group, if this job made it."""
@@ -212,7 +216,7 @@ class Snapshot:
             (path / f"{file}.part").replace(path / file)
 
 
-def snapshot(job: Job | DdpJob, apart: bool) -> Snapshot | None:
+def snapshot(job: Job | DdpJob, apart: bool, scheduler: Any = None) -> Snapshot | None:
     """The job as it is now, on rank 0; every rank must call this. `apart`: it does not change when the job goes on."""
     weights = {n: t for n, t in job.state_dict().items() if isinstance(t, Tensor)}
     average = job.state_dict(ema=True) if job._ema else {}
@@ -223,23 +227,27 @@ def snapshot(job: Job | DdpJob, apart: bool) -> Snapshot | None:
     files = {"model": weights, "optimizer": tensors, **({"ema": average} if average else {})}
     scaler = None if job._scaler is None else dict(vars(job._scaler))
     about = {"laminar_job": VERSION, "steps": job.steps, "seed": job.seed, "optimizer": plain, "scaler": scaler,
-             "plan": job.plan.hash if job.plan else None}  # fmt: skip
+             "plan": job.plan.hash if job.plan else None,
+             "schedulers": schedulers.states(schedulers.attached(job.optimizer, scheduler))}  # fmt: skip
     return Snapshot({name: _own(each, apart) for name, each in files.items()}, about)
 
 
-def save(job: Job | DdpJob, directory: str | Path) -> None:
+def save(job: Job | DdpJob, directory: str | Path, scheduler: Any = None) -> None:
     """See `Job.save`."""
-    taken = snapshot(job, apart=False)
+    taken = snapshot(job, apart=False, scheduler=scheduler)
     if taken is not None:
         taken.write(directory)
     job._world.gather_objects(None)  # nobody goes on before the files are there
 
 
-def resume(job: Job | DdpJob, directory: str | Path) -> None:
+def resume(job: Job | DdpJob, directory: str | Path, scheduler: Any = None) -> None:
     """See `Job.resume`."""
     from safetensors.torch import load_file
 
     path = Path(directory)
+    if job.rank == 0:
+        finish_write(path)
+    job._world.gather_objects(None)
     if not (path / "job.json").is_file():
         raise StateError(f"no job was saved in {path}", next="name a directory that Job.save wrote")
     about = json.loads((path / "job.json").read_text())
@@ -250,10 +258,23 @@ def resume(job: Job | DdpJob, directory: str | Path) -> None:
     job.load_state_dict({**job._model.state_dict(), **weights, **tied})
     job.load_optimizer_state_dict(_put_together(load_file(path / "optimizer.safetensors"), about["optimizer"]))
     job.steps, job.seed = about["steps"], about["seed"]
+    again = schedulers.restore if scheduler is None else schedulers.restore_named
+    again(schedulers.attached(job.optimizer, scheduler), about.get("schedulers", []), path)
     if job._scaler is not None and about["scaler"]:
         vars(job._scaler).update(about["scaler"])
     if job._ema and (path / "ema.safetensors").is_file():
         job.load_average(load_file(path / "ema.safetensors"))
+
+
+def finish_write(path: Path) -> None:
+    """Bring a write that was stopped between its renames to its end: all files had been written by then."""
+    if (path / "job.json").is_file() or not (path / "job.json.part").is_file():
+        return
+    with contextlib.suppress(json.JSONDecodeError):  # cut off in the middle: there was nothing before it
+        json.loads((path / "job.json.part").read_text())
+        for part in sorted(path.glob("*.safetensors.part")):
+            part.replace(part.with_suffix(""))
+        (path / "job.json.part").replace(path / "job.json")
 
 
 def _own(tensors: Mapping[str, Tensor], apart: bool) -> dict[str, Tensor]:

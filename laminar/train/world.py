@@ -108,7 +108,8 @@ class World:
                         f"step {self._notes}: rank {self.rank} has another batch than rank {other}",
                         mine=note,
                         theirs=theirs,
-                        next="hand the same global batch to every rank, or equal shares as laminar.Local(share)",
+                        next="hand the same global batch to every rank, or equal shares as laminar.Local(share); where"
+                        " shares are uneven, pad them and leave padding out of laminar.Loss(total, weight)",
                     )
 
     def meeting(self, what: str) -> str:
