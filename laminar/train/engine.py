@@ -380,7 +380,8 @@ class Engine:
                 want = local_shape(placed.spec.shape, placed.nd, self.mesh.sizes, self.mesh.coords(self.transport.rank))
                 if tuple(x.shape) != want:
                     raise BatchError(f"{item.name}: this rank's share is {tuple(x.shape)}, the plan wants {want} of "
-                                     f"{placed.spec}", next="give every rank an equal share: pad it, and leave padding out of laminar.Loss")  # fmt: skip
+                                     f"{placed.spec}",
+                                     next="give every rank as many: pad, and mask that in laminar.Loss")  # fmt: skip
             else:
                 x = shard(x, placed.nd, self.mesh, self.transport.rank)
             out[item.name] = x.to(device, non_blocking=True)

@@ -1,8 +1,8 @@
 """Learning-rate schedulers that users step themselves: kept with a job's checkpoint, and put back when it goes on.
 
-A scheduler knows its optimizer, and no optimizer knows its schedulers. So those that belong to a job are looked for when
-it is saved or resumed: every scheduler of torch's kind, alive, whose optimizer is the job's; one that is part of another
-goes with that. Others can be named (`job.save(directory, scheduler=...)`). What is kept is `state_dict()`.
+A scheduler knows its optimizer, and no optimizer knows its schedulers. So those that belong to a job are looked for
+when it is saved or resumed: every scheduler of torch's kind, alive, whose optimizer is the job's; one that is part of
+another goes with that. Others can be named (`job.save(directory, scheduler=...)`). What is kept is `state_dict()`.
 
 A scheduler that is made after `resume` is told where it stands in torch's own way, `last_epoch=job.steps - 1`: groups
 have their `initial_lr` from the checkpoint.
