@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from laminar.capture.batches import flatten, unflatten
 from laminar.capture.convert import convert
+from laminar.capture.eager_search import runs_as_it_is, shown, traced
 from laminar.capture.lazy import initialise
 from laminar.capture.losses import Loss as Loss
 from laminar.capture.losses import read_loss as read_loss
@@ -98,15 +99,15 @@ def capture(
     graph = predictor.predict(sizes, forward) if predictor is not None else None
     if graph is None:
         began = time.perf_counter()
-        traced = trace(model, step, slots, leaves, set_leaves, backward, wide)
-        graph = convert(traced, leaves, json.dumps(tree))
+        found, lines = traced(model, slots, lambda: trace(model, step, slots, leaves, set_leaves, backward, wide))
+        graph = shown(convert(found, leaves, json.dumps(tree)), lines)
         if predictor is not None:
             predictor.traced, predictor.traced_s = (
                 predictor.traced + 1,
                 predictor.traced_s + time.perf_counter() - began,
             )
-            if traced.ops is not None:
-                predictor.add(Sample(sizes, as_json(graph.to_json()), as_json(traced.ops)))
+            if found.ops is not None and not runs_as_it_is(graph):
+                predictor.add(Sample(sizes, as_json(graph.to_json()), as_json(found.ops)))
     return simplify(graph)
 
 

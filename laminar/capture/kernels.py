@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from laminar.capture import private
+from laminar.capture.eager_parts import eager as eager
+from laminar.capture.eager_parts import eager_backward as eager_backward
 
 aten = torch.ops.aten
 

@@ -27,6 +27,7 @@ ASSUMED = Device(flops_per_s=100e12, bytes_per_s=1.5e12)
 def flops(call: Call) -> float:
     """Multiply-adds count twice; ops that do not multiply matrices count one per element made."""
     op, ins = call.op.split(".")[1], [s.shape for s in call.ins]
+    made = float(sum(o.numel for o in call.outs if o))
     if op in ("mm", "bmm", "_scaled_mm") or (op == "mv" and ins):
         return 2.0 * math.prod(ins[0]) * ins[1][-1] if op != "mv" else 2.0 * math.prod(ins[0])
     if op.startswith("grouped_"):
@@ -41,11 +42,19 @@ def flops(call: Call) -> float:
         return 4.0 * math.prod(ins[0]) * ins[1][2]
     if op == "attention_backward":
         return 10.0 * math.prod(ins[1]) * ins[2][2]
+    if op in ("eager", "eager_backward"):  # counted at a trial, on values made up for it; backward runs it again first
+        return max((3.0 if op == "eager_backward" else 1.0) * float(call.args[-2]) * _share(call), made)
     if op == "lstm":
         return 2.0 * math.prod(ins[0][:2]) * (math.prod(ins[3]) + math.prod(ins[4]))
     if op == "lstm_backward":
         return 4.0 * math.prod(ins[3][:2]) * (math.prod(ins[6]) + math.prod(ins[7]))
-    return float(sum(o.numel for o in call.outs if o))
+    return made
+
+
+def _share(call: Call) -> float:
+    """The share of its samples that a call of what runs as it is has on one rank."""
+    split, first = call.args[-4], len(call.args[0]) if call.op.endswith("backward") else 0
+    return call.ins[first + split[0]].shape[0] / max(call.args[-1], 1) if split else 1.0
 
 
 FREE = frozenset(

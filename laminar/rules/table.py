@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import lru_cache
 
-from laminar.rules import indexing, layers, moving
+from laminar.rules import eager, indexing, layers, moving
 from laminar.rules.families import blind_to, leading, matrices, pointwise, reduction, reshape
 from laminar.rules.notation import Call, Rule, RuleFn
 
@@ -208,6 +208,8 @@ add("laminar.grouped_outer", lambda call: Rule("s k, s n, . -> . k n", linear="0
                                                local={"s": "laminar.grouped_outer_at"}))  # fmt: skip
 add("laminar.lstm", layers.lstm)
 add("laminar.lstm_backward", layers.lstm_backward)
+add("laminar.eager", eager.eager)
+add("laminar.eager_backward", eager.eager_backward)
 add("convolution", layers.convolution)
 add("convolution_backward", layers.convolution_backward)
 add("_weight_norm_interface", layers.weight_norm(2))

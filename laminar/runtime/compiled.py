@@ -51,6 +51,8 @@ Code = Callable[[list[Tensor]], Sequence[Tensor]]
 Compiler = Callable[[Callable[..., Any], list[Tensor], bool, list[int], list[int]], Code]
 """From a function, its first inputs, whether it is late, which inputs it may overwrite, and which outputs are shown."""
 Memory = dict[Ref, Tensor]
+AS_IT_IS = ("laminar.eager", "laminar.eager_backward")
+"""Python that looks at data (`laminar.eager`): no compiler sees it, and no recording of a GPU can hold it."""
 
 
 def uncompiled(fn: Callable[..., Any], inputs: list[Tensor], late: bool, mine: list[int], shown: list[int]) -> Code:
@@ -88,7 +90,7 @@ class Compiled:
         self.program = program
         cuda = transport.device.type == "cuda"
         self.replays = cuda and not program.collectives if replay is None else replay
-        self.replays = self.replays and not any(i.hosts for i in program.instrs)
+        self.replays = self.replays and not any(i.hosts or i.op in AS_IT_IS for i in program.instrs)
         _keep_cache()
         cutter = _Cutter(program, transport, constants or {}, compiler)
         self.events, self.constants = cutter.events(), cutter.constants
@@ -324,6 +326,9 @@ class _Cutter:
                 exchange = self._exchange(instr) if instr.moves else exchange_of(instr, self.device)
                 out.append(_Start(exchange, list(instr.refs), [], self.flying, instr.name))
                 waiting[instr.name] = _Finish(exchange, len(instr.outs), self.flying, instr.name)
+            elif instr.op in AS_IT_IS:
+                close()
+                out.append(replace(self._part([instr], late), compiler=uncompiled))
             else:
                 group.append(instr)
         close()
