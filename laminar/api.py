@@ -99,15 +99,26 @@ def captured(name: str, whole: bool = False, parts: int = 1) -> tuple[Recipe, An
     return recipe, model, batch, capture(model, recipe.loss, batch)
 
 
-def graph_of(name: str, parts: int = 1) -> Graph:
-    """The graph of a recipe's first batch, or of the first of so many micro-batches; kept for the next time."""
-    from laminar.capture.batches import flatten
+def graph_of(name: str, parts: int = 1, precision: str = "f32", device: str = "cuda") -> Graph:
+    """The graph of a recipe's first batch, or of the first of so many micro-batches; kept for the next time.
+
+    In a `precision` of `parallelize`, as it is computed on such a device.
+    """
+    import torch
+
+    from laminar.capture.batches import flatten, unflatten
     from laminar.capture.kept import kept_graph
+    from laminar.train.precision import Precision
 
     recipe, batch = _begun(name, parts)
-    model = _on_meta(recipe.model)
+    model, policy = _on_meta(recipe.model), Precision.of(precision)
+    loss = policy.around(recipe.loss, torch.device(device))
+    if policy.weights is not None:
+        model.to(dtype=policy.weights)
+        tensors, tree = flatten(batch)
+        batch = unflatten(tree, {n: policy.leaf(t) for n, t in tensors.items()})
     tensors, tree = flatten(batch)
-    return kept_graph(model, recipe.loss, tensors, tree, {}, lambda: capture(model, recipe.loss, batch))
+    return kept_graph(model, loss, tensors, tree, {}, lambda: capture(model, loss, batch))
 
 
 def _begun(name: str, parts: int) -> tuple[Recipe, Any]:

@@ -26,6 +26,8 @@ from laminar.ir.graph import Graph
 from laminar.ir.plan import Plan
 from laminar.ir.planned import sized
 from laminar.ir.staged import Staged, load_plan
+from laminar.planner.rates import rates
+from laminar.planner.rates import told as figures
 
 EXPLAIN = """\
 examples
@@ -113,9 +115,11 @@ def told(
         plan.save(args.output)
     answers = _answers(args, plan, graph_of, cluster)
     if args.json:
-        print(json.dumps({"plan": plan.hash, **data, **{k: _plain(v) for k, v in answers.items()}}))
+        found = rates(plan.account, args.tokens, args.price)
+        print(json.dumps({"plan": plan.hash, **data, **found, **{k: _plain(v) for k, v in answers.items()}}))
         return 0
     print(plan.explain(price=args.price))
+    print("\n".join(figures(plan.account, args.tokens, args.price)))
     if getattr(args, "compare", False):
         print(compared(plan.account))
     _print(answers)
@@ -176,15 +180,17 @@ def do_explain(args: argparse.Namespace) -> int:
             raise PlanError(f"{args.plan} does not say which recipe it is for", next="--recipe file.py:function")
         if not made:
             with working("capturing", args.json):
-                made.append(graph_of(recipe))
+                made.append(graph_of(recipe, 1, plan.account.get("precision", "f32")))
         return made[0]
 
     cluster = cli_cost.cluster_of(args.cluster) if args.cluster else None
     answers = _answers(args, plan, graph, cluster)
     if args.json:
-        print(json.dumps({"plan": plan.hash, **plan.to_json(), **{k: _plain(v) for k, v in answers.items()}}))
+        found = rates(plan.account, args.tokens, args.price)
+        print(json.dumps({"plan": plan.hash, **plan.to_json(), **found, **{k: _plain(v) for k, v in answers.items()}}))
         return 0
     print(plan.explain(price=args.price))
+    print("\n".join(figures(plan.account, args.tokens, args.price)))
     _print(answers)
     return 0
 
@@ -205,6 +211,8 @@ def questions(p: argparse.ArgumentParser) -> None:
     """What a plan can be asked."""
     ask = p.add_argument_group("questions")
     ask.add_argument("--price", type=float, metavar="P", help="of a device-hour: tells what a million tokens cost")
+    ask.add_argument("--tokens", type=float, metavar="N",
+                     help="days that so many tokens (or samples) take, with --price the money")  # fmt: skip
     ask.add_argument("--why", action="append", default=[], metavar="TENSOR",
                      help="why it lies as it does: every alternative, simulated; may be repeated")  # fmt: skip
     ask.add_argument("--what-if", action="append", default=[], metavar="'NAME=VALUE; ...'",

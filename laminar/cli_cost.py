@@ -20,6 +20,7 @@ from laminar.ir.cluster import Cluster
 from laminar.ir.plan import Plan
 from laminar.ir.staged import Staged, load_plan
 from laminar.ir.timeline import Timeline
+from laminar.launch.command import PRECISIONS
 
 PROFILE = """\
 examples
@@ -232,6 +233,9 @@ def simulate_options(p: argparse.ArgumentParser) -> None:
     p.add_argument("--cluster", metavar="C", help="file or name (default: the plan's own, else this machine)")
     p.add_argument("--recipe", metavar="RECIPE", help="what the plan is for (default: the one it was made from)")
     p.add_argument("--optimizer", default="adamw", choices=["adamw", "adam", "sgd", "momentum"], help="default: adamw")
+    p.add_argument("--precision", choices=PRECISIONS, help="as in `laminar train` (default: the plan's own, else f32)")
+    p.add_argument("--tokens", type=float, metavar="N", help="days that so many tokens (or samples) take")
+    p.add_argument("--price", type=float, metavar="P", help="of a device-hour")
     p.add_argument("--load-s", type=float, default=0.0, metavar="S", help="seconds a rank takes to read a batch")
     p.add_argument("--prefetch", type=int, default=2, metavar="N", help="batches loaded ahead (default: 2)")
     p.add_argument("-o", "--output", metavar="FILE", help="save the timeline")
@@ -241,9 +245,12 @@ def simulate_options(p: argparse.ArgumentParser) -> None:
 
 def do_simulate(args: argparse.Namespace) -> int:
     """Predict one step of a plan."""
-    from laminar.api import captured, graph_of
+    from laminar.api import graph_of
     from laminar.forecast import predict, predict_staged
     from laminar.planner.batch import own
+    from laminar.planner.rates import rates, told, work_of
+    from laminar.search.presets import like
+    from laminar.staging import again
 
     plan = load_plan(args.plan)
     recipe = args.recipe or plan.account.get("recipe")
@@ -253,12 +260,20 @@ def do_simulate(args: argparse.Namespace) -> int:
     if args.load_s < 0 or args.prefetch < 0:
         raise PlanError(f"--load-s {args.load_s} --prefetch {args.prefetch}", allowed="0 or more")
     asked: dict[str, Any] = {"optimizer": args.optimizer, "load_s": args.load_s, "prefetch": args.prefetch}
+    own_precision = plan.account.get("precision", "f32")
+    precision, kind = args.precision or own_precision, "cpu" if cluster.device.kind == "cpu" else "cuda"
+    times = 1
     if isinstance(plan, Staged):
         free = plan.account.get("batch", {"captured": 1, "samples": 1})
-        graph = captured(recipe, parts=plan.micro_batches * free["captured"] // free["samples"])[3]
+        times = plan.micro_batches
+        graph = graph_of(recipe, times * free["captured"] // free["samples"], precision, kind)
+        plan = again(graph, plan) if precision != own_precision else plan
         found: Any = predict_staged(graph, plan, cluster, **asked)
     else:
-        found = predict(own(plan, graph_of(recipe)), plan, cluster, **asked)
+        graph = own(plan, graph_of(recipe, 1, precision, kind))
+        plan = like(graph, plan) if precision != own_precision else plan
+        found = predict(graph, plan, cluster, **asked)
+    account = {**plan.account, **work_of(graph, precision, cluster, times), **found.account()}
     line = found.timeline
     if args.output:
         line.save(args.output)
@@ -270,9 +285,11 @@ def do_simulate(args: argparse.Namespace) -> int:
         draw([line], args.png)
     parts = line.breakdown()
     if args.json:
-        print(json.dumps({"plan": plan.hash, **found.account(), "breakdown": parts}))
+        about = {"precision": precision, **rates(account, args.tokens, args.price)}
+        print(json.dumps({"plan": plan.hash, **found.account(), **about, "breakdown": parts}))
         return 0
-    print(replace(plan, account={**plan.account, **found.account()}).forecast())
+    print(replace(plan, account=account).forecast())
+    print("\n".join(told(account, args.tokens, args.price)).strip("\n"))
     if isinstance(plan, Plan):
         print(found.memory)
     print(rendered(parts, line.step_ns))

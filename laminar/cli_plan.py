@@ -23,6 +23,8 @@ from laminar.ir.mesh import Mesh
 from laminar.ir.plan import Plan
 from laminar.ir.sbp import parse
 from laminar.ir.staged import SCHEDULES, Staged, plan_of
+from laminar.launch.command import PRECISIONS
+from laminar.planner.rates import work_of
 
 PRESETS = ["data_parallel", "zero1", "zero2", "zero3", "tensor_parallel"]
 EXAMPLES = """\
@@ -30,6 +32,7 @@ examples
   laminar plan examples/gpt.py:deep --cluster 8xh100 -o plan.json            search
   laminar plan examples/gpt.py:deep --cluster 64xh100 --memory 40 --compare  at most 40 GB a rank, and what lost
   laminar plan examples/gpt.py:deep --cluster 8xh100 --batch free            the recipe's batch, or a part of it
+  laminar plan examples/gpt.py:deep --cluster 8xh100 --precision bf16 --tokens 1e12 --price 2.5     days and money
   laminar plan examples/gpt.py:deep --cluster 8xh100 --pin tp=8 --only tensor
   laminar plan examples/gpt.py:deep --cluster 8xh100 --pin 'blocks.*.mlp.up.weight=S(0)' --price 2.5
   laminar plan examples/gpt.py:deep --cluster 8xh100 --why blocks.3.mlp.down.weight --what-if 'memory=40; link=0.5'
@@ -122,7 +125,7 @@ def _search(args: argparse.Namespace) -> int:
 
         refuse_elsewhere(cluster)
     with working("capturing", args.json):
-        graph = graph_of(args.recipe)
+        graph = graph_of(args.recipe, 1, args.precision, _kind(cluster))
     asked: dict[str, Any] = {
         "memory_bytes": args.memory * 1e9 if args.memory else None,
         "margin": args.margin,
@@ -142,7 +145,10 @@ def _search(args: argparse.Namespace) -> int:
     if args.measure:
         with working("measuring", args.json):
             found = taken(args.recipe, found)
-    account = {**found.account, "recipe": args.recipe}
+    account = {**found.account, **work_of(graph, args.precision, cluster), "recipe": args.recipe}
+    if "batch" in found.account:
+        account |= {key: found.account[key] for key in ("samples", "tokens") if key in found.account}
+        account["flops"] *= found.account["batch"]["samples"] / found.account["batch"]["captured"]
     account |= {"cluster_file": args.cluster} if args.cluster.endswith(".json") else {}
     found = replace(found, account=account)
     return told(args, found, lambda: graph, cluster, {"graph": graph.hash, **found.account})
@@ -172,7 +178,7 @@ def _made(args: argparse.Namespace) -> int:
     if cluster is not None:
         cluster.fits(mesh)
     with working("capturing", args.json):
-        graph = graph_of(args.recipe)
+        graph = graph_of(args.recipe, 1, args.precision, _kind(cluster))
     preset, kept = args.preset or "data_parallel", {"recompute": args.recompute, "offload": args.offload}
     with working("planning", args.json):
         if args.seed:
@@ -183,7 +189,8 @@ def _made(args: argparse.Namespace) -> int:
             plan = plans.tensor_parallel(graph, mesh, **kept)
         else:
             plan = plans.data_parallel(graph, mesh, **kept)
-        plan = replace(plan, account={**plan.account, "recipe": args.recipe})
+        account = {**plan.account, **work_of(graph, args.precision, cluster), "recipe": args.recipe}
+        plan = replace(plan, account=account)
         if cluster is not None:
             from laminar.forecast import accounted
 
@@ -207,30 +214,34 @@ def _stages(args: argparse.Namespace, mesh: Mesh | None) -> int:
 
     if args.seed or args.program:
         raise PlanError("--seed and --program do not go with --stages", next="leave them out")
+    cluster = cli_cost.cluster_of(args.cluster) if args.cluster else None
     with working("capturing", args.json):
-        graph = graph_of(args.recipe, args.microbatches)
+        graph = graph_of(args.recipe, args.microbatches, args.precision, _kind(cluster))
     inner: Any = mesh
     if mesh is not None and (args.preset or "").startswith("zero"):
         inner = partial(plans.zero, mesh=mesh, stage=int(args.preset[4:] or 3))
     stages = int(args.stages) if args.stages.isdigit() else args.stages.split(",")
     window = None if args.window == "any" else int(args.window)
-    cluster = cli_cost.cluster_of(args.cluster) if args.cluster else None
     differ = cluster if cluster is not None and len(cluster.parts) > 1 else None
     with working("planning", args.json):
         plan: Staged = plans.pipeline(
             graph, stages, args.microbatches, args.virtual, inner, differ, schedule=args.schedule, window=window,
             stash=args.stash, couple=args.couple, recompute=args.recompute, offload=args.offload,
         )  # fmt: skip
-        account = {**plan.account, "recipe": args.recipe}
+        account = {**plan.account, **work_of(graph, args.precision, cluster, args.microbatches), "recipe": args.recipe}
         if cluster is not None:
             from laminar.forecast import predict_staged
 
             account |= predict_staged(graph, plan, cluster).account()
             account |= {"cluster_file": args.cluster} if args.cluster.endswith(".json") else {}
         plan = replace(plan, account=account)
-    return told(
-        args, plan, lambda: graph_of(args.recipe), cluster, {"graph": graph.hash, "ranks": plan.ranks, **plan.account}
-    )
+    whole = partial(graph_of, args.recipe, 1, args.precision, _kind(cluster))
+    return told(args, plan, whole, cluster, {"graph": graph.hash, "ranks": plan.ranks, **plan.account})
+
+
+def _kind(cluster: Any) -> str:
+    """The device that autocast is for."""
+    return "cpu" if cluster is not None and cluster.device.kind == "cpu" else "cuda"
 
 
 def options(p: argparse.ArgumentParser) -> None:
@@ -239,6 +250,8 @@ def options(p: argparse.ArgumentParser) -> None:
     p.add_argument("--cluster", metavar="C", help="the machine: a file of `laminar profile`, or a name such as 8xh100; "
                    "alone it means: search")  # fmt: skip
     p.add_argument("-o", "--output", metavar="FILE", help="save the plan")
+    p.add_argument("--precision", default="f32", choices=PRECISIONS,
+                   help="what is priced, as in `laminar train` (default: f32, which is as the model is)")  # fmt: skip
     search = p.add_argument_group("search")
     search.add_argument("--memory", type=float, metavar="GB", help="what a rank may fill (default: the device's memory "
                         "less the margin)")  # fmt: skip

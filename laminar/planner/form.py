@@ -144,13 +144,20 @@ def block_of(module: str) -> str:
 
 
 def made_again(graph: Graph, plan: Planned) -> list[tuple[list[str], list[str]]]:
-    """By stage, the blocks that it makes again as a whole, and all that it has; `graph` is the one that is placed."""
+    """By stage, the blocks that it makes again as a whole, and all that it has; `graph` is the one that is placed.
+
+    A block that is cut between stages is that of the first, so that all of them together are those of the model.
+    """
     staged = plan if isinstance(plan, Staged) else None
     plans = [s.plan for s in staged.stages] if staged else [plan]
     there: list[dict[str, None]] = [{} for _ in plans]
+    homes: dict[str, int] = {}
     for node in graph.nodes:
         if node.phase == "forward" and block_of(node.module) and (staged is None or node.name in staged.of):
-            there[staged.of[node.name] if staged else 0][block_of(node.module)] = None
+            stage = staged.of[node.name] if staged else 0
+            homes[block_of(node.module)] = min(stage, homes.get(block_of(node.module), stage))
+    for block, stage in homes.items():
+        there[stage][block] = None
     out = []
     for one, blocks in zip(plans, there, strict=True):
         assert isinstance(one, Plan)
@@ -337,11 +344,15 @@ class _Reading:
             stage.place != s % len(staged.places) for s, stage in enumerate(staged.stages)
         ):
             self.obstacles.append("branches of the model run beside each other, on devices of their own")
-        layers: dict[int, set[str]] = {s: set() for s in range(len(staged.stages))}
+        homes: dict[str, set[int]] = {}
         for node in self.graph.nodes:
             if node.name in staged.of and block_of(node.module):
-                layers[staged.of[node.name]].add(block_of(node.module))
-        counts = [len(found) for found in layers.values()]
+                homes.setdefault(block_of(node.module), set()).add(staged.of[node.name])
+        begun = [min(found) for found in homes.values()]  # a layer that is cut counts where it begins
+        cut = sum(len(found) > 1 for found in homes.values())
+        if cut:
+            self.notes.append(f"{cut} of {len(homes)} layers are cut between two stages; there cuts are between layers")
+        counts = [begun.count(s) for s in range(len(staged.stages))]
         if len(set(counts)) > 1:
             said = ", ".join(map(str, counts))
             self.notes.append(f"stages have {said} layers; there all would have as many")

@@ -3,13 +3,15 @@
 Forward ops from top to bottom; views are left out, small ops of one module that lie alike share a box, and weights
 stand inside the ops that read them. A box shows how its result lies and what it costs on one rank, alone, forward and
 (in brackets) backward; the darker, the more of the work. Arrows on which a tensor changes its placement by way of the
-network are drawn in orange and say how. Layers that repeat are drawn once, in a frame that says how often. `dot` writes
+network are drawn in orange and say how. Layers that repeat are drawn once, in a frame that says how often; which stage
+has what is listed below. `dot` writes
 it for Graphviz, `draw` paints it with matplotlib (`pip install 'laminar-train[picture]'`), which is imported only here.
 """
 
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,14 +20,19 @@ from laminar.errors import LaminarError
 from laminar.ir.cluster import Cluster
 from laminar.ir.graph import Graph
 from laminar.ir.planned import Planned, cluster_for, graph_for
+from laminar.ir.staged import Staged
 from laminar.planner.sketch import Arrow, Box, Sketch, sketched
 
 WIDE, GAP = 2.9, 0.34
 """Of a box and between rows, in inches."""
 PALE, DARK, WIRE, FRAME = (0.93, 0.96, 0.98), (0.28, 0.52, 0.69), "#d9702b", "#8a8f98"
 LEGEND = (
-    "each op: how its result lies; its time alone on one rank, forward (backward). Orange: ranks exchange in forward"
+    "each op: how its result lies; its time alone on one rank, forward (backward); darker: more of the work. "
+    "Arrows: what is read; orange: ranks exchange in forward, and how. Dashed: layers alike, drawn once"
 )
+TITLE_PT, SMALL_PT = 11.0, 7.5
+LETTER = 0.0082
+"""Inches that a letter takes on the average, for each point of its size."""
 
 
 def dot(plan: Planned, *, graph: Graph | None = None, cluster: Cluster | str | None = None) -> str:
@@ -42,6 +49,9 @@ def dot(plan: Planned, *, graph: Graph | None = None, cluster: Cluster | str | N
     for a in sketch.arrows:
         how = f' [label="{_quoted(a.label)}", color="{WIRE}", fontcolor="{WIRE}"]' if a.label else ""
         lines.append(f'  "{_quoted(a.src)}" -> "{_quoted(a.dst)}"{how};')
+    if stages := stage_lines(plan):
+        text = "\\l".join(_quoted(line) for line in stages)
+        lines.append(f'  stages [shape=note, style=filled, fillcolor=white, label="{text}\\l"];')
     return "\n".join([*lines, "}"]) + "\n"
 
 
@@ -72,19 +82,25 @@ def draw(plan: Planned, path: str | Path, *, graph: Graph | None = None, cluster
     sketch = sketched(plan, graph_for(plan, graph), cluster_for(plan, cluster))
     boxes = list(sketch.boxes.values())
     left, right = min(b.column for b in boxes), max(b.column for b in boxes)
-    tops, height = _tops(boxes)
     step = WIDE + 0.7
-    width = (right - left + 1) * step + 1.2
-    figure = Figure(figsize=(max(7.0, width), height + 1.0), dpi=110)
+    width = max(7.0, (right - left + 1) * step + 1.2)
+    title, legend = _wrapped(sketch.title, width, TITLE_PT), _wrapped(LEGEND, width, SMALL_PT)
+    below = [line for text in stage_lines(plan) for line in _wrapped(text, width, SMALL_PT)]
+    tops, height = _tops(boxes, 0.05 + 0.2 * len(title) + 0.15 * len(legend))
+    figure = Figure(figsize=(width, height + 1.0 + 0.15 * len(below)), dpi=110)
     FigureCanvasAgg(figure)
     axis = figure.add_axes((0, 0, 1, 1))
-    axis.set_xlim(0, max(7.0, width))
-    axis.set_ylim(height + 0.8, -0.2)
+    axis.set_xlim(0, width)
+    axis.set_ylim(height + 0.8 + 0.15 * len(below), -0.2)
     axis.axis("off")
-    shift = (max(7.0, width) - (right - left) * step) / 2
+    shift = (width - (right - left) * step) / 2
     at = {b.name: (shift + (b.column - left) * step, tops[b.row], _tall(b)) for b in boxes}
-    axis.text(0.25, 0.02, sketch.title, fontsize=11, va="center")
-    axis.text(0.25, 0.24, LEGEND, fontsize=7.5, va="center", color="#555555")
+    for k, line in enumerate(title):
+        axis.text(0.25, 0.02 + 0.2 * k, line, fontsize=TITLE_PT, va="center")
+    for k, line in enumerate(legend):
+        axis.text(0.25, 0.04 + 0.2 * len(title) + 0.15 * k, line, fontsize=SMALL_PT, va="center", color="#555555")
+    for k, line in enumerate(below):
+        axis.text(0.25, height + 0.2 + 0.15 * k, line, fontsize=SMALL_PT, va="center")
     inside = [b for b in boxes if b.layer]
     if inside:
         _frame(axis, [at[b.name] for b in inside], sketch.layers, FancyBboxPatch)
@@ -103,13 +119,32 @@ def draw(plan: Planned, path: str | Path, *, graph: Graph | None = None, cluster
     figure.savefig(str(path))
 
 
+def stage_lines(plan: Planned) -> list[str]:
+    """What is where, for a plan with stages; nothing for others."""
+    if not isinstance(plan, Staged):
+        return []
+    known = plan.account.get("stages", [{}] * len(plan.stages))
+    lines = []
+    for s, stage in enumerate(plan.stages):
+        ranks = ", ".join(map(str, plan.places[stage.place].ranks[:8]))
+        more = ", ..." if len(plan.places[stage.place].ranks) > 8 else ""
+        share = f", {known[s]['share']:.1%} of the work" if "share" in known[s] else ""
+        lines.append(f"stage {s} at place {stage.place} (ranks {ranks}{more}){share}: {known[s].get('modules', '')}")
+    return lines
+
+
+def _wrapped(text: str, width: float, points: float) -> list[str]:
+    """A text in lines that fit into so many inches."""
+    return textwrap.wrap(text, max(20, int((width - 0.5) / (LETTER * points))))
+
+
 def _tall(box: Box) -> float:
     return 0.3 + 0.19 * len(box.lines)
 
 
-def _tops(boxes: Sequence[Box]) -> tuple[dict[int, float], float]:
-    """Where each row begins, and where the last one ends."""
-    tops, at = {}, 0.45
+def _tops(boxes: Sequence[Box], head: float) -> tuple[dict[int, float], float]:
+    """Where each row begins below the head, and where the last one ends."""
+    tops, at = {}, head + 0.15
     for row in range(1 + max(b.row for b in boxes)):
         tops[row] = at
         at += max((_tall(b) for b in boxes if b.row == row), default=0.0) + GAP
