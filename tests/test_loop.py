@@ -411,3 +411,22 @@ def test_callbacks_are_told_what_happens_and_may_end_a_run() -> None:
     steps = [(what, k) for k in (1, 2, 3) for what, k in (("before", k - 1), ("after", k))]
     assert told == [("begin", 0), *steps, ("evaluation", 1.0), ("end", 3)]
     assert outcome.steps == 3 and job.saved == [("there", 3)] and seen == [1, 1 / 2, 1 / 3]
+
+
+def test_what_a_user_is_shown_of_a_traceback_is_their_own() -> None:
+    """Lines of ours before and between are for --debug; where all are ours, all are shown."""
+
+    def data() -> Iterator[Any]:
+        yield {}["missing"]
+
+    try:
+        list(epochs(data))
+    except KeyError as error:
+        fields = describe(error, 3)
+    found = from_event(1, 0.0, fields)
+    assert "laminar/train/loop.py" in found.traceback.replace("\\", "/")
+    assert "train/loop.py" not in found.shown and 'yield {}["missing"]' in found.shown
+    told = verdict(found, 2, [], [0], "")
+    assert told.traceback == found.shown and told.full == found.traceback and "KeyError: 'missing'" in str(told.error)
+    ours = KeyError("nobody's")
+    assert describe(ours, None)["shown"] == ""

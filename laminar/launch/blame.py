@@ -10,6 +10,7 @@ Pure functions on small values: nothing here starts, stops or reads a process.
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import traceback
@@ -20,6 +21,7 @@ from typing import Any
 from laminar import errors
 from laminar.errors import LaminarError, OutOfMemoryError, PeerError, RankError
 
+_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 FAILED, REFUSED = 1, 2
 """Exit codes: training began and failed; or it was refused before the first step."""
 
@@ -52,6 +54,8 @@ class Failure:
     type: str = ""
     message: str = ""
     traceback: str = ""
+    shown: str = ""
+    """The part of the traceback that is the user's own, where there is one."""
     step: int | None = None
     """Steps made when it happened; nothing before the first began."""
     code: int = 0
@@ -101,8 +105,23 @@ def describe(error: BaseException, step: int | None) -> dict[str, Any]:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
     return {
         "failure": kind_of(error), "type": type(error).__name__, "message": str(error), "step": step, "code": code,
-        "traceback": "".join(traceback.format_exception(error)),
+        "traceback": "".join(traceback.format_exception(error)), "shown": shown(error),
     }  # fmt: skip
+
+
+def shown(error: BaseException) -> str:
+    """The traceback from the first line on that is not ours, without ours in between; all of it if every line is."""
+    told = traceback.TracebackException.from_exception(error)
+    each: Any = told
+    seen: set[int] = set()
+    while each is not None and id(each) not in seen:
+        seen.add(id(each))
+        theirs = [f for f in each.stack if not f.filename.startswith((_OURS, "<"))]
+        if not theirs:
+            return ""
+        each.stack = traceback.StackSummary.from_list(theirs)
+        each = each.__cause__ or (None if each.__suppress_context__ else each.__context__)
+    return "".join(told.format())
 
 
 def from_event(rank: int, time: float, fields: dict[str, Any]) -> Failure:
@@ -110,6 +129,7 @@ def from_event(rank: int, time: float, fields: dict[str, Any]) -> Failure:
     return Failure(
         rank=rank, time=time, kind=str(fields.get("failure", "raised")), type=str(fields.get("type", "")),
         message=str(fields.get("message", "")), traceback=str(fields.get("traceback", "")),
+        shown=str(fields.get("shown", "")),
         step=fields.get("step"), code=int(fields.get("code", 0)),
     )  # fmt: skip
 
@@ -135,6 +155,8 @@ class Verdict:
     rank: int | None = None
     plain: bool = False
     """The error says it all; its traceback is for whoever asks."""
+    full: str = ""
+    """The whole traceback, for whoever asks, where another is shown."""
 
 
 def verdict(failure: Failure, world: int, others: Sequence[Failure], stopped: Sequence[int], log: str) -> Verdict:
@@ -176,8 +198,8 @@ def verdict(failure: Failure, world: int, others: Sequence[Failure], stopped: Se
         error = RankError(f"{who} {failure.message}", **lines, next="see the logs: they hold where every rank stood")
     else:
         error = RankError(f"{who} failed {when}: {failure.type}: {failure.message}", **lines)
-        trace = failure.traceback
-    return Verdict(error, code, trace, failure.rank, plain)
+        trace = failure.shown or failure.traceback
+    return Verdict(error, code, trace, failure.rank, plain, failure.traceback)
 
 
 def _killed(failure: Failure, who: str, when: str, lines: dict[str, str]) -> LaminarError:

@@ -246,7 +246,7 @@ def _failed(args: argparse.Namespace, found: Verdict, where: rundir.RunDir) -> i
     """What went wrong: the traceback first, then one error."""
     name = type(found.error).__name__
     if found.traceback and (args.debug or not found.plain):
-        print(found.traceback.rstrip() + "\n", file=sys.stderr)
+        print(((args.debug and found.full) or found.traceback).rstrip() + "\n", file=sys.stderr)
     if args.json:
         said = {"error": name, "message": str(found.error), "rank": found.rank, "run_dir": str(where)}
         print(json.dumps(said))
