@@ -26,10 +26,10 @@ from torch import Tensor, nn
 
 from laminar.capture.canonical import Canonical
 from laminar.capture.eager_names import _Patched, digest
-from laminar.capture.eager_parts import Held, Hole, Part, _parts, eager_backward, register, slots_in
+from laminar.capture.eager_parts import Held, Hole, Part, _parts, eager_backward, register, seeded, slots_in
 from laminar.capture.eager_parts import eager as run
 from laminar.capture.eager_trial import EagerError, declared, tried
-from laminar.capture.private import function_modes, tree_flatten, tree_unflatten
+from laminar.capture.private import function_modes, tree_flatten, tree_unflatten, without_function_modes
 from laminar.capture.slots import Slot
 from laminar.errors import CaptureError
 
@@ -144,7 +144,8 @@ class Tracing:
 
     def __init__(self, model: nn.Module, slots: Sequence[Slot], found: Mapping[Target, Any]) -> None:
         self.model, self.slots, self.found = model, slots, found
-        self.ran: dict[str, Part] = {}
+        self._places = {(id(holder), key) for s in slots for holder, key in s.places}
+        self._holders = {id(m.__dict__) for m in model.modules()}
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
@@ -201,9 +202,10 @@ class Tracing:
         assert mode is not None
         part, tensors, traced = self._part(function, module, label, options, args, kwargs)
         if part.outcome is None:
+            whole = part.slots
             part = self._shaped(part, tensors, traced, options, args, kwargs, prune=module is None)
-            traced = [traced[i] for i in part.slots]
-        self.ran[part.name] = part
+            kept = dict(zip(whole, traced, strict=True))
+            traced = [kept[name] for name in part.slots]
         register(part)
         mode.site += 1
         mode.drew = True
@@ -235,10 +237,10 @@ class Tracing:
             "", label, function, [weakref.ref(m) for m in modules], tree, leaves, len(tensors), [], [], (),
             torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None,
         )  # fmt: skip
-        slots = slots_in(part)
-        traced = [s.tensor for s in slots]
+        slots = {name: s for name, s in slots_in(part).items() if self._from_before(s)}
+        traced = [s.tensor for s in slots.values()]
         given = [*tensors, *traced]
-        part.slots, part.dtypes = list(range(len(slots))), [t.dtype for t in given]
+        part.slots, part.dtypes = list(slots), [t.dtype for t in given]
         part.needs = tuple(t.requires_grad and torch.is_grad_enabled() for t in given)
         about = [
             function, modules, str(tree), list(leaves), options, str(part.autocast), part.needs,
@@ -251,8 +253,13 @@ class Tracing:
         if known:  # what is alike makes the same shapes
             modules_of, label_of = part.modules, part.label
             part = replace(known[-1], modules=modules_of, label=label_of, leaves=leaves, tree=tree, function=function)
-            traced = [traced[i] for i in part.slots]
+            traced = [slots[name].tensor for name in part.slots]
         return part, tensors, traced
+
+    def _from_before(self, slot: Slot) -> bool:
+        """Whether a tensor of a module was there before the step: what this step has left on it is not given."""
+        known = any((id(holder), key) in self._places for holder, key in slot.places)
+        return known or not any(id(holder) in self._holders for holder, _ in slot.places)
 
     def _shaped(
         self, part: Part, tensors: list[Tensor], traced: list[Tensor], options: Options, args: Any, kwargs: Any,
@@ -285,12 +292,29 @@ class Tracing:
         return result
 
 
+class Keying(Tracing):
+    """Parts as a graph runs them, but in place, in plain PyTorch: their draws are those that the op makes."""
+
+    def __init__(self, model: nn.Module, found: Mapping[Target, Any], mode: Canonical) -> None:
+        super().__init__(model, (), found)
+        self.mode = mode
+
+    def call(
+        self, function: Callable[..., Any] | None, module: nn.Module | None, label: str, options: Options,
+        args: tuple[Any, ...], kwargs: dict[str, Any],
+    ) -> Any:  # fmt: skip
+        """One call, with all generators set as they are for the op."""
+        self.mode.site += 1
+        with seeded(self.mode.key, self.mode.site, self.mode.key.device), without_function_modes():
+            return module.forward(*args, **kwargs) if function is None else function(*args, **kwargs)  # type: ignore[union-attr]
+
+
 def _declared_samples(part: Part, tensors: list[Tensor]) -> Part:
     """Which tensors have samples in dim 0, by their sizes alone."""
-    rows = next((t.shape[0] for t in tensors if t.dim()), 0)
-    ins = tuple(i for i, t in enumerate(tensors) if t.dim() and t.shape[0] == rows)
+    rows = next((t.shape[0] for t in tensors if len(t.shape)), 0)
+    ins = tuple(i for i, t in enumerate(tensors) if len(t.shape) and t.shape[0] == rows)
     assert part.outcome is not None
-    outs = tuple(i for i, t in enumerate(part.outcome.tensors) if t.dim() and t.shape[0] == rows)
+    outs = tuple(i for i, t in enumerate(part.outcome.tensors) if len(t.shape) and t.shape[0] == rows)
     if rows > 1 and len(outs) == len(part.outcome.tensors):
         return replace(part, batched=(ins, outs), rows=rows)
     return part

@@ -22,7 +22,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -33,6 +33,9 @@ from laminar.capture.private import tree_flatten, tree_unflatten
 from laminar.capture.slots import OWN, Slot, scalars, slots_of, swapped
 from laminar.errors import CaptureError, GraphError
 
+T = TypeVar("T")
+SMALL = 1 << 20
+"""Bytes of a buffer that is copied for every call; a larger one only if it is known to be changed."""
 NARROW = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -82,7 +85,7 @@ class Part:
     leaves: list[Any]
     arguments: int
     """How many tensors among the arguments; the rest of what is given are slots."""
-    slots: list[int]
+    slots: list[str]
     """Which of the modules' tensors are given; it reads no others."""
     dtypes: list[torch.dtype]
     """Of what is given."""
@@ -159,8 +162,7 @@ def eager(given: Sequence[Tensor], key: Tensor, name: str, site: int, *_: Any) -
     wide = _is_wide(part, given)
     with _lock, torch.set_grad_enabled(any(part.needs)):
         leaves = leaves_of(part, given, part.needs)
-        got = called(part, leaves, key, site, wide)
-    return _fresh(part, _checked(part, got, given), given, wide)
+        return called(part, leaves, key, site, wide, lambda got: _fresh(_checked(part, got, given), given, wide))
 
 
 def eager_backward(
@@ -168,15 +170,28 @@ def eager_backward(
 ) -> list[Tensor]:
     """Gradients of those given that need one; zeros where the part did not use it this time."""
     part = find(name)
-    wide = _is_wide(part, given)
-    with _lock, torch.enable_grad():
-        leaves = leaves_of(part, given, needs)
-        made = _checked(part, called(part, leaves, key, site, wide), given)
+
+    def differentiated(got: Outcome) -> list[Tensor]:
+        made = _checked(part, got, given)
         wanted = [leaf for leaf, need in zip(leaves, needs, strict=True) if need]
         of = [t for t, d in zip(made, part.differentiable, strict=True) if d]
         pairs = [(t, g.to(t.dtype)) for t, g in zip(of, grads, strict=True) if t.requires_grad]
         found = _gradients(part, pairs, wanted)
-    return [torch.zeros_like(t) if g is None else _own(g, grads) for t, g in zip(wanted, found, strict=True)]
+        return [torch.zeros_like(t) if g is None else _own(g, grads) for t, g in zip(wanted, found, strict=True)]
+
+    with _lock, torch.enable_grad():
+        leaves = leaves_of(part, given, needs)
+        wide = _is_wide(part, given)
+        # Inside of the call: what is recomputed in backward reads the part's tensors again.
+        try:
+            found = called(part, leaves, key, site, wide, differentiated)
+        except RuntimeError as error:
+            if "use_reentrant" not in str(error) or part.reentrant:
+                raise
+            part.reentrant = True  # a region inside that knows backward() alone
+            leaves = leaves_of(part, given, needs)
+            found = called(part, leaves, key, site, wide, differentiated)
+        return [t.detach() for t in found]
 
 
 def _gradients(part: Part, pairs: list[tuple[Tensor, Tensor]], wanted: list[Tensor]) -> Sequence[Tensor | None]:
@@ -184,12 +199,7 @@ def _gradients(part: Part, pairs: list[tuple[Tensor, Tensor]], wanted: list[Tens
         return [None] * len(wanted)
     outs, grads = [t for t, _ in pairs], [g for _, g in pairs]
     if not part.reentrant:
-        try:
-            return torch.autograd.grad(outs, wanted, grads, allow_unused=True)
-        except RuntimeError as error:
-            if "use_reentrant" not in str(error):
-                raise
-            part.reentrant = True  # such a region knows backward() alone; the graph is whole, or it would say so
+        return torch.autograd.grad(outs, wanted, grads, allow_unused=True)
     torch.autograd.backward(outs, grads)
     return [t.grad for t in wanted]
 
@@ -208,16 +218,16 @@ def _is_wide(part: Part, given: Sequence[Tensor]) -> bool:
 def leaves_of(part: Part, given: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor]:
     """Tensors to differentiate by, in the memory of those given; parameters are `nn.Parameter`s, as in the model."""
     out: list[Tensor] = []
-    kinds = [s.kind for s in slots_in(part)] if len(given) > part.arguments else []
+    kinds = [s.kind for s in given_of(part, slots_in(part))] if part.slots else []
     for i, (t, need) in enumerate(zip(given, needs, strict=True)):
-        if i >= part.arguments and kinds[part.slots[i - part.arguments]] == "param":
+        if i >= part.arguments and kinds[i - part.arguments] == "param":
             out.append(nn.Parameter(t.detach(), requires_grad=bool(need)))
         else:
             out.append(t.detach().requires_grad_(bool(need)))
     return out
 
 
-def _fresh(part: Part, made: list[Tensor], given: Sequence[Tensor], wide: bool) -> list[Tensor]:
+def _fresh(made: list[Tensor], given: Sequence[Tensor], wide: bool) -> list[Tensor]:
     """Results that share memory with nothing given and with no other, and are dense."""
     seen = {t.untyped_storage().data_ptr() for t in given if t.numel()}
     out = []
@@ -235,26 +245,46 @@ def _fresh(part: Part, made: list[Tensor], given: Sequence[Tensor], wide: bool) 
 # --- one call --------------------------------------------------------------------------------
 
 
-def slots_in(part: Part) -> list[Slot]:
-    """The tensors of the part's modules, as they are now."""
-    out: dict[int, Slot] = {}
-    for module in part.held():
+def slots_in(part: Part) -> dict[str, Slot]:
+    """The tensors of the part's modules as they are now, by the number of the module and their name there."""
+    out: dict[int, tuple[str, Slot]] = {}
+    for at, module in enumerate(part.held()):
         for slot in slots_of(module):
-            known = out.setdefault(id(slot.tensor), slot)
+            _, known = out.setdefault(id(slot.tensor), (f"{at}:{slot.name}", slot))
             if known is not slot:
                 known.places += [p for p in slot.places if not any(p[0] is h and p[1] == k for h, k in known.places)]
-    return list(out.values())
+    return dict(out.values())
 
 
-def called(part: Part, leaves: Sequence[Tensor], key: Tensor, site: int, wide: bool = False) -> Outcome:
-    """Call the part on such tensors; whatever it does to its modules is undone."""
+def given_of(part: Part, slots: Mapping[str, Slot]) -> list[Slot]:
+    """Those of them that are given."""
+    gone = [name for name in part.slots if name not in slots]
+    if gone:
+        raise GraphError(f"{part.label} has lost {gone[0].partition(':')[2]} since it was captured",
+                         next="capture again after a module has changed")  # fmt: skip
+    return [slots[name] for name in part.slots]
+
+
+def called(
+    part: Part, leaves: Sequence[Tensor], key: Tensor, site: int, wide: bool, then: Callable[[Outcome], T],
+    copied: bool = False,
+) -> T:  # fmt: skip
+    """Call the part on such tensors, and look at what it made; then whatever it did to its modules is undone.
+
+    What it is known to change is a copy; with `copied`, so is everything but parameters. Small buffers always are, and
+    are compared by value: batch norm's kernels change statistics without leaving a trace on the tensor.
+    """
     held, slots = part.held(), slots_in(part)
-    arguments = [t.clone() if i in part.changes else t for i, t in enumerate(leaves[: part.arguments])]
-    inner = [t.clone() if i in part.writes else t for i, t in enumerate(leaves[part.arguments :])]
-    for slot in slots:  # what it is not given it can't read: such a tensor has a shape and no values
+    arguments = [t.clone() if copied or i in part.changes else t for i, t in enumerate(leaves[: part.arguments])]
+    inner = [
+        t.clone() if i in part.writes or (not isinstance(t, nn.Parameter) and (copied or t.nbytes <= SMALL)) else t
+        for i, t in enumerate(leaves[part.arguments :])
+    ]
+    mine = given_of(part, slots)
+    for slot in slots.values():  # what it is not given it can't read: such a tensor has a shape and no values
         slot.fake = torch.empty(slot.tensor.shape, dtype=slot.tensor.dtype, device="meta")
-    for i, t in zip(part.slots, inner, strict=True):
-        slots[i].fake = t
+    for slot, t in zip(mine, inner, strict=True):
+        slot.fake = t
     values = [arguments[v.at] if isinstance(v, Hole) else held[v.at] if isinstance(v, Held) else v for v in part.leaves]
     args, kwargs = tree_unflatten(values, part.tree)
     versions = [t._version for t in (*arguments, *inner)]
@@ -262,7 +292,7 @@ def called(part: Part, leaves: Sequence[Tensor], key: Tensor, site: int, wide: b
     with contextlib.ExitStack() as around:
         for module in held[1:]:
             around.enter_context(swapped(module, []))
-        around.enter_context(swapped(held[0], slots) if held else contextlib.nullcontext())
+        around.enter_context(swapped(held[0], list(slots.values())) if held else contextlib.nullcontext())
         before, plain = _attributes(held), [scalars(m) for m in held]
         moved = around.enter_context(seeded(key, site, device))
         if part.autocast is not None:
@@ -270,26 +300,39 @@ def called(part: Part, leaves: Sequence[Tensor], key: Tensor, site: int, wide: b
         if wide:
             around.enter_context(_widely())
         function = part.function or held[0].forward
-        result = function(*args, **kwargs)
-        left = _left(held, before, {id(s.fake) for s in slots})
-        now = [slots[i].now for i in part.slots]
-        after, drew = [scalars(m) for m in held], moved()
-    flat, tree = tree_flatten((result, left))
-    tensors: list[Tensor] = []
-    for i, leaf in enumerate(flat):
-        if isinstance(leaf, Tensor):
-            tensors.append(leaf)
-            flat[i] = Hole(len(tensors) - 1)
-    touched = [t._version != v for t, v in zip((*arguments, *inner), versions, strict=True)]
-    changed = frozenset(i for i in range(part.arguments) if touched[i])
-    written = frozenset(
-        i for i, (t, n) in enumerate(zip(inner, now, strict=True)) if n is not t or touched[part.arguments + i]
-    )
-    tensors += [arguments[i] for i in sorted(changed | set(part.changes))]
-    tensors += [now[i] for i in sorted(written | set(part.writes))]
-    numbers = tuple((k, v, new[k]) for old, new in zip(plain, after, strict=True) for k, v in old.items()
-                    if k in new and new[k] != v)  # fmt: skip
-    return Outcome(tensors, tree, flat, changed, written, numbers, drew)
+        try:
+            result = function(*args, **kwargs)
+        except Exception as error:
+            error.add_note(f"raised by {part.label}, which runs as it is (laminar.eager)")
+            raise
+        flat, tree = tree_flatten((result, _left(held, before, {id(s.fake) for s in slots.values()})))
+        tensors: list[Tensor] = []
+        for i, leaf in enumerate(flat):
+            if isinstance(leaf, Tensor):
+                tensors.append(leaf)
+                flat[i] = Hole(len(tensors) - 1)
+        now = [slot.now for slot in mine]
+        touched = [
+            t._version != v or (t is not given and not _same(t, given))
+            for t, v, given in zip((*arguments, *inner), versions, leaves, strict=True)
+        ]
+        changed = frozenset(i for i in range(part.arguments) if touched[i])
+        written = frozenset(
+            i for i, (t, n) in enumerate(zip(inner, now, strict=True)) if n is not t or touched[part.arguments + i]
+        )
+        tensors += [arguments[i] for i in sorted(changed | set(part.changes))]
+        tensors += [now[i] for i in sorted(written | set(part.writes))]
+        after = [scalars(m) for m in held]
+        numbers = tuple(
+            (k, v, new[k]) for old, new in zip(plain, after, strict=True) for k, v in old.items() if new.get(k, v) != v
+        )
+        return then(Outcome(tensors, tree, flat, changed, written, numbers, moved()))
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors hold the same values; NaN is the same as NaN."""
+    a, b = a.detach(), b.detach()
+    return bool(((a == b) | ((a != a) & (b != b))).all())
 
 
 def _attributes(held: Sequence[nn.Module]) -> dict[int, tuple[nn.Module, dict[str, Any], dict[str, list[int]]]]:
@@ -344,7 +387,7 @@ def _checked(part: Part, got: Outcome, given: Sequence[Tensor]) -> list[Tensor]:
                next="change a copy, or change it every time")  # fmt: skip
     new = sorted(got.buffers - set(part.writes))
     if new:
-        name = slots_in(part)[part.slots[new[0]]].name
+        name = part.slots[new[0]].partition(":")[2]
         refuse(f"changes {name}, which it did not do at its trial", next="change it every time, by nothing if need be")
     if got.drew and part.batched[0]:
         refuse("draws random numbers, which it did not do at its trial: by samples they would depend on the ranks",

@@ -13,12 +13,14 @@ import traceback
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from torch import nn
 
-from laminar.capture.eager import Target, Tracing
+from laminar.capture.canonical import Canonical
+from laminar.capture.eager import Keying, Target, Tracing
 from laminar.capture.eager_names import digest
 from laminar.capture.eager_parts import NAME
 from laminar.capture.eager_trial import EagerError
@@ -39,10 +41,11 @@ class Reason:
 
     where: str
     """The user's line."""
-    error: BaseException
-    """What tracing ended with."""
-    cause: BaseException
-    outer: tuple[Target, ...]
+    why: str
+    error: BaseException | None = None
+    """What tracing ended with; not kept, for it holds the frames of the model's code."""
+    cause: BaseException | None = None
+    outer: tuple[Target, ...] = ()
     """What else could run as it is instead, innermost first."""
 
 
@@ -68,11 +71,18 @@ def traced(model: nn.Module, slots: Sequence[Slot], trace: Callable[[], T]) -> t
             known.update(fresh)
     else:
         raise CaptureError(f"{type(model).__name__} looks at data in more than {ATTEMPTS} places", next=NEXT)
+    known = {target: Reason(reason.where, reason.why) for target, reason in known.items()}
     _found.setdefault(model, {})[modes] = known
     for target, reason in known.items():
         if target not in given:
-            emit("eager", part=str(target), at=reason.where, why=str(reason.error).split("\n")[0])
+            emit("eager", part=str(target), at=reason.where, why=reason.why)
     return result, {t.path: reason.where for t, reason in known.items() if t.path is not None}
+
+
+def keyed(model: nn.Module, mode: Canonical) -> AbstractContextManager[None]:
+    """While a model runs in plain PyTorch: parts draw what they draw as ops of a graph with that key."""
+    modes = tuple(m.training for m in model.modules())
+    return Keying(model, _found.get(model, {}).get(modes, {}), mode).active()
 
 
 NEXT = 'mark the part that looks at data with laminar.eager, or train with plan="ddp"'
@@ -100,7 +110,8 @@ def _reason(model: nn.Module, error: BaseException, known: dict[Target, Reason])
     if not targets:
         return None
     first, outer = targets[0], tuple(targets[1:])
-    return {t: Reason(blame(cause), error, cause, outer if t == first else ()) for t in (first, *_alike(model, first))}
+    where, why = blame(cause), str(error).split("\n")[0]
+    return {t: Reason(where, why, error, cause, outer if t == first else ()) for t in (first, *_alike(model, first))}
 
 
 def _cause(error: BaseException) -> BaseException | None:
@@ -178,11 +189,10 @@ def _outwards(known: dict[Target, Reason], error: EagerError) -> None:
     assert first is not None
     trial = first.__cause__
     if trial is not None and type(trial) is type(reason.cause) and str(trial) == str(reason.cause):
-        raise reason.error  # it fails on real tensors as well: nothing that tracing is to blame for
+        raise reason.error or error  # it fails on real tensors as well: nothing that tracing is to blame for
     outer = [t for t in reason.outer if t not in known]
-    if not outer and not isinstance(reason.error, LaminarError):
-        raise reason.error
     if not outer:
-        what, why = (str(e).split("\n")[0] for e in (reason.error, error))
-        raise CaptureError(what, at=reason.where, why=f"and {why}", next=NEXT) from reason.error
+        raise CaptureError(
+            reason.why, at=reason.where, why=f"and {str(error).partition(chr(10))[0]}", next=NEXT
+        ) from reason.error
     known[outer[0]] = replace(reason, outer=tuple(outer[1:]))

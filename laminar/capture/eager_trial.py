@@ -24,12 +24,23 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from laminar.capture.eager_parts import Hole, Outcome, Part, called, leaves_of, slots_in
-from laminar.capture.private import FakeTensor, TorchDispatchMode, tree_flatten, tree_leaves, tree_unflatten
-from laminar.capture.slots import swapped
+from laminar.capture.eager_parts import Hole, Outcome, Part, called, given_of, leaves_of, slots_in
+from laminar.capture.private import (
+    FakeTensor,
+    TorchDispatchMode,
+    disable_current_modes,
+    tree_flatten,
+    tree_leaves,
+    tree_unflatten,
+    without_function_modes,
+)
+from laminar.capture.slots import Slot, swapped
 from laminar.errors import CaptureError
 
 DRAWS = 3
+LOOKS = ("sym_size", "sym_stride", "sym_numel", "sym_storage_offset", "size", "stride", "dim", "numel", "layout",
+         "storage_offset", "is_contiguous", "is_strides_like_format", "is_non_overlapping_and_dense")  # fmt: skip
+"""Questions about a tensor that read no value."""
 CLOSE = {torch.float64: 1e-9, torch.float32: 1e-4}
 PLAIN = (bool, int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device, torch.Size)
 
@@ -53,6 +64,8 @@ class Reads(TorchDispatchMode):
         """What was made here, which may well be a leaf: forward may ask autograd for something itself."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "prim" or func.overloadpacket.__name__ in LOOKS:  # torch asks these where none may raise
+            return func(*args, **(kwargs or {}))
         for value in tree_leaves((args, kwargs)):
             if not isinstance(value, Tensor):
                 continue
@@ -136,7 +149,7 @@ def _tried(part: Part, given: Sequence[Tensor], real: Sequence[Tensor | None], p
                     seen = Reads(part, leaves, {id(t): k for k, v in carried.items() for t in tree_leaves(v)
                                                 if isinstance(t, Tensor)})  # fmt: skip
                     with FlopCounterMode(display=False) as counter, seen:
-                        got = called(part, leaves, key, number)
+                        got = called(part, leaves, key, number, False, _as_it_is, copied=True)
             except EagerError:
                 raise
             except Exception as error:
@@ -164,6 +177,10 @@ def _tried(part: Part, given: Sequence[Tensor], real: Sequence[Tensor | None], p
     if prune:
         found = _pruned(found, read)
     return _by_sample(found, runs, per_sample) if per_sample else found
+
+
+def _as_it_is(got: Outcome) -> Outcome:
+    return got
 
 
 def _put_back(part: Part, got: Outcome) -> dict[str, Any]:
@@ -215,14 +232,13 @@ def _again(part: Part, values: Sequence[list[Tensor]], flops: int) -> Part:
     runs = []
     for number, given in enumerate(values):
         with torch.set_grad_enabled(any(part.needs)):
-            got = called(part, leaves_of(part, given, part.needs), key, number)
+            got = called(part, leaves_of(part, given, part.needs), key, number, False, _as_it_is)
         runs.append((given, replace(got, arguments=frozenset(part.changes), buffers=frozenset(part.writes))))
     return _agreed(part, runs, flops)
 
 
-def _slots_given(part: Part) -> list[Any]:
-    slots = slots_in(part)
-    return [slots[i] for i in part.slots]
+def _slots_given(part: Part) -> list[Slot]:
+    return given_of(part, slots_in(part))
 
 
 def _pruned(part: Part, read: set[int]) -> Part:
@@ -267,7 +283,8 @@ def _by_sample(part: Part, runs: Sequence[tuple[list[Tensor], Outcome]], per_sam
         for piece in (slice(0, rows // 2), slice(rows // 2, rows)):
             some = [t[piece] if i in ins else t for i, t in enumerate(given)]
             with torch.set_grad_enabled(any(part.needs)):
-                halves.append(called(part, leaves_of(part, some, part.needs), torch.tensor([0, 0]), 0).tensors)
+                given_here = leaves_of(part, some, part.needs)
+                halves.append(called(part, given_here, torch.tensor([0, 0]), 0, False, _as_it_is).tensors)
         for i, want in enumerate(got.tensors):
             both = torch.cat([h[i].detach() for h in halves])
             close = CLOSE.get(want.dtype, 2e-2)
@@ -283,15 +300,18 @@ def _by_sample(part: Part, runs: Sequence[tuple[list[Tensor], Outcome]], per_sam
 
 
 def declared(part: Part, out: Callable[..., Any], args: Any, kwargs: Any) -> Part:
-    """The part with what its user says that it makes: `out` on stand-ins."""
-    result = out(*args, **kwargs)
-    flat, tree = tree_flatten((result, {}))
-    tensors = []
-    for i, leaf in enumerate(flat):
-        if isinstance(leaf, Tensor):
-            tensors.append(torch.empty(leaf.shape, dtype=leaf.dtype, device="meta"))
-            flat[i] = Hole(len(tensors) - 1)
+    """The part with what its user says that it makes: `out` on stand-ins, which are no part of the trace."""
+    flat, tree = tree_flatten((args, kwargs))
+    with disable_current_modes(), without_function_modes(), torch.no_grad():
+        stand_ins = [torch.empty(v.shape, dtype=v.dtype, device="meta") if isinstance(v, Tensor) else v for v in flat]
+        args, kwargs = tree_unflatten(stand_ins, tree)
+        result, tensors = out(*args, **kwargs), []
+        flat, tree = tree_flatten((result, {}))
+        for i, leaf in enumerate(flat):
+            if isinstance(leaf, Tensor):
+                tensors.append(torch.empty(leaf.shape, dtype=leaf.dtype, device="meta"))
+                flat[i] = Hole(len(tensors) - 1)
     if not tensors:
         raise EagerError(f"{part.label}: what out= returns holds no tensor", next="return a result of the same shapes")
     found = Outcome(tensors, tree, flat, frozenset(), frozenset())
-    return replace(part, outcome=found, differentiable=tuple(t.is_floating_point() for t in tensors))
+    return replace(part, outcome=found, differentiable=tuple(t.dtype.is_floating_point for t in tensors))

@@ -12,6 +12,7 @@ import functools
 import itertools
 import logging
 import sys
+import threading
 import types
 import warnings
 from collections.abc import Callable, Iterator
@@ -110,6 +111,9 @@ def nodes_made(proxy: Any) -> Iterator[list[Any]]:
         node = node.next
 
 
+without_function_modes = torch._C.DisableTorchFunction
+
+
 def function_modes() -> list[Any]:
     """The torch-function modes that are active."""
     return list(torch.overrides._get_current_function_mode_stack())
@@ -176,9 +180,11 @@ def detecting(change: Callable[[Any], Any]) -> Iterator[None]:
 def applied(change: Callable[[Any], Any]) -> Iterator[None]:
     """Inside, a custom autograd function is given its arguments changed; no mode sees that it is called."""
     cls: Any = torch.autograd.Function
-    apply = cls.__dict__["apply"]
+    apply, here = cls.__dict__["apply"], threading.get_ident()
 
     def changed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != here:
+            return apply.__func__(self, *args, **kwargs)
         return apply.__func__(self, *map(change, args), **{k: change(v) for k, v in kwargs.items()})
 
     cls.apply = classmethod(changed)

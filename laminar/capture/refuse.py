@@ -293,7 +293,7 @@ def data_dependent(error: Any, called: Any, module: str) -> CaptureError:
         f"{what}: it depends on data, and one graph holds one path and one set of shapes",
         at=blame(error),
         module=module,
-        next=f"use {instead}; or keep this part out of the model",
+        next=f"use {instead}; or put it into a module or function of its own, marked with laminar.eager",
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from laminar.capture.eager_parts import NAME as EAGER
 from laminar.capture.private import overload_name, schema
 from laminar.ir.codec import Dtype, Ref
 from laminar.ir.graph import Constant
@@ -139,7 +140,7 @@ def caller(name: str) -> Callable[..., Any]:
 def gives_list(name: str) -> bool:
     """Whether an op makes a list of tensors, which may be one of one."""
     if name.startswith("laminar."):
-        return False
+        return name in EAGER
     returns = schema(find_op(name)).returns
     return len(returns) == 1 and str(returns[0].type) == "List[Tensor]"
 

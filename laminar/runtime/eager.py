@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from laminar.capture import private
 from laminar.capture.canonical import HANDLERS, Canonical, body_of
 from laminar.capture.capture import read_loss
+from laminar.capture.eager_search import keyed
 from laminar.capture.origins import canonical_again
 from laminar.capture.slots import Slot, slots_of, swapped
 
@@ -108,7 +109,11 @@ def run_eager(
     mode = Keyed(torch.tensor(list(key)[:2], device=device)) if key is not None else None
     out: dict[str, Tensor] = {}
     with untouched(model, slots, whole or {}) as before, torch.set_grad_enabled(backward):
-        with mode.running() if mode is not None else contextlib.nullcontext():
+        around = contextlib.ExitStack()
+        if mode is not None:
+            around.enter_context(keyed(model, mode))
+            around.enter_context(mode.running())
+        with around:
             value, total, metrics = read_loss(loss(model, batch))
             out["loss:loss"] = value.detach().clone()
             out |= {f"metric:{name}": m.detach().clone() for name, m in metrics.items()}
