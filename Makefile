@@ -9,6 +9,8 @@ PLANS  ?= 1000
 PROGRAMS ?= 1000
 JOBS   ?= $(shell nproc)
 
+FRESH := $(or $(SEED),$(shell date +%s))
+
 BIN   := .venv/bin
 STAMP := .venv/.filled
 PARTS := $(addprefix bench/,common.py models.py peers.py race.py)
@@ -43,10 +45,12 @@ test: lint ## lint, then every test that needs neither a GPU nor minutes
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not gpu and not slow'
 
 prove: setup ## tests that take minutes: training as plain PyTorch does, every model, layout, optimizer and precision
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'slow and not gpu' --ignore=tests/fuzz
+	@echo "random examples of seed $(FRESH); again with SEED=$(FRESH)"
+	LAMINAR_SEED=$(FRESH) $(BIN)/python -m pytest -n 2 --dist worksteal -m 'slow and not gpu' --ignore=tests/fuzz --hypothesis-seed=$(FRESH)
 
-fuzz: setup ## random plans against one device; PLANS=1000 says how many
-	LAMINAR_FUZZ_PLANS=$(PLANS) $(BIN)/python -m pytest -m slow tests/fuzz
+fuzz: setup ## random plans and edited files; PLANS=1000 says how many, SEED=... which
+	@echo "random examples of seed $(FRESH); again with SEED=$(FRESH)"
+	LAMINAR_SEED=$(FRESH) LAMINAR_FUZZ_PLANS=$(PLANS) $(BIN)/python -m pytest -m slow tests/fuzz tests/test_edited_files.py --hypothesis-seed=$(FRESH)
 
 fuzz-models: setup ## random models against plain PyTorch; PROGRAMS=1000 says how many, SEED=... which
 	$(BIN)/python -m tests.fuzz.models --programs $(PROGRAMS) --jobs $(JOBS) $(if $(SEED),--seed $(SEED))

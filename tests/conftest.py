@@ -21,9 +21,16 @@ from hypothesis import HealthCheck, settings
 
 from laminar.runtime import processes
 from tests.ranks import CONTEXT, Ranks
+from tests.seeds import SEED
 
-settings.register_profile("steady", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("steady")
+for profile, steady in (("steady", True), ("fresh", False)):
+    settings.register_profile(profile, derandomize=steady, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("fresh" if SEED else "steady")
+
+
+def pytest_report_header() -> str | None:
+    """A fresh seed is shown, or nobody could give it back."""
+    return f"random examples of seed {SEED}; again with SEED={SEED}" if SEED else None
 
 
 def pytest_runtest_setup() -> None:

@@ -21,12 +21,13 @@ from laminar.ir.program import Instr, Program
 from laminar.runtime import aliases, direct, loopback, module
 from laminar.runtime.module import Step
 from laminar.runtime.processes import _run
+from laminar.runtime.reference import constants_of, run_graph
 from laminar.runtime.turns import Turns
 from laminar.runtime.verify import verify_program
 from laminar.search.draw import random_plan
 from tests.captured import square
 from tests.ranks import Ranks
-from tests.zoo import Specimen, equal, specimen
+from tests.zoo import Specimen, equal, specimen, wide
 
 CELLS = ("GRU", "GRUCell", "LSTM", "LSTMCell", "RNN", "RNNCell")
 
@@ -129,6 +130,21 @@ def test_every_way_of_exchanging_gives_the_numbers_of_one_device(name: str, way:
         laminar.plans.tensor_parallel(graph, Mesh({"dp": 2, "tp": 2})),
     ):
         assert equal(one, plan, way)
+
+
+@pytest.mark.parametrize("way", loopback.WAYS)
+def test_pieces_of_different_sizes_are_exchanged_in_every_way(way: str) -> None:
+    """Three ranks share eight rows: a reduce-scatter of a process group takes pieces of one size only."""
+    torch.manual_seed(0)
+    graph, inputs = case(Views(), torch.randn(8, 8))
+    constants = constants_of(graph)
+    one = Specimen("views", graph, inputs, constants, run_graph(graph, inputs, constants), "f32")
+    scattered = 0
+    for seed in range(6):
+        plan = random_plan(graph, Mesh({"a": 3}), seed)
+        scattered += sum(i.kind == "reduce_scatter" for i in laminar.lower(graph, plan).collectives)
+        assert equal(wide(one), plan, way)
+    assert scattered
 
 
 def test_lines_that_are_called_are_the_lines_that_are_written() -> None:

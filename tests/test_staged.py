@@ -7,18 +7,24 @@ import random
 from functools import partial
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
+import laminar
 from laminar.ir.mesh import Mesh
 from laminar.ir.staged import Staged
 from laminar.lower.split import light_ops
 from laminar.lower.stages import stages
 from laminar.runtime import loopback_stages
+from laminar.runtime.loopback import WAYS
 from laminar.runtime.reference import run_graph
 from laminar.runtime.sizes import Sizes
 from laminar.runtime.verify import judged
 from laminar.search.draw import random_plan
 from laminar.staging import SLACK, balanced, pipeline, work_s
-from tests.zoo import NAMES, Specimen, specimen
+from tests.seeds import dice
+from tests.zoo import MOST, NAMES, Specimen, captured, specimen, wide
 
 MESHES = ({"a": 1}, {"a": 2}, {"a": 3}, {"a": 2, "b": 2})
 
@@ -44,24 +50,81 @@ def worst(one: Specimen, staged: Staged, way: str = "shared") -> float:
     return max(errors)
 
 
-def drawn(one: Specimen, rng: random.Random) -> Staged:
+def drawn(one: Specimen, rng: random.Random, stages: int | dict[str, int] | None = None) -> Staged:
     """A staged plan of which nothing is sensible."""
-    count = rng.choice((1, 2, 3, 4))
-    virtual = rng.choice((1, 1, 2))
+    count = rng.choice((1, 2, 3, 4)) if stages is None else stages
+    places = count if isinstance(count, int) else len({*count.values()})
+    virtual = rng.choice((1, 1, 2)) if stages is None and places < 4 else 1
     graph = one.graph
-    inners = [partial(random_plan, mesh=Mesh(rng.choice(MESHES)), seed=rng.randrange(10**6)) for _ in range(count)]
-    return pipeline(graph, count, 2, virtual, inners, couple="microbatch", apart=rng.random() < 0.5)
+    inners = [partial(random_plan, mesh=Mesh(rng.choice(MESHES)), seed=rng.randrange(10**6)) for _ in range(places)]
+    paths = sorted({n.module for n in graph.nodes if n.module and n.phase == "forward"})
+    again = rng.sample(paths, min(len(paths), rng.choice((0, 1, 2, 5))))
+    again = [p for p in again if not any(p != q and p.startswith(f"{q}.") for q in again)]
+    how = {"window": rng.choice((0, 0, 1, None)), "stash": rng.choice((1.0, 2.0)), "apart": rng.random() < 0.5}
+    return pipeline(graph, count, 2, virtual, inners, couple="microbatch", recompute=again, **how)
 
 
-@pytest.mark.parametrize("name", NAMES)
+def check(one: Specimen, rng: random.Random, stages: int | dict[str, int] | None = None) -> Staged:
+    """One random staged plan, in one of the ways ranks exchange."""
+    staged = drawn(one, rng, stages)
+    assert worst(one, staged, rng.choice(WAYS)) <= 1e-9, staged.explain()
+    assert Staged.from_json(staged.to_json()).hash == staged.hash
+    return staged
+
+
+@pytest.mark.parametrize("name", MOST)
 def test_random_staged_plans_give_the_numbers_of_one_device(name: str) -> None:
-    """Stages, virtual stages, places of different sizes, random placements inside, backward in one part or two."""
+    """Stages, virtual stages, places of different sizes, random placements inside, backward in one part or two,
+    values that are made again: through the actors, registers, edges and exchanges that real ranks have."""
     one = specimen(name, "f64")
     rng = random.Random(f"staged {name}")
-    for _ in range(2):
-        staged = drawn(one, rng)
-        assert worst(one, staged) <= 1e-9, staged.explain()
-        assert Staged.from_json(staged.to_json()).hash == staged.hash
+    for _ in range(8 if len(one.graph.nodes) < 100 else 3 if len(one.graph.nodes) < 250 else 2):
+        check(one, rng)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_more_random_staged_plans_give_the_numbers_of_one_device(name: str) -> None:
+    """The same, fresh ones in every run."""
+    rng = dice(f"more staged {name}")
+    for _ in range(12):
+        check(specimen(name, "f64"), rng)
+
+
+class Fork(nn.Module):
+    """Towers side by side, of which one reads another, and a head that reads them all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.towers = nn.ModuleList(nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6)) for _ in range(3))
+        self.late = nn.Linear(6, 6)
+        self.head = nn.Linear(18, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b, c = (tower(x) for tower in self.towers)
+        return self.head(torch.cat([a, self.late(a + b), c.tanh()], 1))
+
+
+def forked() -> Specimen:
+    """The towers captured, in float64."""
+    torch.manual_seed(0)
+    data = torch.randn(8, 6), torch.randint(0, 5, (8,))
+    made = laminar.Recipe(Fork, lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]), lambda: [data])
+    return wide(captured(made, "fork"))
+
+
+def test_random_branches_give_the_numbers_of_one_device() -> None:
+    """Stages that form no chain: towers that run side by side, skip places, or stand where others do."""
+    one, rng = forked(), dice("branches")
+    made = set()
+    for _ in range(12):
+        towers = {f"towers.{i}": rng.randrange(3) for i in range(3)}
+        join = max(towers["towers.0"], towers["towers.1"])
+        of = {**towers, "late": rng.randint(join, 3), "head": 3}
+        number = {s: i for i, s in enumerate(sorted({*of.values()}))}
+        staged = check(one, rng, {k: number[s] for k, s in of.items()})
+        made |= {(len(staged.stages), bool(s.plan.recompute)) for s in staged.stages}
+    assert {n for n, _ in made} >= {2, 3, 4} and any(again for _, again in made)
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4])

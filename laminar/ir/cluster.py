@@ -362,9 +362,16 @@ def _items(data: Any, path: str) -> Any:
     return data.items()
 
 
+LONGEST_S = 1e4
+"""No latency of a machine is longer; what is simulated is counted in nanoseconds."""
+
+
 def _figure(data: Any, path: str) -> Figure:
     if not isinstance(data, list) or len(data) not in (2, 3):
         raise ClusterError(f"{path}: {data!r} is not a figure", allowed="[value, source] or [value, source, note]")
+    number = isinstance(data[0], (int, float)) and not isinstance(data[0], bool)
+    if number and path.endswith("_s") and not path.endswith("_per_s") and data[0] > LONGEST_S:
+        raise ClusterError(f"{path}: {data[0]} s", allowed=f"up to {LONGEST_S:.0f} s")
     return Figure(data[0], data[1], data[2] if len(data) == 3 else "")
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from laminar.errors import GraphError
 from laminar.ir.codec import Dtype, Ref, canonical, decode, encode
+from laminar.ir.reading import Part
 from laminar.ir.tensor import TensorSpec
 
 INPUT_KINDS = ("param", "buffer", "batch", "rng", "scale", "given")
@@ -194,12 +195,11 @@ class Graph:
 
     def to_json(self) -> dict[str, Any]:
         """Plain data; `from_json` is the inverse."""
-        return self._json(
-            [
-                [n.name, n.op, encode(n.args), [str(o) if o else None for o in n.outs], n.where, n.module, n.phase]
-                for n in self.nodes
-            ]
-        )
+        nodes: list[Any] = [
+            [n.name, n.op, encode(n.args), [str(o) if o else None for o in n.outs], n.where, n.module, n.phase]
+            for n in self.nodes
+        ]
+        return {**self._json(nodes), "hash": self.hash}
 
     def _json(self, nodes: list[Any]) -> dict[str, Any]:
         return {
@@ -215,21 +215,22 @@ class Graph:
     @staticmethod
     def from_json(data: dict[str, Any]) -> Graph:
         """A graph from `to_json`'s data."""
-        if data.get("laminar_graph") != VERSION:
-            raise GraphError(f"graph version {data.get('laminar_graph')!r}, this is version {VERSION}")
-        return Graph(
-            inputs=tuple(Input(n, k, TensorSpec.parse(s), t, tuple(a)) for n, k, s, t, a in data["inputs"]),
-            constants=tuple(
-                Constant(n, TensorSpec.parse(s), zlib.decompress(base64.b64decode(d))) for n, s, d in data["constants"]
-            ),
-            nodes=tuple(
-                Node(n, op, decode(args), tuple(TensorSpec.parse(o) if o else None for o in outs), where, module, phase)
-                for n, op, args, outs, where, module, phase in data["nodes"]
-            ),
-            outputs=tuple(Output(n, k, decode(r)) for n, k, r in data["outputs"]),
-            batch_tree=data["batch_tree"],
-            probed=tuple((name, sigs) for name, sigs in data["probed"]),
-        )
+        version = data.get("laminar_graph") if isinstance(data, dict) else None
+        if version != VERSION:
+            raise GraphError(f"graph version {version!r}, this is version {VERSION}")
+        part = Part(data, lambda what: GraphError(f"corrupt graph: {what}", next="capture the model again"))
+        fields: dict[str, Any] = {
+            "inputs": tuple(row.read(_input) for row in part["inputs"].rows()),
+            "constants": tuple(row.read(_constant) for row in part["constants"].rows()),
+            "nodes": tuple(row.read(_node) for row in part["nodes"].rows()),
+            "outputs": tuple(row.read(_output) for row in part["outputs"].rows()),
+            "batch_tree": part["batch_tree"].text(),
+            "probed": tuple(row.read(lambda r: (_str(r[0]), r[1])) for row in part["probed"].rows()),
+        }
+        graph = part.read(lambda _: Graph(**fields))
+        if part.read(lambda _: graph.hash) != part["hash"].text():
+            raise part["hash"].wrong("the graph is not the one that was written: a graph is captured, not edited")
+        return graph
 
     @cached_property
     def hash(self) -> str:
@@ -244,6 +245,45 @@ class Graph:
         lines += [f"{n.phase[0]} {n}    # {n.where}" if n.where else f"{n.phase[0]} {n}" for n in self.nodes]
         lines += [f"output {o.kind:6} {o.name} = {o.ref}" for o in self.outputs]
         return "\n".join(lines)
+
+
+def _str(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is not a text")
+    return value
+
+
+def _ref(value: Any) -> Ref:
+    found = decode(value)
+    if not isinstance(found, Ref) or not isinstance(found.name, str) or not isinstance(found.index, int):
+        raise TypeError(f"{value!r} is not a reference")
+    return found
+
+
+def _input(row: Any) -> Input:
+    name, kind, spec, trainable, aliases = row
+    if not isinstance(trainable, bool) or not isinstance(aliases, list):
+        raise TypeError(f"input {name!r} is not one")
+    return Input(_str(name), _str(kind), TensorSpec.parse(_str(spec)), trainable, tuple(map(_str, aliases)))
+
+
+def _output(row: Any) -> Output:
+    name, kind, ref = row
+    return Output(_str(name), _str(kind), _ref(ref))
+
+
+def _constant(row: Any) -> Constant:
+    name, spec, data = row
+    try:
+        return Constant(_str(name), TensorSpec.parse(_str(spec)), zlib.decompress(base64.b64decode(data)))
+    except zlib.error as error:
+        raise ValueError(f"constant {name!r} has other bytes: {error}") from error
+
+
+def _node(row: Any) -> Node:
+    name, op, args, outs, where, module, phase = row
+    specs = tuple(TensorSpec.parse(_str(o)) if o else None for o in outs)
+    return Node(_str(name), _str(op), decode(args), specs, _str(where), _str(module), _str(phase))
 
 
 def widen(graph: Graph) -> Graph:

@@ -23,6 +23,7 @@ from typing import Any
 
 from laminar.errors import TimelineError
 from laminar.ir.program import cause_of
+from laminar.ir.reading import MOST, Part
 
 FORMAT = "laminar.timeline"
 VERSION = 1
@@ -250,17 +251,26 @@ class Timeline:
             raise TimelineError("this is not a timeline", next="write one with `laminar simulate -o sim.json`")
         if data.get("version") != VERSION:
             raise TimelineError(f"timeline of version {data.get('version')}", allowed=f"version {VERSION}")
-        texts = data["texts"]
-        columns = [
-            [texts[v] for v in data["spans"][name]] if name in _TEXT else data["spans"][name] for name in _COLUMNS
-        ]
+        part = Part(data, lambda what: TimelineError(f"this timeline is damaged: {what}"))
+        texts = [t.text() for t in part["texts"].rows()]
+        columns: list[list[Any]] = []
+        for name in _COLUMNS:
+            column = part["spans"][name]
+            if name in _TEXT:
+                columns.append([v.read(lambda _, v=v: texts[v.whole()]) for v in column.rows()])
+            else:
+                columns.append([v.whole(-MOST) for v in column.rows()])
+        if len({len(column) for column in columns}) > 1:
+            raise part["spans"].wrong("columns of different lengths")
         return cls(
-            kind=data["kind"],
-            ranks=data["ranks"],
+            kind=part["kind"].text(),
+            ranks=part["ranks"].whole(1),
             spans=tuple(Span(*row) for row in zip(*columns, strict=True)),
-            stands_for={int(r): tuple(ranks) for r, ranks in data["stands_for"].items()},
-            memory={int(r): tuple(zip(*curve, strict=True)) for r, curve in data["memory"].items()},
-            meta=data["meta"],
+            stands_for={
+                _rank(r, c): tuple(v.whole() for v in c.rows()) for r, c in part["stands_for"].fields().items()
+            },
+            memory={_rank(r, c): _curve(c) for r, c in part["memory"].fields().items()},
+            meta=part["meta"].object(),
         )
 
     def save(self, path: str | Path) -> None:
@@ -280,8 +290,8 @@ class Timeline:
             raise TimelineError(f"{path} is not a timeline", next="write one with `laminar simulate -o sim.json`")
         try:
             return cls.from_json(data)
-        except (KeyError, ValueError, TypeError, IndexError) as error:
-            raise TimelineError(f"this timeline is damaged: {error!r}", at=str(path)) from None
+        except TimelineError as error:
+            raise TimelineError(str(error), at=str(path)) from None
 
     def to_chrome(self) -> dict[str, Any]:
         """A trace for ui.perfetto.dev or chrome://tracing: a process per rank, a thread per lane.
@@ -325,6 +335,15 @@ class Timeline:
 
     def __str__(self) -> str:
         return f"{self.kind} step of {self.step_ns / 1e6:.3f} ms: {len(self.spans)} spans on {self.ranks} ranks"
+
+
+def _rank(text: str, part: Part) -> int:
+    return part.read(lambda _: int(text))
+
+
+def _curve(part: Part) -> tuple[tuple[int, int], ...]:
+    at, held = ([v.whole(-MOST) for v in column.rows()] for column in part.rows(2))
+    return part.read(lambda _: tuple(zip(at, held, strict=True)))
 
 
 def _add(parts: dict[str, int], key: str, ns: int) -> None:

@@ -23,6 +23,7 @@ def owners(graph: Graph, plan: Plan) -> dict[str, NdSbp]:
 
 def step_programs(graph: Graph, plan: Plan) -> tuple[Program, Program | None]:
     """The program of one batch, and the one that puts updated parameters together, if any are in pieces."""
+    plan.fits(graph)
     program = lower(graph, replace(plan, outputs={**plan.outputs, **owners(graph, plan)}))
     items: list[Move] = [
         (i.name, i.spec, plan.state[i.name], plan.inputs[i.name])

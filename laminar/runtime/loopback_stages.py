@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from laminar.errors import PlanError
 from laminar.ir.program import Program
 from laminar.ir.staged import Staged
 from laminar.lower.pipes import together
@@ -81,6 +82,8 @@ def run(
     """
     distinct = list({id(m): m for m in made}.values())
     staged, turns = distinct[0].staged, Turns(seed)
+    if len(batches) != staged.micro_batches:
+        raise PlanError(f"{len(batches)} micro-batches for a plan of {staged.micro_batches}")
     pipes = together(distinct)
     hubs = [Hub(place.mesh, turns, way) for place in staged.places]
     known = {id(m): c for m, c in zip(made, constants, strict=True)}

@@ -349,7 +349,7 @@ class Groups:
             return direct.Scatter(wire, boxes, dtype, self._scratch, instr.name in self._leaving)
         if instr.kind == "all_gather":
             return AllGather(group, box) if len(boxes) == 1 else MergedGather(group, boxes)
-        even = len(boxes) == 1 and len({box.dst, *(tuple(p) for p in box.incoming_shapes())}) == 1
+        even = len(boxes) == 1 and box.src and box.src[box.take[0]] // box.take[1] % len(box.ranks) == 0
         if instr.kind == "reduce_scatter" and even and box.dst and group.backend == "nccl":
             return ReduceScatter(group, box)
         return AllToAll(group, boxes)

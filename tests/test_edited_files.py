@@ -1,0 +1,156 @@
+"""Files that somebody has edited: refused by name, with the place in the file, or right.
+
+Plans, graphs, clusters and timelines are JSON, and people change them: by hand, by merging, by a script that half
+works. So thousands of random edits are made (`mutated.py`), and each file is loaded and used as the commands use it.
+Whatever is not refused as a `LaminarError` must still give the numbers of one device.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import pytest
+
+import laminar
+from laminar.errors import LaminarError, PlanError
+from laminar.forecast import predict
+from laminar.ir.cluster import Cluster
+from laminar.ir.graph import Graph
+from laminar.ir.mesh import Mesh
+from laminar.ir.staged import Staged, plan_of
+from laminar.ir.timeline import Timeline
+from laminar.runtime.verify import verify_program
+from laminar.search.draw import random_plan
+from laminar.staging import pipeline
+from tests.mutated import mutated
+from tests.seeds import first
+from tests.test_staged import worst
+from tests.zoo import specimen
+
+NAME = "mlp.py:tiny"
+FEW, MANY = 150, 3000
+
+
+@cache
+def cluster() -> Cluster:
+    return Cluster.preset("8xh100")
+
+
+@cache
+def plan() -> Any:
+    return laminar.plans.tensor_parallel(specimen(NAME).graph, Mesh({"dp": 2, "tp": 2}))
+
+
+def use_plan(data: Any) -> None:
+    one, found = specimen(NAME), plan_of(data)
+    found.explain(price=2.0)
+    predict(one.graph, found, cluster())
+    report = verify_program(one.graph, found, [one.inputs])
+    assert report.ok, str(report)
+
+
+def use_staged(data: Any) -> None:
+    one, found = specimen(NAME, "f64"), plan_of(data)
+    found.explain()
+    found.fits(one.graph)
+    assert worst(one, found) <= 1e-9
+
+
+def use_graph(data: Any) -> None:
+    found = Graph.from_json(data)
+    assert str(found)
+    laminar.plans.data_parallel(found, Mesh({"dp": 2}))
+
+
+def use_cluster(data: Any) -> None:
+    predict(specimen(NAME).graph, plan(), Cluster.from_json(data))
+
+
+def use_timeline(data: Any) -> None:
+    found = Timeline.from_json(data)
+    assert str(found) and json.dumps(found.to_chrome())
+
+
+def staged() -> Staged:
+    inner = [partial(random_plan, mesh=Mesh({"a": 2}), seed=1)] * 2
+    return pipeline(specimen(NAME, "f64").graph, 2, 2, 1, inner, couple="microbatch")
+
+
+KINDS: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
+    "plan": (lambda: plan().to_json(), use_plan),
+    "staged plan": (lambda: staged().to_json(), use_staged),
+    "graph": (lambda: specimen(NAME).graph.to_json(), use_graph),
+    "cluster": (lambda: cluster().to_json(), use_cluster),
+    "timeline": (lambda: predict(specimen(NAME).graph, plan(), cluster()).timeline.to_json(), use_timeline),
+}
+
+
+def tried(kind: str, seeds: range) -> tuple[int, int]:
+    """How many edits were refused and how many taken; anything else fails, with the edit that did it."""
+    make, use = KINDS[kind]
+    whole = json.loads(json.dumps(make()))
+    use(whole)
+    refused = 0
+    for seed in seeds:
+        data, said = mutated(whole, random.Random(seed))
+        try:
+            use(data)
+        except LaminarError as error:
+            refused += 1
+            assert str(error).strip()
+        except BaseException as error:
+            error.add_note(f"{kind}, seed {seed}: {said}")
+            raise
+    return refused, len(seeds) - refused
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_edited_file_is_refused_by_name_or_right(kind: str) -> None:
+    """No KeyError from within, and no other numbers."""
+    refused, taken = tried(kind, range(FEW))
+    assert refused > FEW // 4 and taken > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_edited_files_are_refused_by_name_or_right(kind: str) -> None:
+    """Fresh edits in every run."""
+    tried(kind, range(first(FEW), first(FEW) + MANY))
+
+
+def edited(change: Callable[[Any], None]) -> str:
+    """What is said about a plan after an edit."""
+    data = json.loads(json.dumps(plan().to_json()))
+    change(data)
+    with pytest.raises(PlanError) as caught:
+        use_plan(data)
+    return str(caught.value)
+
+
+def test_the_place_in_the_file_is_named() -> None:
+    """Somebody has edited one line of ten thousand: which one?"""
+    name = next(iter(plan().ops))
+    assert f"ops.{name}[0][0]: 'S(x)' is not a placement" in edited(
+        lambda d: d["ops"][name][0].__setitem__(0, "S(x)|B")
+    )
+    assert f"ops.{name}[1][0]: 'B' places on 1 axes, the mesh has 2" in edited(
+        lambda d: d["ops"][name][1].__setitem__(0, "B")
+    )
+    assert f"ops.{name}: 1 items, not 2" in edited(lambda d: d["ops"][name].pop())
+    assert "no field 'inputs'" in edited(lambda d: d.pop("inputs"))
+    assert "name: 3, not a text" in edited(lambda d: d.update(name=3))
+    assert "account: a list, not an object" in edited(lambda d: d.update(account=[]))
+    assert "account: it has no 'solver'" in edited(lambda d: d["account"].pop("solver"))
+    assert "gather_once: 'yes', not true or false" in edited(lambda d: d.update(gather_once="yes"))
+    assert "does not place output loss:loss" in edited(lambda d: d["outputs"].pop("loss:loss"))
+
+
+def test_an_op_with_too_few_placements_is_named() -> None:
+    """It loads: only the graph knows how many there should be."""
+    name = next(n for n, c in plan().ops.items() if len(c.ins) > 1)
+    said = edited(lambda d: d["ops"][name][0].pop())
+    assert f"that %{name} reads" in said and "allowed" in said
