@@ -257,7 +257,7 @@ class Timeline:
         for name in _COLUMNS:
             column = part["spans"][name]
             if name in _TEXT:
-                columns.append([v.read(lambda _, v=v: texts[v.whole()]) for v in column.rows()])
+                columns.append([_entry(v, texts) for v in column.rows()])
             else:
                 columns.append([v.whole(-MOST) for v in column.rows()])
         if len({len(column) for column in columns}) > 1:
@@ -335,6 +335,13 @@ class Timeline:
 
     def __str__(self) -> str:
         return f"{self.kind} step of {self.step_ns / 1e6:.3f} ms: {len(self.spans)} spans on {self.ranks} ranks"
+
+
+def _entry(part: Part, texts: list[str]) -> str:
+    at = part.whole()
+    if at >= len(texts):
+        raise part.wrong(f"text {at}, of {len(texts)}")
+    return texts[at]
 
 
 def _rank(text: str, part: Part) -> int:
