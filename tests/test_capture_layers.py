@@ -585,10 +585,3 @@ def test_images_with_channels_last_are_captured(name: str) -> None:
         return Fn(LYING[name], a=nn.Conv2d(3, 4, 3)).to(memory_format=torch.channels_last)
 
     same(make, square, draw(2, 3, 16, 16).to(memory_format=torch.channels_last), tol=1e-5)
-
-
-def test_strides_onto_other_memory_are_refused() -> None:
-    """Elements that overlap, or a part of the memory, have no name in a graph."""
-    model = Fn(lambda m, x: m.a(x).contiguous().as_strided((2, 5), (3, 1)), a=nn.Linear(4, 4))
-    with pytest.raises(laminar.CaptureError, match="looks at memory"):
-        capture(model, square, draw(3, 4))

@@ -48,6 +48,8 @@ class Family:
     """Configurations inside of the configuration."""
     dtype: torch.dtype = torch.float64
     """Float32 where the library has ops that know nothing wider."""
+    change: Callable[[Any], None] = lambda model: None
+    """What its users do to a model before they train it."""
 
 
 def drawn(*shape: int, upto: int = 0) -> Tensor:
@@ -161,6 +163,29 @@ def series(config: Any) -> dict[str, Any]:
     return {"past_values": drawn(N, 16, 2), "future_values": drawn(N, 4, 2)}
 
 
+class LowRank(nn.Module):
+    """A linear layer that stays as it is, and a product of two narrow ones beside it that is trained."""
+
+    def __init__(self, base: nn.Linear, rank: int = 4, alpha: float = 8.0, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.base, self.scaling, self.dropout = base, alpha / rank, nn.Dropout(dropout)
+        self.down = nn.Linear(base.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.base(x) + self.up(self.down(self.dropout(x))) * self.scaling
+        return out
+
+
+def adapted(model: nn.Module) -> None:
+    """Freeze all of it, and put adapters beside the projections of attention."""
+    model.requires_grad_(False)
+    places = [(m, n, c) for m in model.modules() for n, c in m.named_children() if n in ("q_proj", "v_proj", "query")]
+    for module, name, child in places:
+        assert isinstance(child, nn.Linear)
+        setattr(module, name, LowRank(child))
+
+
 CONVS = {"layerdrop": 0.0, "mask_time_prob": 0.0, "conv_dim": (16, 16), "conv_stride": (5, 4), "conv_kernel": (10, 8),
          "num_feat_extract_layers": 2, "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4,
          "num_codevectors_per_group": 4, "codevector_dim": 16, "proj_codevector_dim": 16,
@@ -171,6 +196,8 @@ TWO: dict[str, dict[str, Any]] = {"text_config": {"num_labels": 2}, "vision_conf
 
 FAMILIES: dict[str, Family] = {
     "Llama": Family("LlamaForCausalLM", causal),
+    "Llama (recomputed)": Family("LlamaForCausalLM", causal, change=lambda m: m.gradient_checkpointing_enable()),
+    "Llama (LoRA)": Family("LlamaForCausalLM", padded, change=adapted),
     "Qwen2": Family("Qwen2ForCausalLM", padded),
     "Qwen3": Family("Qwen3ForCausalLM", causal),
     "Mistral": Family("MistralForCausalLM", causal),
@@ -223,6 +250,7 @@ FAMILIES: dict[str, Family] = {
     "LED": Family("LEDForConditionalGeneration", encoded, {"attention_window": 4, "max_encoder_position_embeddings": 64,
         "max_decoder_position_embeddings": 64}),
     "BERT": Family("BertForMaskedLM", padded),
+    "BERT (LoRA)": Family("BertForSequenceClassification", classed, change=adapted),
     "RoBERTa": Family("RobertaForMaskedLM", padded),
     "XLM-RoBERTa": Family("XLMRobertaForSequenceClassification", classed),
     "DistilBERT": Family("DistilBertForSequenceClassification", classed),
@@ -342,7 +370,9 @@ def made(name: str) -> nn.Module:
     """The model with the weights it always gets."""
     torch.manual_seed(0)
     family = FAMILIES[name]
-    model = getattr(transformers, family.model)(configured(family)).to(family.dtype).train()
+    model = getattr(transformers, family.model)(configured(family))
+    family.change(model)
+    model = model.to(family.dtype).train()
     for p in model.parameters():  # what begins as zero (ConvNeXt's scales, LoRA's) would hide what lies behind it
         if p.requires_grad and not p.detach().any():
             nn.init.normal_(p, std=0.1)
