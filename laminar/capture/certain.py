@@ -32,11 +32,24 @@ ASKS: dict[str, Callable[[float], bool | None]] = {
 """What a comparison of a number in [0, 1) with p gives, where that is certain."""
 
 
-def _undecided(p: Any) -> CaptureError:
-    return CaptureError(
+class Drawn(CaptureError):
+    """A draw that a graph can't hold; the part that draws may run as it is (`eager_search`)."""
+
+    depends_on_data = True
+
+
+def _undecided(p: Any) -> Drawn:
+    return Drawn(
         f"a random number decides what runs next (with probability {p}): it depends on the draw, and one graph holds "
         "one path",
         next="set the probability to 0 (layerdrop=0.0 in many configurations), or choose by torch.where",
+    )
+
+
+def _as_a_number(which: str) -> Drawn:
+    return Drawn(
+        f"forward draws random numbers from {which}, which would be the same in every captured step",
+        next="draw with torch.rand, randn, bernoulli or dropout",
     )
 
 
@@ -70,10 +83,7 @@ class Draw:
     def _used(self, *_: Any) -> Any:
         if self.look is not None:
             self.look()
-        raise CaptureError(
-            f"forward draws random numbers from {self.which}, which would be the same in every captured step",
-            next="draw with torch.rand, randn, bernoulli or dropout",
-        )
+        raise _as_a_number(self.which)
 
 
 for (
@@ -83,34 +93,45 @@ for (
     setattr(Draw, f"__{_name}__", Draw._used)
 
 
+def _alone(*args: Any, **kwargs: Any) -> bool:
+    return not args and not kwargs
+
+
+def _from_0_to_1(*args: Any, **kwargs: Any) -> bool:
+    given = [*args, *kwargs.values()]
+    return [*given, *[0.0, 1.0][len(given) :]] == [0, 1]
+
+
+UNITS = {"random": _alone, "rand": _alone, "random_sample": _alone, "uniform": _from_0_to_1}
+"""Functions of Python and NumPy that draw one number in [0, 1), if called so."""
+KEPT = ("seed", "getstate", "setstate", "get_state", "set_state")
+
+
 @contextlib.contextmanager
 def held_back() -> Iterator[None]:
-    """Inside, single draws from Python and NumPy on this thread are `Draw`s; other threads draw as ever."""
+    """Inside, what this thread draws from Python's and NumPy's global generators is a `Draw`, or refused where it is
+    drawn; other threads draw as ever."""
     thread = threading.get_ident()
 
-    def instead(which: str, draw: Callable[..., Any], unit: Callable[..., bool]) -> Callable[..., Any]:
+    def instead(which: str, name: str, draw: Callable[..., Any]) -> Callable[..., Any]:
         def drawn(*args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() == thread and unit(*args, **kwargs):
+            if threading.get_ident() != thread:
+                return draw(*args, **kwargs)
+            if name in UNITS and UNITS[name](*args, **kwargs):
                 return Draw(which)
-            return draw(*args, **kwargs)
+            raise _as_a_number(which)
 
         return drawn
 
-    def alone(*args: Any, **kwargs: Any) -> bool:
-        return not args and not kwargs
-
-    def from_0_to_1(*args: Any, **kwargs: Any) -> bool:
-        given = [*args, *kwargs.values()]
-        return [*given, *[0.0, 1.0][len(given) :]] == [0, 1]
-
-    places: list[tuple[Any, str, str, Callable[..., bool]]] = [
-        (random, "random", "Python", alone), (random, "uniform", "Python", from_0_to_1),
-        (np.random, "random", "numpy", alone), (np.random, "rand", "numpy", alone),
-        (np.random, "random_sample", "numpy", alone), (np.random, "uniform", "numpy", from_0_to_1),
-    ]  # fmt: skip
-    kept = [(module, name, getattr(module, name)) for module, name, _, _ in places]
-    for module, name, which, unit in places:
-        setattr(module, name, instead(which, getattr(module, name), unit))
+    kept: list[tuple[Any, str, Any]] = []
+    modules: list[tuple[Any, str]] = [(random, "Python"), (np.random, "numpy")]
+    for module, which in modules:
+        generator = module.random.__self__
+        for name in dir(module):
+            draw = getattr(module, name)
+            if getattr(draw, "__self__", None) is generator and name not in KEPT:
+                kept.append((module, name, draw))
+                setattr(module, name, instead(which, name, draw))
     try:
         yield
     finally:

@@ -305,4 +305,5 @@ def located(error: LaminarError, module: str) -> LaminarError:
         labels[label] = text.strip()
     if "at" in labels:
         return error
-    return type(error)(str(error).split("\n")[0], at=blame(error), module=module, **labels)
+    found = type(error)(str(error).split("\n")[0], at=blame(error), module=module, **labels)
+    return found.with_traceback(error.__traceback__)  # who looks for the part that did it goes by the frames
