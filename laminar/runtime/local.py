@@ -41,6 +41,7 @@ BOUND |= {
     "aten.silu": private.silu,
     "aten.slice.Tensor": find_op("aten.slice.Tensor"),
     "aten.nll_loss2d_backward": nll_loss2d_backward,
+    "aten.view_as_complex": lambda x: torch.view_as_complex(x.contiguous()),
 }
 """Fast spellings. Views become reshapes, because boxing may have changed strides."""
 

@@ -188,6 +188,7 @@ class Job(Recorded, storage.Stored, Logs):
         optim.refuse_unless_elementwise(self.optimizer, trained, self._elementwise)
         optim.adopt(self.optimizer, trained, self._cut)
         self._by_name = {k.name: k for k in trained}
+        self._plain = all(k.plain for k in self._kept)
         rounded = self.precision.rounding != "nearest"
         self._tracked = Tracked(self.optimizer, self._kept, rounded, self._elementwise)
 
@@ -359,7 +360,7 @@ class Job(Recorded, storage.Stored, Logs):
         if len(names) != len(grads):
             grads = [g for (n, _), g in zip(ready.grads, grads, strict=True) if n in self._by_name]
         kept = [self._by_name[n] for n in names]
-        grads = optim.laid_out(kept, grads)
+        grads = optim.laid_out(kept, grads, self._plain)
         if names not in self._norms:
             self._norms[names] = Norm([self._owner_nd(n) for n in names], self.mesh, self.device)
         inverse: Tensor | float = 1.0 / scale

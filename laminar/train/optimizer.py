@@ -56,6 +56,8 @@ class Kept:
 
     def __post_init__(self) -> None:
         self.stride = self.owned.stride()
+        self.plain = self.owned.is_contiguous() and (self.owned.device.type == "cpu" or 1 not in self.owned.shape)
+        """Whether a contiguous gradient lies like it; GPUs look at the strides of dims of one element, too."""
 
     @property
     def gathered(self) -> bool:
@@ -92,8 +94,10 @@ def refuse_closure(optimizer: torch.optim.Optimizer, why: str) -> None:
         )
 
 
-def laid_out(kept: Iterable[Kept], grads: Iterable[Tensor]) -> list[Tensor]:
-    """Gradients that lie in memory as what they update does; see `train/layout.py`."""
+def laid_out(kept: Sequence[Kept], grads: list[Tensor], plain: bool = False) -> list[Tensor]:
+    """Gradients that lie in memory as what they update does; see `train/layout.py`. `plain`: all of that is."""
+    if plain and all(map(Tensor.is_contiguous, grads)):
+        return grads
     return [g if g.stride() == k.stride else laid_as(g, k.owned) for k, g in zip(kept, grads, strict=True)]
 
 

@@ -182,6 +182,7 @@ class StagedJob(Recorded, StagedPipes, StagedState, Logs):
         optim.refuse_unless_elementwise(self.optimizer, trained, self._elementwise, len(staged.places))
         optim.adopt(self.optimizer, trained, self._cut)
         self._by_name = {k.name: k for k in trained}
+        self._plain = all(k.plain for k in self._kept)
         rounded = self.precision.rounding != "nearest"
         self._tracked = Tracked(self.optimizer, self._kept, rounded, self._elementwise, len(staged.places))
         self._trained = [(s.name, s.tensor, s.tensor.requires_grad) for s in self._slots if s.kind == "param"]
@@ -367,7 +368,7 @@ class StagedJob(Recorded, StagedPipes, StagedState, Logs):
     def _update(self, grads: Mapping[str, Tensor], number: int, raw: Tensor, inverse: Any) -> Tensor:
         """Update what this rank owns; the norm of the gradient as it counts."""
         names = [n for n in self._by_name if n in grads]
-        pieces = optim.laid_out([self._by_name[n] for n in names], [grads[n] for n in names])
+        pieces = optim.laid_out([self._by_name[n] for n in names], [grads[n] for n in names], self._plain)
         norm = scale_and_clip(pieces, raw, inverse, self.clip_norm, self.clip_value)
         updates = [(self._by_name[n], g) for n, g in zip(names, pieces, strict=True)]
         key = torch.tensor([self.seed, number], device=self.device)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
 from typing import Any
 
 import torch
@@ -47,12 +46,16 @@ class Tracked:
         self._groups = self.optimizer.param_groups
         self._listed = [(g, g["params"], list(g["params"])) for g in self._groups]
         self._state = self.optimizer.state
-        self._ids = self._state_ids()
         self._hooks = step_hooks(self.optimizer)
+        states = list(self._state.values()) if self._entries else []
+        kept = [(s, key, v) for s in states for key, v in s.items() if isinstance(v, Tensor) and v.dim()]
+        self._ids = list(map(id, states))
+        self._held, self._keys, self._tensors = [s for s, _, _ in kept], [k for _, k, _ in kept], [v for *_, v in kept]
 
-    def _state_ids(self) -> list[int]:
-        entries = self.optimizer.state.values() if self._entries else ()
-        return list(map(id, chain.from_iterable(map(dict.values, entries))))
+    def _same_entries(self) -> bool:
+        return list(map(id, self.optimizer.state.values())) == self._ids and all(
+            map(operator.is_, map(dict.get, self._held, self._keys), self._tensors)
+        )
 
     def same(self) -> bool:
         """Whether nobody but the steps has touched it."""
@@ -67,7 +70,7 @@ class Tracked:
             )
             and self.optimizer.state is self._state
             and (not self._pieces or step_hooks(self.optimizer) == self._hooks)
-            and (not self._entries or self._state_ids() == self._ids)
+            and (not self._entries or self._same_entries())
         )  # fmt: skip
 
     def regrouped(self) -> bool:

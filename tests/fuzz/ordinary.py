@@ -22,7 +22,7 @@ def in_place(g: Scope) -> Statement | None:
         (f"{y}.sub_({p}).square_()",), (f"{y}[..., 0], rest = {y}[..., 0] * 2, {y}[..., 1:]",),
         (f"{y}.select(-1, 0).add_(1)",), (f"{y}.t().mul_({p}[:, None])" if len(s) == 2 else f"{y}.neg_()",),
         (f"{y}.index_fill_(-1, torch.tensor([0]), 0.3)", f"{y} *= {p}"), (f"{y}.scatter_(-1, torch.zeros_like({y}[..., :1], dtype=torch.long), 0.7)",),
-        (f"{y}[{y} > 1] = 0.5",), (f"{y}.fill_(0.2)", f"{y} += {a}"), (f"{y}.exp_().clamp_(max=3)",),
+        (f"{y}[{y} > 1] = 0.5",), (f"{y}.fill_(0.2)", f"{y} += {a}"), (f"{y}.clamp_(max=1)", f"{y}.exp_()"),
     ]  # fmt: skip
     start = g.rng.choice([f"{y} = {a}.clone()", f"{y} = {a} * 1.5", f"{y} = {a} + 0"])
     return made(g, s, start, *g.rng.choice(bodies), y, ins=(a,), init=init)

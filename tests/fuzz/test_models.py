@@ -62,7 +62,7 @@ def planted() -> Program:
 def test_a_wrong_update_is_found_and_shrunk_to_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: gradients as the last op left them. What is left is the product that lays its gradient out otherwise."""
     assert outcome(planted()).kind == "equal"
-    monkeypatch.setattr(optim, "laid_out", lambda kept, grads: list(grads))
+    monkeypatch.setattr(optim, "laid_out", lambda kept, grads, plain: list(grads))
     assert outcome(planted()).kind == "wrong"
     with one_thread():
         small = shrink(planted(), lambda p: outcome(p).kind == "wrong", tries=60)
