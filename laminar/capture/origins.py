@@ -135,8 +135,11 @@ class Recorder(TorchDispatchMode):
         behind = autograd_node() if not self.recomputing else None
         if self.fixed is not None:
             origin = self.fixed
-        elif behind is not None:
+        elif behind is not None and not self.noting:
             origin = replace(self.behind(behind), phase="backward")
+        elif behind is not None:  # a gradient that the model itself asks for: a penalty, a step of its own
+            origin = replace(self.behind(behind), phase="forward")
+            self.by_sequence.setdefault(sequence_number(), origin)
         else:
             phase = "recompute" if self.recomputing else "forward"
             origin = Origin(self.where(), self.stack[-1] if self.stack else "", phase)

@@ -406,6 +406,7 @@ class _Cutter:
             replace(n, args=map_refs(n.args, moved)) if any(r in taken for r in n.ins) else n for n in [*needed, *extra]
         ]
         read = {r.name for n in nodes for r in n.ins} | {moved(o.ref).name for o in outs}
+        read |= {o.name for o in outs if o.kind == "buffer"}  # also one that is written without being read
         kept: list[Any] = [self.inputs[name] for name in self.inputs if name in read]
         given = [Input(name, "given", graph.specs[ref]) for ref, name in taken.items()]
         sent = dict.fromkeys(e.ref for e in out)

@@ -120,8 +120,7 @@ def run_eager(
             if backward:
                 trained = [s for s in slots if s.trainable]
                 root = value if scale is None else total * torch.tensor(scale, dtype=torch.float64).to(total)
-                grads = torch.autograd.grad(root, [s.tensor for s in trained], allow_unused=True)
-                for slot, grad in zip(trained, grads, strict=True):
+                for slot, grad in zip(trained, _gradients(root, [s.tensor for s in trained]), strict=True):
                     if grad is not None:
                         dense = grad.to_dense() if grad.is_sparse else grad
                         out[f"grad:{slot.name}"] = dense.float() if wide and dense.dtype in NARROW else dense
@@ -130,6 +129,20 @@ def run_eager(
             if slot.kind == "buffer" and isinstance(now, Tensor) and not same(now.detach(), before[slot.name]):
                 out[f"buffer:{slot.name}"] = now.detach().clone()
     return out
+
+
+def _gradients(root: Tensor, params: Sequence[Tensor]) -> list[Tensor | None]:
+    """By `backward()`, as user code does: regions that are checkpointed in the older way take nothing else."""
+    before = [p.grad for p in params]
+    for p in params:
+        p.grad = None
+    try:
+        if root.requires_grad:
+            root.backward()  # type: ignore[no-untyped-call]
+        return [p.grad for p in params]
+    finally:
+        for p, grad in zip(params, before, strict=True):
+            p.grad = grad
 
 
 @contextlib.contextmanager

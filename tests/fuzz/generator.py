@@ -51,18 +51,20 @@ def drawn(seed: int, way: str | None = None) -> Program:
 
 def _trained(program: Program, rng: random.Random, way: str | None) -> Program:
     """How it is trained."""
-    way = way or rng.choices(["alone", "lockstep", "ranks"], [5, 4, 1])[0]
+    way = way or rng.choices(["alone", "lockstep", "stages", "ranks"], [10, 8, 1, 1.5])[0]
     options: dict[str, Any] = {
         "way": way,
         "plan": rng.choice(PLANS) if way != "alone" else "data",
-        "ranks": 1 if way == "alone" else 2 if way == "ranks" else rng.choice([2, 2, 3, 4]),
+        "ranks": 1 if way == "alone" else 2 if way in ("ranks", "stages") else rng.choice([2, 2, 3, 4]),
         "optimizer": rng.choice(OPTIMIZERS),
         "steps": rng.choice([2, 3]),
         "micro_batches": 1,
         "precision": "f32",
         "clip_norm": rng.choice([None, None, None, 0.7]),
     }
-    if way != "lockstep":
+    if way == "stages":
+        options |= {"steps": 1, "micro_batches": 2, "clip_norm": None, "optimizer": "sgd"}
+    elif way != "lockstep":
         if "coupled" not in program.traits and "state" not in program.traits:
             options["micro_batches"] = rng.choice([1, 1, 2, 3])
         if program.dtype == "float32" and rng.random() < 0.5:

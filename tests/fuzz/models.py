@@ -36,7 +36,7 @@ def main() -> int:
     parser.add_argument("--programs", type=int, default=200)
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) - 1))
     parser.add_argument("--seed", type=int, default=None)
-    parser.add_argument("--way", choices=("alone", "lockstep", "ranks"))
+    parser.add_argument("--way", choices=("alone", "lockstep", "stages", "ranks"))
     parser.add_argument("--only", type=int, help="one program by its own seed")
     parser.add_argument("--no-shrink", action="store_true")
     args = parser.parse_args()

@@ -1,7 +1,8 @@
 """One program in plain PyTorch and through Laminar: are the numbers the same?
 
 Ways through Laminar: `alone` (a job in this process: the front door, generated code, the optimizer), `lockstep` (a
-plan on several ranks in this process, its gradients applied by plain PyTorch), `ranks` (the same job on processes).
+plan on several ranks in this process, its gradients applied by plain PyTorch), `stages` (one step through a pipeline
+in this process, as `verify` runs it), `ranks` (the same job on processes).
 What can come of it:
 
     equal     losses, weights and buffers are those of plain PyTorch, after two or three steps
@@ -26,9 +27,9 @@ import torch
 from torch import Tensor, nn
 
 import laminar
-from laminar.api import inputs_of
+from laminar.api import inputs_of, micro_batches
 from laminar.capture.slots import slots_of
-from laminar.errors import LaminarError
+from laminar.errors import GraphError, LaminarError, RankError
 from laminar.runtime import lockstep
 from laminar.runtime.eager import Keyed
 from laminar.runtime.shards import assemble
@@ -211,6 +212,17 @@ def in_lock_step(program: Program) -> tuple[list[float], dict[str, Tensor]]:
     return losses, {n: t.detach().clone() for n, t in held.items()}
 
 
+def through_stages(program: Program) -> None:
+    """Micro-batches through two stages in this process, against one device and the model itself."""
+    space, o = program.compiled(), program.options
+    model, (batch,) = model_of(space, program), space["batches"](1)
+    graph = laminar.capture(model, space["loss"], micro_batches(batch, o["micro_batches"])[0])
+    plan = laminar.plans.pipeline(graph, o["ranks"], o["micro_batches"])
+    report = laminar.verify(model, space["loss"], [batch], plan)
+    if not report.ok:
+        raise Different(str(report))
+
+
 def outcome(program: Program, ranks: Any = None) -> Outcome:
     """What comes of a program; `ranks` is a pool (`tests/ranks.py`) for those that run on processes."""
     with warnings.catch_warnings():
@@ -225,16 +237,23 @@ def outcome(program: Program, ranks: Any = None) -> Outcome:
                     if isinstance(found, Outcome):
                         return found
                     compare(program, *found, want)
+            elif program.options["way"] == "stages":
+                through_stages(program)
             else:
                 run = in_lock_step if program.options["way"] == "lockstep" else through_job
                 compare(program, *run(program), want)
         except Different as error:
             return Outcome("wrong", str(error))
         except LaminarError as error:
-            return Outcome("refused", _line(error))
+            return Outcome(_kind(error), _line(error))
         except Exception as error:
             return Outcome("crash", _line(error))
     return Outcome("equal")
+
+
+def _kind(error: LaminarError) -> str:
+    """Whether an error is one of ours about the model, or tells of one that nobody meant."""
+    return "crash" if isinstance(error, (GraphError, RankError)) else "refused"
 
 
 def _caught(program: Program) -> Any:
@@ -244,7 +263,7 @@ def _caught(program: Program) -> Any:
         try:
             return through_job(program)
         except LaminarError as error:
-            return Outcome("refused", _line(error))
+            return Outcome(_kind(error), _line(error))
 
 
 def _line(error: BaseException) -> str:
