@@ -15,7 +15,8 @@ FOUND: dict[str, tuple[str, str, str]] = {
     "a complex view of a repeated gradient": ("alone", "v = torch.view_as_real(torch.complex(a, a * 0.5)).sum(-1)", ""),
     "a gradient inside of forward is forward": (
         "stages",
-        "t = a.detach().requires_grad_()\n(g,) = torch.autograd.grad(self.layer(t).tanh().sum(), t, create_graph=True)\n"
+        "t = a.detach().requires_grad_()\n"
+        "(g,) = torch.autograd.grad(self.layer(t).tanh().sum(), t, create_graph=True)\n"
         "v = torch.tanh(self.last(a + g))",
         "self.layer = nn.Linear(4, 4)\nself.last = nn.Linear(4, 4)",
     ),
