@@ -33,10 +33,12 @@ def kept_graph(
     name = fingerprint(model, loss, batch, tree, dict(how))
     if name is None:
         return make()
-    before = predictor.traced if predictor is not None else 0
+    before = list(predictor.samples) if predictor is not None else []
 
     def out(graph: Graph) -> Any:
-        sample = predictor.samples[-1] if predictor is not None and predictor.traced > before else None
+        # Not every step that is traced can be learned from.
+        new = [s for s in predictor.samples if not any(s is b for b in before)] if predictor is not None else []
+        sample = new[-1] if new else None
         learned = None if sample is None else [list(sample.sizes), sample.graph, sample.ops]
         return {"graph": graph.to_json(), "sample": learned}
 

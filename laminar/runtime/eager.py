@@ -138,7 +138,7 @@ def _gradients(root: Tensor, params: Sequence[Tensor]) -> list[Tensor | None]:
         p.grad = None
     try:
         if root.requires_grad:
-            root.backward()  # type: ignore[no-untyped-call]
+            root.backward()
         return [p.grad for p in params]
     finally:
         for p, grad in zip(params, before, strict=True):

@@ -52,6 +52,8 @@ def drawn(seed: int, way: str | None = None) -> Program:
 def _trained(program: Program, rng: random.Random, way: str | None) -> Program:
     """How it is trained."""
     way = way or rng.choices(["alone", "lockstep", "stages", "ranks"], [10, 8, 1, 1.5])[0]
+    if way == "stages" and {"coupled", "state"} & program.traits:  # micro-batches are no whole batch there
+        way = "lockstep"
     options: dict[str, Any] = {
         "way": way,
         "plan": rng.choice(PLANS) if way != "alone" else "data",
@@ -61,6 +63,7 @@ def _trained(program: Program, rng: random.Random, way: str | None) -> Program:
         "micro_batches": 1,
         "precision": "f32",
         "clip_norm": rng.choice([None, None, None, 0.7]),
+        "again": way == "alone" and rng.random() < 0.1,
     }
     if way == "stages":
         options |= {"steps": 1, "micro_batches": 2, "clip_norm": None, "optimizer": "sgd"}

@@ -16,10 +16,12 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
+import tempfile
 import traceback
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -157,8 +159,27 @@ def plan_of(program: Program) -> Any:
     return name if name != "random" else lambda graph, mesh: random_plan(graph, mesh, program.seed)
 
 
+@contextlib.contextmanager
+def cache() -> Iterator[None]:
+    """With a folder for what one run leaves to the next."""
+    with tempfile.TemporaryDirectory() as folder:
+        before = os.environ.get("LAMINAR_CACHE")
+        os.environ["LAMINAR_CACHE"] = folder
+        try:
+            yield
+        finally:
+            os.environ.pop("LAMINAR_CACHE")
+            if before is not None:
+                os.environ["LAMINAR_CACHE"] = before
+
+
 def through_job(program: Program) -> tuple[list[float], dict[str, Tensor]]:
-    """A job on as many ranks as this process is one of."""
+    """A job on as many ranks as this process is one of; `again`: the second of two, with what the first has kept."""
+    if program.options.get("again"):
+        plain_once = replace(program, options={**program.options, "again": False})
+        with cache():
+            through_job(plain_once)
+            return through_job(plain_once)
     space, o = program.compiled(), program.options
     model = model_of(space, program)
     data = space["batches"](o["steps"])
