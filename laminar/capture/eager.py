@@ -305,8 +305,15 @@ class Keying(Tracing):
     ) -> Any:  # fmt: skip
         """One call, with all generators set as they are for the op."""
         self.mode.site += 1
-        with seeded(self.mode.key, self.mode.site, self.mode.key.device), without_function_modes():
-            return module.forward(*args, **kwargs) if function is None else function(*args, **kwargs)  # type: ignore[union-attr]
+        _active.tracing = None  # what it calls runs as it is with it
+        try:
+            with seeded(self.mode.key, self.mode.site, self.mode.key.device), without_function_modes():
+                if function is not None:
+                    return function(*args, **kwargs)
+                assert module is not None
+                return module.forward(*args, **kwargs)
+        finally:
+            _active.tracing = self
 
 
 def _declared_samples(part: Part, tensors: list[Tensor]) -> Part:
