@@ -521,6 +521,8 @@ def _raw(forward: Any) -> Make:
 LOOKING |= {
     "torch's own batch norm": (
         _raw(lambda m, x: torch.batch_norm(x, m.w, m.b, m.rm, m.rv, True, 0.1, 1e-5, False)), draw(4, 3, 5)),
+    "a kernel that writes statistics unsaid": (
+        _raw(lambda m, x: torch.native_batch_norm(x, m.w, m.b, m.rm, m.rv, True, 0.1, 1e-5)[0]), draw(4, 3, 5)),
     "torch's own instance norm": (
         _raw(lambda m, x: torch.instance_norm(x, m.w, m.b, m.rm, m.rv, True, 0.1, 1e-5, False)), draw(4, 3, 5)),
     "labels up to the first -1": (
@@ -530,13 +532,6 @@ LOOKING |= {
     "pooling that draws": (
         lambda: Fn(lambda m, x: F.fractional_max_pool2d(m.a(x), 2, 3), a=nn.Conv2d(3, 2, 1)), draw(2, 3, 7, 7)),
 }  # fmt: skip
-
-
-def test_statistics_that_a_kernel_writes_unsaid_are_refused() -> None:
-    """Its schema does not say that buffers change, so the graph would forget it."""
-    model = made(_raw(lambda m, x: torch.native_batch_norm(x, m.w, m.b, m.rm, m.rv, True, 0.1, 1e-5)[0]))
-    with pytest.raises(laminar.CaptureError, match="changes running statistics"):
-        capture(model, square, draw(4, 3, 5))
 
 
 @pytest.mark.parametrize("name", LOOKING)

@@ -8,6 +8,7 @@ functionalisation, done on the graph, so that one tracing pass is enough.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +20,7 @@ from laminar.capture.private import schema
 from laminar.capture.refuse import refuse_computed, refuse_shared
 from laminar.capture.slots import Slot, sharing
 from laminar.capture.strides import seen
-from laminar.capture.torch_ops import DTYPES, find_op, op_name, plain, positional, spec_of, spread
+from laminar.capture.torch_ops import DTYPES, PLACE_ARGS, caller, op_name, plain, positional, spec_of, spread, unplain
 from laminar.capture.trace import Traced
 from laminar.errors import CaptureError
 from laminar.ir.codec import Dtype, Ref
@@ -161,14 +162,23 @@ class Converter:
             if self.picks_once(a[0][0]):
                 return self.emit("aten.index_put", (outer, a[0], value, False), (spec,), origin)
             op = "as_strided that shows an element twice"
+        elif view.specs[view.index].dtype == spec.dtype and spec.numel * 8 <= LARGEST_CONSTANT:
+            shown = caller(op)(torch.arange(spec.numel).view(spec.shape), *map(unplain, a))
+            places = self.constant(shown[view.index] if isinstance(shown, (tuple, list)) else shown)
+            if self.picks_once(places):
+                flat = TensorSpec((spec.numel,), spec.dtype)
+                lying = self.emit("aten.view", (outer, flat.shape), (flat,), origin)
+                put = self.emit("aten.index_put", (lying, (places,), value, False), (flat,), origin)
+                return self.emit("aten.view", (put, spec.shape), (spec,), origin)
+            op = f"{op} that shows an element twice"
         raise CaptureError(
             f"an in-place change through {op} can't be captured", at=origin.where, next="use the functional form"
         )
 
-    def table(self, indices: Any) -> Ref:
-        """A table of indices as a constant."""
+    def constant(self, tensor: torch.Tensor) -> Ref:
+        """A tensor that the graph carries."""
         name = f"const_{len(self.constants)}"
-        self.constants[name] = constant_of(name, torch.from_numpy(indices))
+        self.constants[name] = constant_of(name, tensor)
         return Ref(name)
 
     def picks_once(self, table: Ref) -> bool:
@@ -248,15 +258,13 @@ def _constant(c: Converter, node: Any, traced: Traced) -> _Alias:
     tensor = traced.graph
     for part in node.target.split("."):
         tensor = getattr(tensor, part)
-    name = f"const_{len(c.constants)}"
     where = next((traced.origins[u.name].where for u in node.users if u.name in traced.origins), "")
     _refuse_outside(tensor, where)
     held = next((s.name for s in traced.slots if s.own is tensor), "")
     if held:
         raise CaptureError(f"{held} is read in a way that tracing can't follow", at=where,
                            next="read it through the model")  # fmt: skip
-    c.constants[name] = constant_of(name, tensor)
-    alias = c.fresh(Ref(name), c.constants[name].spec)
+    alias = c.fresh(c.constant(tensor), spec_of(tensor))
     alias.base.constant = True
     return alias
 
@@ -313,6 +321,10 @@ def _call(c: Converter, node: Any, env: dict[Any, Any], origin: Origin) -> Any:
         return None
     if "val" not in node.meta and not node.users and not shape.is_mutable:
         return None  # a look at data that was refused, after which the step went on without it
+    if name == "aten.native_batch_norm" and raw[3] is not None and raw[4] is not None and raw[5]:
+        # It changes what its schema does not say.
+        return _with_side_effects(c, torch.ops.aten._native_batch_norm_legit_functional.default, raw, (3, 4), env,
+                                  lookup, origin)  # fmt: skip
     _refuse_hidden_writes(base_name, shape, raw, origin)
     if name in ("aten.as_strided", "aten.as_strided_", "aten.as_strided_scatter"):
         return _strided(c, node, name, raw, env, origin)
@@ -353,7 +365,8 @@ def _call(c: Converter, node: Any, env: dict[Any, Any], origin: Origin) -> Any:
         ]
         return aliases if isinstance(value, (tuple, list)) else aliases[0]
     if not any(o is not None for o in outs):
-        raise CaptureError(f"{name} makes no tensor", at=origin.where)
+        raise CaptureError(f"{name} makes no tensor", at=origin.where,
+                           next="keep what it asks about out of the model")  # fmt: skip
     ref = c.emit(name, args, outs, origin)
     if isinstance(value, (tuple, list)):
         return [c.fresh(Ref(ref.name, i), o) if o is not None else None for i, o in enumerate(outs)]
@@ -400,7 +413,7 @@ def _strided(c: Converter, node: Any, name: str, raw: Any, env: dict[Any, Any], 
         if found.table is None:
             views.append(_View("aten.permute", (found.back,), 0, (spec,)))
         else:
-            views.append(_View("aten.index.Tensor", ((c.table(found.table),),), 0, (spec,)))
+            views.append(_View("aten.index.Tensor", ((c.constant(torch.from_numpy(found.table)),),), 0, (spec,)))
         ref = c.read(alias, origin)
         for view in views:
             ref, _ = c._step(ref, view, origin)
@@ -416,10 +429,10 @@ def _reshaped_in_place(
 ) -> _Alias:
     """`unsqueeze_`, `t_` and the like change how a tensor looks, not what it holds: a view under the old name."""
     base_name = name.split(".")[1]
-    if base_name in ("resize_", "set_", "resize_as_", "swapaxes_", "swapdims_") or outs[0] is None:
+    if base_name in ("resize_", "set_", "resize_as_") or outs[0] is None:
         raise CaptureError(f"{name} gives a tensor other memory, which can't be captured", at=origin.where,
                            next="make a new tensor instead")  # fmt: skip
-    functional = _like(node.target, base_name.removesuffix("_"))
+    functional = op_name(_like(node.target, base_name.removesuffix("_")))
     source = env[node.args[0]]
     args = tuple(plain(lookup(a)) for a in raw)
     ref = c.emit(functional, args, outs, origin)
@@ -434,6 +447,10 @@ def _mutate(c: Converter, node: Any, target: Any, raw: Any, env: dict[Any, Any],
     name = op_name(target)
     base_name = name.split(".")[1]
     out_form = all(arguments[i].is_out for i in written)
+    functional_op = getattr(getattr(torch.ops.aten, f"{base_name}_functional", None), "default", None)
+    outs_given = any(arguments[i].is_out for i in written)
+    if name.startswith("aten.") and functional_op is not None and not outs_given and not base_name.endswith("_"):
+        return _with_side_effects(c, functional_op, raw, written, env, lookup, origin)
     several = any(isinstance(raw[i], (list, tuple)) for i in written)
     if not name.startswith("aten.") or several or not (out_form or (base_name.endswith("_") and written == [0])):
         raise CaptureError(f"{name} changes tensors in a way that can't be captured", at=origin.where,
@@ -441,8 +458,7 @@ def _mutate(c: Converter, node: Any, target: Any, raw: Any, env: dict[Any, Any],
     args = tuple(plain(lookup(a)) for a in raw)
     targets = [env[raw[i]] for i in written]
     if out_form:
-        functional = _like(target, base_name)
-        values = _functional(c, functional, args[: len(args) - len(written)], raw, env, origin, name)
+        values = _functional(c, target, base_name, args, raw, env, origin)
         shown = node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else (node.meta["val"],)
         for alias, (value, have), now in zip(targets, values, shown, strict=True):
             spec = spec_of(now)
@@ -463,47 +479,78 @@ def _mutate(c: Converter, node: Any, target: Any, raw: Any, env: dict[Any, Any],
     elif stem == "fill":
         value = _as(c, args[1], env[raw[1]].spec, spec, origin)
     else:
-        functional = _like(target, stem)  # not always that of the same name: pow_.Scalar is pow.Tensor_Scalar
-        ((value, have),) = _functional(c, functional, args, raw, env, origin, name)
+        ((value, have),) = _functional(c, target, stem, args, raw, env, origin)
         value = _as(c, value, have, spec, origin)
     c.write(alias, value, origin)
     return alias
 
 
-def _like(target: Any, base_name: str) -> str:
-    """The overload of an op that takes the same arguments, `out` aside, and changes none of them."""
-    wanted = [(a.name, str(a.type)) for a in schema(target).arguments if not a.is_out]
+def _like(target: Any, base_name: str) -> Any:
+    """The overload of an op that takes the same arguments, in whatever order and `out` aside, and changes none.
+
+    It may take a dtype and a place besides, which an `out` has.
+    """
+    wanted = sorted((a.name, str(a.type)) for a in schema(target).arguments if not a.is_out)
+    given = {name for name, _ in wanted}
     packet = getattr(torch.ops.aten, base_name, None)
     for overload in packet.overloads() if packet is not None else ():
         op = getattr(packet, overload)
-        if [(a.name, str(a.type)) for a in schema(op).arguments] == wanted and not schema(op).is_mutable:
-            return op_name(op)
-    return op_name(target)
+        takes = schema(op).arguments
+        same = sorted((a.name, str(a.type)) for a in takes if a.name in given or a.name not in ("dtype", *PLACE_ARGS))
+        if same == wanted and not schema(op).is_mutable:
+            return op
+    return target
 
 
 def _functional(
-    c: Converter, name: str, args: tuple[Any, ...], raw: Any, env: dict[Any, Any], origin: Origin, was: str
+    c: Converter, target: Any, base_name: str, args: tuple[Any, ...], raw: Any, env: dict[Any, Any], origin: Origin
 ) -> list[tuple[Ref, TensorSpec]]:
     """The form without mutation, with the specs it really makes: an in-place op keeps its dtype, the other promotes."""
+    op = _like(target, base_name)
+    if schema(op).is_mutable:
+        raise CaptureError(f"{op_name(target)} has no form without mutation", at=origin.where,
+                           next="use a form that returns a new tensor")  # fmt: skip
+    at = {a.name: i for i, a in enumerate(schema(target).arguments)}
+    written = [
+        env[raw[i]].spec for i, a in enumerate(schema(target).arguments) if a.alias_info and a.alias_info.is_write
+    ]
+    names = [a.name for a in schema(op).arguments]
+    kind = {"dtype": Dtype(written[0].dtype)}
+    given = tuple(args[at[n]] if n in at else kind.get(n) for n in names)
+    some, kwargs = spread(
+        op_name(op), tuple(_standing(raw[at[n]], env) if n in at else unplain(kind.get(n)) for n in names)
+    )
     try:
-        op = find_op(name)
-        assert not schema(op).is_mutable
-    except (AttributeError, AssertionError):
-        raise CaptureError(f"{was} has no form without mutation", at=origin.where,
-                           next="use a form that returns a new tensor") from None  # fmt: skip
-
-    def standing(value: Any) -> Any:
-        if isinstance(value, torch.fx.Node):
-            spec = env[value].spec
-            return torch.empty(spec.shape, dtype=DTYPES[spec.dtype], device="meta")
-        return [standing(v) for v in value] if isinstance(value, (tuple, list)) else value
-
-    aligned = positional(op, args, {})
-    some, kwargs = spread(name, positional(op, tuple(standing(v) for v in raw[: len(args)]), {}))
-    made = op(*some, **kwargs)
-    outs = tuple(spec_of(t) for t in (made if isinstance(made, (tuple, list)) else (made,)))
-    ref = c.emit(name, tuple(plain(a) for a in aligned), outs, origin)
+        made = op(*some, **kwargs)
+        outs = tuple(spec_of(t) for t in (made if isinstance(made, (tuple, list)) else (made,)))
+    except RuntimeError:  # torch knows no shapes of it, or asks for strides; shapes are those of what is written to
+        outs = tuple(written)
+    ref = c.emit(op_name(op), given, outs, origin)
     return [(Ref(ref.name, i), spec) for i, spec in enumerate(outs)]
+
+
+def _standing(value: Any, env: dict[Any, Any]) -> Any:
+    """Arguments with tensors that have shapes and no values."""
+    if isinstance(value, torch.fx.Node):
+        spec = env[value].spec
+        return torch.empty(spec.shape, dtype=DTYPES[spec.dtype], device="meta")
+    return [_standing(v, env) for v in value] if isinstance(value, (tuple, list)) else value
+
+
+def _with_side_effects(
+    c: Converter, op: Any, raw: Any, written: Sequence[int], env: dict[Any, Any], lookup: Any, origin: Origin
+) -> Any:
+    """An op that has results and changes some arguments: its form that returns their new values behind the results."""
+    names = [a.name for a in schema(op).arguments]
+    args, spare = tuple(plain(lookup(a)) for a in raw[: len(names)]), [_standing(a, env) for a in raw[: len(names)]]
+    some, kwargs = spread(op_name(op), tuple(spare))
+    outs = tuple(spec_of(t) for t in op(*some, **kwargs))
+    ref = c.emit(op_name(op), args, outs, origin)
+    first = len(outs) - len(written)
+    for k, i in enumerate(written):
+        alias = env[raw[i]]
+        c.write(alias, _as(c, Ref(ref.name, first + k), outs[first + k], alias.spec, origin), origin)
+    return [c.fresh(Ref(ref.name, i), outs[i]) for i in range(first)]
 
 
 def _as(c: Converter, ref: Any, have: TensorSpec, want: TensorSpec, origin: Origin) -> Ref:

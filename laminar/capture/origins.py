@@ -133,6 +133,8 @@ class Recorder(TorchDispatchMode):
         args = without_masks(func, args)
         refuse_mixed(func, args)
         behind = autograd_node() if not self.recomputing else None
+        if behind is not None and func is torch.ops.aten.allclose.default:
+            return True  # a formula of torch's that checks a gradient, such as that of complex singular vectors
         if self.fixed is not None:
             origin = self.fixed
         elif behind is not None and not self.noting:

@@ -287,7 +287,7 @@ def data_dependent(error: Any, called: Any, module: str) -> CaptureError:
     if isinstance(error, DynamicOutputShapeException):
         what = f"{error.func} makes a shape"
     else:
-        what = f"{name.strip('_') if name in _NUMBERS else 'a call'}() takes a Python number out of a tensor"
+        what = f"{name.strip('_') or 'a call'}() takes a Python number out of a tensor"
     what, instead = _ASKS.get(name, (what, "a tensor in its place, with torch.where or a mask of fixed shape"))
     return CaptureError(
         f"{what}: it depends on data, and one graph holds one path and one set of shapes",

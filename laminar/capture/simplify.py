@@ -100,7 +100,7 @@ def fold(graph: Graph) -> Graph:
                 continue
             value = values[ref]
             first = value.reshape(-1)[:1]
-            if value.numel() and not value.is_complex() and bool((value == first).all()):
+            if value.numel() and not value.is_complex() and _all_alike(value):
                 name = f"{node.name}_full{i}"
                 fill = first.item()
                 made.append(Node(name, "aten.full", (spec.shape, fill, Dtype(spec.dtype), None, None, None), (spec,),
@@ -116,6 +116,13 @@ def fold(graph: Graph) -> Graph:
             fixed[ref] = Ref(name)
     outputs = tuple(replace(o, ref=fixed.get(o.ref, o.ref)) for o in graph.outputs)
     return replace(graph, nodes=tuple(made), constants=tuple(constants.values()), outputs=outputs)
+
+
+def _all_alike(value: torch.Tensor) -> bool:
+    """Whether all elements have the same bits: zeros of both signs differ, and some dtypes can't be compared."""
+    flat = torch.empty(value.numel(), dtype=value.dtype).copy_(value.reshape(-1))
+    rows = flat.view(torch.uint8).view(value.numel(), -1)
+    return bool((rows == rows[:1]).all())
 
 
 def counted(graph: Graph) -> Graph:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from laminar.capture import composed as composed  # registers functions written out
 from laminar.capture.canonical import Canonical, gpu_autocast
 from laminar.capture.certain import held_back
 from laminar.capture.checks import unchecked
@@ -52,6 +53,8 @@ from laminar.capture.refuse import (
 from laminar.capture.slots import Slot, dressed, swapped
 from laminar.errors import CaptureError, LaminarError
 
+UNALLOCATED = "its data is not allocated yet"
+"""What torch says when code of its own looks into a tensor that holds nothing."""
 NARROW = (torch.bfloat16, torch.float16)
 
 
@@ -211,6 +214,8 @@ def trace(
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise data_dependent(error, mode[-1].failed, recorder.inside) from error
     except Exception as error:
+        if UNALLOCATED in str(error):
+            raise data_dependent(error, mode[-1].failed, recorder.inside) from error
         with torch.set_grad_enabled(backward):
             found = whose(error, model, step, slots, leaves, set_leaves, recorder.inside)
         raise found from (error if isinstance(found, CaptureError) else None)

@@ -237,7 +237,7 @@ def signatures(rule: Rule, call: Call, parts: int, circulating: Mapping[int, Ite
     found = dict.fromkeys([replicated(call)])
     uneven = _uneven(call, (*ins, *outs))
     for letter, size in sizes.items():
-        if not no_rank_empty(uneven.get(letter, size), parts):
+        if not no_rank_empty(uneven.get(letter, size), parts) or (letter in rule.expand and _complex(call)):
             continue
         merged = letter in rule.even.split() or any(letter in f and len(f) > 1 for dims in (*ins, *outs) for f in dims)
         for own in sorted({1, *circulating.get(size, ())}):
@@ -249,6 +249,11 @@ def signatures(rule: Rule, call: Call, parts: int, circulating: Mapping[int, Ite
             if not _partial_bool(split, call):
                 found[split] = None
     return [*found, *_partials(rule, call)]
+
+
+def _complex(call: Call) -> bool:
+    """Whether numbers are complex, of which expansions know nothing: a square there is no square of a size."""
+    return any(s.is_complex for s in call.ins)
 
 
 def _uneven(call: Call, dims: tuple[Dims, ...]) -> dict[str, int]:

@@ -60,7 +60,7 @@ def signatures_of(node: Node, ins: list[TensorSpec]) -> list[list[list[str]]]:
     options: list[list[Sbp]] = [
         [B, *[Split(d) for d, n in enumerate(s.shape) if n % PARTS == 0 and n > 1]] for s in ins
     ]
-    if not draws or math.prod(map(len, options)) > MOST:
+    if not draws or not _tells(draws) or math.prod(map(len, options)) > MOST:
         return []
     kept = []
     for placed in itertools.product(*options):
@@ -70,6 +70,16 @@ def signatures_of(node: Node, ins: list[TensorSpec]) -> list[list[list[str]]]:
         if made is not None:
             kept.append([[str(p) for p in placed], [str(p) for p in made]])
     return kept
+
+
+def _tells(draws: list[tuple[list[Tensor], list[Tensor]]]) -> bool:
+    """Whether draws say anything: of outputs that are NaN, or all the same, every piece is like every other."""
+    for made in zip(*(outs for _, outs in draws), strict=True):
+        values = torch.stack([t.to(torch.complex128 if t.is_complex() else torch.float64) for t in made])
+        fine = values[torch.isfinite(values)]
+        if values.numel() and (2 * fine.numel() < values.numel() or bool((fine == fine[:1]).all())):
+            return False
+    return True
 
 
 def _draws(node: Node, ins: list[TensorSpec], wide: bool) -> list[tuple[list[Tensor], list[Tensor]]]:
@@ -135,15 +145,15 @@ def _outputs(node: Node, placed: tuple[Sbp, ...], draws: list[tuple[list[Tensor]
 def _agrees(pieces: list[Tensor], want: Tensor, p: Sbp) -> bool:
     if p == PSUM and want.dtype == torch.bool:
         return False
-    if p == B and not all(torch.equal(piece, pieces[0]) for piece in pieces):
-        return False
     try:
+        if p == B and not all(torch.equal(piece, pieces[0]) for piece in pieces):
+            return False
         got = assemble(pieces, want.shape, (p,), AXIS)
-    except (RuntimeError, ValueError, IndexError):
+        if isinstance(p, Split) and want.shape[p.dim] % PARTS:
+            return False
+        if want.is_floating_point():
+            tol = CLOSE.get(want.dtype, 2e-2)
+            return bool(torch.allclose(got, want, rtol=tol, atol=tol * 0.1, equal_nan=True))
+        return torch.equal(got, want)
+    except (RuntimeError, ValueError, IndexError):  # shapes that don't fit, or a dtype that can't be compared
         return False
-    if isinstance(p, Split) and want.shape[p.dim] % PARTS:
-        return False
-    if want.is_floating_point():
-        tol = CLOSE.get(want.dtype, 2e-2)
-        return bool(torch.allclose(got, want, rtol=tol, atol=tol * 0.1, equal_nan=True))
-    return torch.equal(got, want)

@@ -197,20 +197,22 @@ def outcome(find: Find, name: str, way: str) -> Outcome:
 # --- workers ---------------------------------------------------------------------------------
 
 
-def _work(find: Find, todo: Sequence[tuple[str, str]], results: Any) -> None:
+def _work(run: Any, find: Any, todo: Sequence[tuple[str, str]], results: Any) -> None:
     torch.set_num_threads(1)
     for task in todo:
         results.send((task, None))
-        results.send((task, outcome(find, *task)))
+        results.send((task, run(find, *task)))
     results.send(None)
 
 
-def isolated(find: Find, tasks: Iterable[tuple[str, str]], patience_s: float = 120.0) -> dict[tuple[str, str], Outcome]:
+def isolated(
+    find: Any, tasks: Iterable[tuple[str, str]], patience_s: float = 120.0, run: Callable[..., Outcome] = outcome
+) -> dict[tuple[str, str], Outcome]:
     """Outcomes of (case, way) pairs, run one after another in a process of their own; who ends it is a crash."""
     todo, out = list(tasks), dict[tuple[str, str], Outcome]()
     while todo:
         ours, theirs = CONTEXT.Pipe(duplex=False)
-        worker = CONTEXT.Process(target=_work, args=(find, todo, theirs), daemon=True)
+        worker = CONTEXT.Process(target=_work, args=(run, find, todo, theirs), daemon=True)
         worker.start()
         theirs.close()
         begun, why = todo[0], ""

@@ -1,9 +1,9 @@
 """Torch's operator database as tiny models: each sample of each entry becomes a module, a loss and a batch.
 
 A sample's floating tensors that may have gradients are parameters, or the product of a batch leaf and a parameter of
-ones (so that values stay in the op's domain), by turns; everything else that is a tensor is a leaf of the batch. All
-outputs are reduced with uneven weights, integers and flags too, by way of a parameter, so that no element is counted
-like another and every model has something to train. Collects nothing itself.
+ones (so that values stay in the op's domain), by turns; tensors that the op changes are buffers, and everything else
+that is a tensor is a leaf of the batch. All outputs are reduced with uneven weights, integers and flags too, by way of
+a parameter, so that no element is counted like another and every model has something to train. Collects nothing itself.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 FORMS = ("function", "method", "inplace", "out", "noncontiguous", "complex")
 """How an entry is called. `out` writes into a tensor given; `complex` and `noncontiguous` say what it is called on."""
+UNDEFINED = ("empty", "new_empty")
+"""Entries that make memory nobody has written to."""
 MOST_ELEMENTS = 20_000
 
 
@@ -27,7 +29,8 @@ def entries() -> dict[str, Any]:
     """Every entry of the database under a name of its own."""
     from torch.testing._internal.common_methods_invocations import op_db
 
-    return {e.name + (f".{e.variant_test_name}" if e.variant_test_name else ""): e for e in op_db}
+    found = {e.name + (f".{e.variant_test_name}" if e.variant_test_name else ""): e for e in op_db}
+    return {name: e for name, e in found.items() if not name.startswith(UNDEFINED)}
 
 
 def dtype_of(entry: Any) -> torch.dtype:
@@ -68,11 +71,20 @@ class _Leaf:
 class OpModel(nn.Module):
     """An op called on tensors that come from parameters and a batch."""
 
-    def __init__(self, call: Callable[..., Any], leaves: list[Any], tree: Any, params: dict[str, Tensor]) -> None:
+    def __init__(
+        self,
+        call: Callable[..., Any],
+        leaves: list[Any],
+        tree: Any,
+        params: dict[str, Tensor],
+        buffers: dict[str, Tensor],
+    ) -> None:
         super().__init__()
         self.call, self.leaves, self.tree = call, leaves, tree
         for name, value in params.items():
             setattr(self, name, nn.Parameter(value))
+        for name, value in buffers.items():
+            self.register_buffer(name, value)
 
     def forward(self, batch: dict[str, Tensor]) -> Any:
         """What the op makes."""
@@ -91,6 +103,7 @@ def weighed(out: Any, gain: Tensor) -> Tensor:
     """A number to which every element of every output adds its own share."""
     total = gain.new_zeros(())
     for k, t in enumerate(t for t in tree_flatten(out)[0] if isinstance(t, Tensor)):
+        t = t if t.layout == torch.strided else t.to_dense()
         if t.is_complex():
             t = torch.view_as_real(t.resolve_conj())
         real = t.to(torch.float64)
@@ -126,7 +139,8 @@ def cases(name: str, form: str, most: int) -> Iterator[OpCase]:
     torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        samples = list(itertools.islice(entry.sample_inputs("cpu", dtype, requires_grad=differentiable(entry)), 200))
+        # Not `entry.sample_inputs`, which looks at the stack for every sample.
+        samples = list(itertools.islice(entry.sample_inputs_func(entry, "cpu", dtype, differentiable(entry)), 200))
     small = [s for s in samples if _size(s) <= MOST_ELEMENTS and (form != "inplace" or _may_write(entry, s))]
     chosen = sorted({round(k * (len(small) - 1) / max(most - 1, 1)) for k in range(min(most, len(small)))})
     for index in chosen:
@@ -136,6 +150,11 @@ def cases(name: str, form: str, most: int) -> Iterator[OpCase]:
 def _size(sample: Any) -> int:
     flat = tree_flatten((sample.input, sample.args, sample.kwargs))[0]
     return sum(t.numel() for t in flat if isinstance(t, Tensor))
+
+
+def _sparse(sample: Any) -> bool:
+    flat = tree_flatten((sample.input, sample.args, sample.kwargs))[0]
+    return any(isinstance(t, Tensor) and t.layout != torch.strided for t in flat)
 
 
 def _may_write(entry: Any, sample: Any) -> bool:
@@ -153,7 +172,7 @@ def _may_write(entry: Any, sample: Any) -> bool:
 
 def case_of(name: str, entry: Any, form: str, index: int, sample: Any) -> OpCase:
     """A sample as a model and a batch."""
-    if form == "noncontiguous":
+    if form == "noncontiguous" and not _sparse(sample):
         sample = sample.noncontiguous()
     after = sample.output_process_fn_grad
     function = {"method": entry.method_variant, "inplace": entry.inplace_variant}.get(form) or entry.op
@@ -169,12 +188,18 @@ def case_of(name: str, entry: Any, form: str, index: int, sample: Any) -> OpCase
     params: dict[str, Tensor] = {"gain": torch.ones((), dtype=torch.float64)}
     batch: dict[str, Tensor] = {}
     leaves: list[Any] = []
+    buffers: dict[str, Tensor] = {}
+    changed = _changed(call, flat, tree) if form != "out" else set()
     for k, value in enumerate(flat):
         if not isinstance(value, Tensor):
             leaves.append(value)
             continue
+        if k in changed:
+            buffers[f"t{k}"] = value.detach()
+            leaves.append(_Leaf("buffer", f"t{k}"))
+            continue
         given = value.detach()
-        if not value.requires_grad:
+        if not value.requires_grad or value.layout != torch.strided:
             leaf = _Leaf("batch", f"t{k}")
             batch[leaf.name] = given
         elif (k + index) % 2 and form != "noncontiguous":
@@ -191,9 +216,29 @@ def case_of(name: str, entry: Any, form: str, index: int, sample: Any) -> OpCase
     batch |= {f"row{k}": torch.arange(4.0, dtype=torch.float64) for k in range(len(batch) + 1)}  # a batch of 4 samples
 
     def make() -> OpModel:
-        return OpModel(call, leaves, tree, {k: v.clone(memory_format=torch.preserve_format) for k, v in params.items()})
+        return OpModel(call, leaves, tree, _cloned(params), _cloned(buffers))
 
     return OpCase(name, form, index, make, batch)
+
+
+def _cloned(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {k: v.clone(memory_format=torch.preserve_format) for k, v in tensors.items()}
+
+
+def _changed(call: Any, flat: list[Any], tree: Any) -> set[int]:
+    """Which of a sample's tensors the op writes to."""
+    mine = [t.detach().clone() if isinstance(t, Tensor) else t for t in flat]
+    before = [t.clone() if isinstance(t, Tensor) else t for t in mine]
+    try:
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            call(*tree_unflatten(mine, tree))
+        return {
+            k for k, (a, b) in enumerate(zip(mine, before, strict=True))
+            if isinstance(a, Tensor) and a.layout == torch.strided and not torch.equal(a.nan_to_num(), b.nan_to_num())
+        }  # fmt: skip
+    except Exception:
+        return set()
 
 
 def _into_given(function: Any, input: Any, args: Any, kwargs: Any) -> Any:
