@@ -580,3 +580,13 @@ def test_images_with_channels_last_are_captured(name: str) -> None:
         return Fn(LYING[name], a=nn.Conv2d(3, 4, 3)).to(memory_format=torch.channels_last)
 
     same(make, square, draw(2, 3, 16, 16).to(memory_format=torch.channels_last), tol=1e-5)
+
+
+def test_synchronised_batch_norm_is_the_norm_of_the_whole_batch() -> None:
+    """Which is what it is for; plain PyTorch refuses to run it on a processor, so an ordinary one is the oracle."""
+    batch = draw(4, 3, 5)
+    model = Fn(lambda m, x: m.a(x), a=nn.SyncBatchNorm(3))
+    got = graph_outputs(capture(model, square, batch), model, batch)
+    want = eager(lambda: Fn(lambda m, x: m.a(x), a=nn.BatchNorm1d(3)), square, batch, None)
+    for name, value in want.items():
+        close(got[name], value, name, 2e-6)

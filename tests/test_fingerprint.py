@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 import laminar
 from laminar.capture.fingerprint import fingerprint
+from laminar.capture.kept import kept_graph
+from laminar.capture.sizes import Predictor
 from laminar.train import engine
 
 FACTOR = 2.0
@@ -170,3 +172,19 @@ def test_a_second_job_of_the_same_step_captures_nothing(tmp_path: Path, monkeypa
     assert trained(0.5)[1] != first[1] and len(seen) == 2
     trained(1.0, samples=5)
     assert len(seen) == 3
+
+
+def test_a_step_that_teaches_nothing_about_other_sizes_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Not every traced step can be predicted from; its graph is kept by itself."""
+    monkeypatch.setenv("LAMINAR_CACHE", str(tmp_path))
+    model, batch, predictor = Net(), torch.randn(2, 4), Predictor()
+    graph = laminar.capture(model, lambda m, x: m(x).sum(), batch)
+
+    def make() -> laminar.Graph:
+        predictor.traced += 1
+        return graph
+
+    for _ in range(2):
+        found = kept_graph(model, lambda m, x: m(x).sum(), {"batch": batch}, {}, {}, make, predictor)
+        assert found.hash == graph.hash
+    assert predictor.traced == 1 and not predictor.samples

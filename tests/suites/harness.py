@@ -18,6 +18,7 @@ itself.
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import traceback
 import warnings
@@ -39,6 +40,8 @@ from laminar.runtime.eager import Keyed
 from laminar.runtime.shards import assemble
 from laminar.runtime.verify import error_of
 from tests.ranks import CONTEXT
+
+os.environ.setdefault("LAMINAR_CACHE", "off")  # every case is captured, in workers too
 
 STEPS, RATE = 3, 1e-3
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4}

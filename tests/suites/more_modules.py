@@ -30,7 +30,6 @@ MORE: dict[str, list[tuple[dict[str, Any], Any]]] = {
         ({"num_features": 3, "momentum": None, "affine": a}, lambda: [_x(4, 3, 6)]) for a in (True, False)],
     "nn.BatchNorm2d": [({"num_features": 3, "momentum": None}, lambda: [_x(4, 3, 6, 2)])],
     "nn.BatchNorm3d": [({"num_features": 3, "momentum": None}, lambda: [_x(4, 3, 6, 2, 2)])],
-    "nn.SyncBatchNorm": [({"num_features": 3}, lambda: [_x(4, 3, 6)])],
     "nn.LazyBatchNorm1d": [({"momentum": m}, lambda: [_x(4, 3, 6)]) for m in (0.1, None)],
     "nn.LazyBatchNorm2d": [({}, lambda: [_x(4, 3, 6, 2)])],
     "nn.LazyInstanceNorm2d": [({"affine": True, "track_running_stats": True}, lambda: [_x(4, 3, 6, 2)])],
