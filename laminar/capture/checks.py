@@ -28,7 +28,7 @@ from torch import Tensor
 
 from laminar.capture.canonical import Canonical, catches
 from laminar.capture.certain import item_of
-from laminar.capture.private import DataDependentOutputException, FakeTensor, tensor_checks
+from laminar.capture.private import DataDependentOutputException, FakeTensor, tensor_checks, torch_assert
 
 HERE = str(Path(__file__).parent)
 SAYS = frozenset("warn warn_once warning warning_once info info_once debug log print".split())
@@ -113,10 +113,10 @@ def _mark(test: ast.expr, want: bool, out: dict[End, bool]) -> None:
         out[test.end_lineno or 0, test.end_col_offset or 0] = want
 
 
-@catches(torch._assert)
+@catches(torch_assert)
 def _asserted(mode: Canonical, condition: Any, message: str) -> None:
     if not isinstance(condition, FakeTensor):
-        torch._assert(condition, message)
+        torch_assert(condition, message)
 
 
 @catches(Tensor.__bool__)

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from laminar.cache import sources
+from laminar.capture.private import OpOverload, OpOverloadPacket
 from laminar.capture.slots import OWN, slots_of
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, type(Ellipsis), type(NotImplemented), range, slice)
@@ -143,7 +144,7 @@ class Walk:
         elif isinstance(value, property | staticmethod | classmethod | functools.cached_property):
             found = [getattr(value, name, None) for name in ("fget", "__func__", "func")]
             self.visit([f for f in found if f is not None])
-        elif isinstance(value, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        elif isinstance(value, OpOverload | OpOverloadPacket):
             self.add(str(value))
         else:
             self._entries(value)

@@ -457,6 +457,9 @@ def ctc_loss(
 ) -> tuple[Tensor, Tensor]:
     """The loss of each sample, and log-probabilities of prefixes for backward, at the size the labels' room allows."""
     nll, alpha = aten._ctc_loss.Tensor(log_probs, targets, input_lengths, target_lengths, blank, zero_infinity)
+    times, places = (torch.arange(n, device=alpha.device) for n in alpha.shape[1:])
+    inside = (times[:, None] < input_lengths[:, None, None]) & (places < 2 * target_lengths[:, None, None] + 1)
+    alpha = torch.where(inside, alpha, 0.0)  # torch leaves what it does not read as it found it in memory
     return nll, torch.nn.functional.pad(alpha, (0, 2 * targets.shape[1] + 1 - alpha.shape[2]))
 
 

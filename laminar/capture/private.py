@@ -23,6 +23,8 @@ import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import Tensor
 from torch._decomp import get_decompositions as get_decompositions
+from torch._ops import OpOverload as OpOverload
+from torch._ops import OpOverloadPacket as OpOverloadPacket
 from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutputException
 from torch._subclasses.fake_tensor import DynamicOutputShapeException as DynamicOutputShapeException
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
@@ -47,6 +49,7 @@ LOOKS_AT_DATA = (
 )
 """What fake tensors say when asked for values, or for an op that has no form for them."""
 
+torch_assert = torch._assert
 disable_current_modes = torch.utils._python_dispatch._disable_current_modes
 gelu, silu = torch._C._nn.gelu, torch._C._nn.silu
 multilabel_margin_loss = torch._C._nn.multilabel_margin_loss
