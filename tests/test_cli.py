@@ -220,10 +220,11 @@ def test_verify_says_how_close(said: Any, plan_file: Path) -> None:
 
 def test_verify_exits_1_where_numbers_differ(said: Any, plan_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An exit code that a script can trust: here one rank's share of every sum is lost on purpose."""
-    from laminar.runtime import lockstep, loopback
+    from laminar.runtime import lockstep, loopback, shared
 
     for how in (loopback, lockstep):  # the code that ranks run, and the interpreter that names the op
         monkeypatch.setattr(how, "reduce", lambda terms, op: terms[0])
+    monkeypatch.setattr(shared, "reduced", lambda terms, op, out: out.copy_(terms[0]))
     code, out, _ = said("verify", MLP, "--plan", str(plan_file))
     assert code == 1 and "first difference" in out
     code, out, _ = said("verify", MLP, "--plan", str(plan_file), "--json")
