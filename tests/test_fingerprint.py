@@ -134,6 +134,7 @@ print(fingerprint(Model(), lambda model, x: model(x).mean()))
 """
 
 
+@pytest.mark.slow
 def test_another_process_finds_the_same_name(tmp_path: Path) -> None:
     """Sets have another order in every process, and objects another place."""
     (tmp_path / "script.py").write_text(SCRIPT)

@@ -132,10 +132,15 @@ def _evaluated(job: Any, loss: Any, other: nn.Module, batches: list[Any]) -> Non
     close(job.evaluate(batches).metrics, want)
 
 
-@pytest.mark.parametrize("loss", [by_name, weighted])
-@pytest.mark.parametrize(
-    ("plan", "micro_batches"), [("data", 1), ("zero3", 3), ("tensor", 2), ("ddp", 1), ("stages", 2)]
-)
+NORMAL = {("zero3", 3, by_name), ("ddp", 1, weighted), ("stages", 2, weighted)}
+CASES = [
+    pytest.param(*case, marks=() if case in NORMAL else pytest.mark.slow)
+    for plan, parts in (("data", 1), ("zero3", 3), ("tensor", 2), ("ddp", 1), ("stages", 2))
+    for case in ((plan, parts, by_name), (plan, parts, weighted))
+]
+
+
+@pytest.mark.parametrize(("plan", "micro_batches", "loss"), CASES)
 @pytest.mark.filterwarnings("ignore")
 def test_metrics_are_those_of_the_global_batch(two: Ranks, loss: Any, plan: str, micro_batches: int) -> None:
     """A mean of means would be another number wherever parts or ranks are uneven."""

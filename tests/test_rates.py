@@ -74,6 +74,7 @@ def test_layers_that_are_cut_count_once() -> None:
     assert sum(map(int, counts)) == 2 and "layers are cut between two stages" in notes
 
 
+@pytest.mark.slow
 def test_a_picture_of_stages_says_which_has_what(tmp_path: Path) -> None:
     """Below the layers, which are drawn once; the title is broken where it would not fit."""
     graph = graph_of(GPT, 4)
