@@ -4,7 +4,8 @@ The op is run on whole inputs and on shards; a candidate (one dim of each input 
 dim of each output split, or the output partial) is kept only if the shards reproduce the whole on
 several random draws. Slow, and only for ops nobody wrote a rule for. In float64 where the op can, so
 that a weak coupling between elements does not pass for rounding. Not covered: ops larger than
-`LARGEST`, ops with no kernel on this machine, and maxima (an output that is P(max)).
+`LARGEST`, ops with no kernel on this machine, torch's own that read whole numbers, and maxima (an
+output that is P(max)).
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def probe(graph: Graph) -> Graph:
 def signatures_of(node: Node, ins: list[TensorSpec]) -> list[list[list[str]]]:
     """Every way to split an op that reproduced the whole: placements read and made, as text."""
     outs = [o for o in node.outs if o is not None]
-    if len(outs) != len(node.outs) or sum(s.numel for s in (*ins, *outs)) > LARGEST or not ins:
+    if len(outs) != len(node.outs) or sum(s.numel for s in (*ins, *outs)) > LARGEST or not ins or _trusts(node, ins):
         return []
     draws = _draws(node, ins, wide=True) or _draws(node, ins, wide=False)
     options: list[list[Sbp]] = [
@@ -72,12 +73,18 @@ def signatures_of(node: Node, ins: list[TensorSpec]) -> list[list[list[str]]]:
     return kept
 
 
+def _trusts(node: Node, ins: list[TensorSpec]) -> bool:
+    """Whether a kernel of torch's may take whole numbers for places in memory without looking: random ones would
+    overwrite anything (`segment_reduce` by lengths that don't add up)."""
+    return node.op.startswith("aten.") and any(not s.has_gradient and s.dtype != "bool" for s in ins)
+
+
 def _tells(draws: list[tuple[list[Tensor], list[Tensor]]]) -> bool:
     """Whether draws say anything: of outputs that are NaN, or all the same, every piece is like every other."""
     for made in zip(*(outs for _, outs in draws), strict=True):
         values = torch.stack([t.to(torch.complex128 if t.is_complex() else torch.float64) for t in made])
         fine = values[torch.isfinite(values)]
-        if values.numel() and (2 * fine.numel() < values.numel() or bool((fine == fine[:1]).all())):
+        if 2 * fine.numel() < values.numel() or bool((fine == fine[:1]).all()):
             return False
     return True
 
