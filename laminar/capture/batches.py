@@ -10,7 +10,7 @@ another is another graph. The structure is JSON: graphs keep it, and ranks compa
 from __future__ import annotations
 
 import importlib
-from collections import OrderedDict, UserDict, defaultdict
+from collections import Counter, OrderedDict, UserDict, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
@@ -203,3 +203,16 @@ def unflatten(tree: Any, leaves: Mapping[str, Any]) -> Any:
         return closed(kind, list(range(len(value))), [unflatten(v, leaves) for v in value])
     keys = [Beside(*k) if isinstance(k, (list, tuple)) else k for k, _ in value]
     return closed(kind, keys, [unflatten(v, leaves) for _, v in value])
+
+
+def samples_in(leaves: Mapping[str, Tensor]) -> int:
+    """How many samples a batch has: the length that most leaves have."""
+    lengths = [t.shape[0] for t in leaves.values() if t.dim()]
+    return Counter(lengths).most_common(1)[0][0] if lengths else 1
+
+
+def refuse_empty(leaves: Mapping[str, Tensor]) -> None:
+    """A step on no samples is none: means over nothing are no numbers."""
+    if samples_in(leaves) == 0:
+        shapes = ", ".join(f"{k} {list(t.shape)}" for k, t in leaves.items())
+        raise BatchError(f"the batch has no samples: {shapes}", next="leave empty batches out of the data")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from laminar.capture.batches import flatten, unflatten
+from laminar.capture.batches import flatten, refuse_empty, unflatten
 from laminar.capture.convert import convert
 from laminar.capture.eager_search import runs_as_it_is, shown, traced
 from laminar.capture.lazy import initialise
@@ -69,6 +69,7 @@ def capture(
     leaves, tree = flatten(batch)
     if not isinstance(model, nn.Module):
         raise CaptureError(f"model is a {type(model).__name__}, not an nn.Module")
+    refuse_empty(leaves)
     initialise(model, loss, batch)
     given: dict[str, Any] = {}
     slots = slots_of(model)

@@ -15,7 +15,6 @@ import contextlib
 import json
 import warnings
 import zlib
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -24,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from laminar.capture.batches import flatten, unflatten
+from laminar.capture.batches import flatten, refuse_empty, samples_in, unflatten
 from laminar.capture.capture import capture
 from laminar.capture.kept import kept_graph
 from laminar.capture.losses import Metrics, identity, with_metrics
@@ -111,8 +110,7 @@ class Leaves:
     @property
     def samples(self) -> int:
         """How many samples: the length that most leaves have."""
-        lengths = [t.shape[0] for t in self.tensors.values() if t.dim()]
-        return Counter(lengths).most_common(1)[0][0] if lengths else 1
+        return samples_in(self.tensors)
 
     def like(self, samples: int) -> Leaves:
         """Stand-ins for such a batch with another number of samples."""
@@ -125,9 +123,8 @@ class Leaves:
     def split(self, parts: int) -> list[Leaves]:
         """Micro-batches: consecutive samples, of the sizes given, or as equal in number as they can be."""
         n = self.samples
-        if n == 0 and not self.local:
-            shapes = ", ".join(f"{k} {list(t.shape)}" for k, t in self.tensors.items())
-            raise BatchError(f"the batch has no samples: {shapes}", next="leave empty batches out of the data")
+        if not self.local:
+            refuse_empty(self.tensors)
         cuts = list(self.sizes) or [n // parts + (i < n % parts) for i in range(parts)]
         if len(cuts) != parts:
             raise BatchError(f"{len(cuts)} sizes for {parts} micro-batches", next="give one for each")
