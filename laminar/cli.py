@@ -48,6 +48,7 @@ def _captured(args: argparse.Namespace) -> tuple[Any, Any, Any, Any]:
 
 def do_capture(args: argparse.Namespace) -> int:
     """What was captured, and which ops have no rule."""
+    from laminar.cost.eager import as_they_are, shown
     from laminar.cost.work import flops
     from laminar.rules.notation import call_of
     from laminar.rules.table import rule_for
@@ -67,6 +68,7 @@ def do_capture(args: argparse.Namespace) -> int:
         for n, c in calls
         if rule_for(c) is None
     ]  # fmt: skip
+    eager = as_they_are(graph)
     params = graph.of_kind("param")
     summary = {
         "graph": graph.hash,
@@ -78,6 +80,7 @@ def do_capture(args: argparse.Namespace) -> int:
         "constants": len(graph.constants),
         "flops": total,
         "without_rule": rows,
+        "eager": eager,
     }
     if args.json:
         print(json.dumps(summary))
@@ -96,6 +99,10 @@ def do_capture(args: argparse.Namespace) -> int:
         print("every op has a rule" if not rows else "ops without a rule")
         for row in rows:
             print(f"  {row['op']:<32} {row['share']:6.2%} of the work  {row['how']}  {row['where']}")
+        if eager:
+            print("parts that run as they are, in plain PyTorch")
+        for row in eager:
+            print(f"  {shown(row)}")
     return 0
 
 

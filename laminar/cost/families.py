@@ -43,6 +43,7 @@ FAMILY |= {
     **{f"laminar.grouped_{n}": "matmul" for n in ("mm", "mm_at", "outer", "outer_at")},
     "laminar.lstm": "lstm", "laminar.lstm_backward": "lstm",
     "laminar.uniform": "draws", "laminar.normal": "draws",
+    "laminar.eager": "matmul", "laminar.eager_backward": "matmul",
     "laminar.embedding_at": "indexing", "laminar.embedding_backward_at": "indexing", "laminar.gather_at": "indexing",
     "laminar.nll_at": "loss", "laminar.nll_backward_at": "loss",
     "laminar.ctc_loss": "loss", "laminar.ctc_loss_backward": "loss",
@@ -95,6 +96,8 @@ def describe(call: Call, marks: Sequence[str] = ()) -> Traits:
     family, op = family_of(call.op), call.op
     if family in ("optimizer", "fused.pointwise", "fused.reduction"):
         return _by_numbers(call, family)
+    if call.op in ("laminar.eager", "laminar.eager_backward"):
+        return _as_it_is(call)
     told = len(marks) > len(call.ins)
     marks = (tuple(marks) + ("",) * len(call.ins))[: len(call.ins)]
     copies = family == "view" and _copies(call, marks)
@@ -158,6 +161,15 @@ def describe(call: Call, marks: Sequence[str] = ()) -> Traits:
 
 def _logs(*sizes: float) -> tuple[float, ...]:
     return tuple(math.log2(max(n, 1)) for n in sizes)
+
+
+def _as_it_is(call: Call) -> Traits:
+    """What runs as it is: a product of as many operations, over the rows of what it makes. Assumed, not measured."""
+    work, nbytes = flops(call), float(sum(s.nbytes for s in (*call.ins, *call.outs) if s))
+    dtype = next((s.dtype for s in (*call.ins, *call.outs) if s and s.is_float), "f32")
+    rows = max(math.prod(call.outs[0].shape[:-1]) if call.outs[0] else 1, 1)
+    side = max(math.sqrt(work / 2 / rows), 1.0)
+    return Traits("matmul", call.op, call.op, "plain", dtype, _logs(1, rows, side, side), work, nbytes)
 
 
 def _by_numbers(call: Call, family: str) -> Traits:

@@ -237,6 +237,8 @@ class Plan(Planned):
             lines += ["", f"rewritten before it is spread: {described(self.rewrites)}"]
         if "proof" in account:
             lines.append(f"  {account['proof']}")
+        if "eager" in account:
+            lines += ["", "runs as it is, in plain PyTorch", *(f"  {row}" for row in account["eager"])]
         if "collectives" in account:
             lines += ["", f"collectives per step: {account['count']}, {account['bytes']:,} bytes received per rank"]
             for row in account["collectives"]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from laminar.cost.eager import as_they_are, shown
 from laminar.ir.graph import Graph
 from laminar.ir.patterns import pick
 from laminar.ir.plan import Plan
@@ -18,6 +19,8 @@ def accounted(graph: Graph, plan: Plan) -> Plan:
     graph = rewritten(graph, plan)
     program = lower(graph, plan)
     account = {**plan.account, **program.account()}
+    if parts := as_they_are(graph):
+        account["eager"] = [shown(row) for row in parts]
     if plan.recompute:
         account["again"] = saved(lower(graph, replace(plan, recompute=())), program, pick(graph, plan.recompute))
     if plan.offload:
