@@ -15,10 +15,11 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import laminar
 from laminar.capture import kernels
 from laminar.capture.torch_ops import NAMES, find_op, op_name, plain, positional
 from laminar.ir.codec import Ref
@@ -143,7 +144,7 @@ def case(op: str, *args: Any) -> Case:
 def written() -> list[Case]:
     """Everything below."""
     torch.manual_seed(1)
-    groups = (_scalars, _products, _moving, _reducing, _indexing, _layers, _images, _narrow, _canonical)
+    groups = (_scalars, _products, _moving, _reducing, _indexing, _layers, _images, _narrow, _canonical, _eager)
     return [c for group in groups for c in group()]
 
 
@@ -492,6 +493,31 @@ def _canonical() -> Iterator[Case]:
             y, _, _, gates, cells = kernels.lstm(x, h, c, wi, wh, bias, reverse)
             dy, dh, dc = real(3, 6, 5), real(6, 5), real(6, 5)
             yield case("laminar.lstm_backward", dy, dh, dc, x, h, c, wi, wh, y, gates, cells, reverse)
+
+
+class Signed(nn.Module):
+    """Looks at every sample by itself, and works by samples: the op that such a part is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(real(5, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([row @ self.weight if row.sum() > 0 else row.tanh() @ self.weight for row in x])
+
+
+SIGNED = Signed()
+"""Kept: a part runs as long as its module is there."""
+
+
+def _eager() -> Iterator[Case]:
+    part = laminar.eager(SIGNED, batch_dim=0)
+    x, key = real(12, 5), torch.tensor([1, 2])
+    graph = laminar.capture(part, lambda m, b: m(b).pow(2).sum(), x)
+    ahead, back = (next(n for n in graph.nodes if n.op == op) for op in ("laminar.eager", "laminar.eager_backward"))
+    given = [x, SIGNED.weight.detach()]
+    yield case("laminar.eager", given, key, *ahead.args[2:])
+    yield case("laminar.eager_backward", [real(12, 6)], given, key, *back.args[3:])
 
 
 def _ctc() -> Iterator[Case]:
