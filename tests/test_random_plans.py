@@ -25,7 +25,7 @@ from tests.zoo import NAMES, TWINS, Specimen, equal, one_thread, specimen
 
 MESHES = ({"a": 2}, {"a": 3}, {"a": 4}, {"a": 2, "b": 2}, {"a": 2, "b": 3}, {"a": 2, "b": 4}, {"a": 2, "b": 2, "c": 2})
 SEEDS = {2: 10, 3: 7, 4: 5, 6: 1, 8: 1}
-"""Plans per mesh by its ranks, for a model of middle size: 30 in all; many ranks take longest."""
+"""Plans per mesh by its ranks, of which small models try more and large ones fewer; many ranks take longest."""
 MORE = 3
 """How many times as many are tried with those that only `make prove` tries."""
 
@@ -33,7 +33,7 @@ MORE = 3
 def count(name: str, axes: dict[str, int]) -> int:
     """How many plans of a model on a mesh: a small one is as good at finding a wrong rule, and takes a tenth."""
     nodes = len(specimen(name).graph.nodes)
-    share = 2.5 if nodes < 100 else 1.3 if nodes < 200 else 0.8 if nodes < 400 else 0.4
+    share = 2.5 if nodes < 100 else 0.8 if nodes < 200 else 0.5 if nodes < 400 else 0.25
     some = SEEDS[laminar.Mesh(axes).ranks] * share / (3 if name in TWINS else 1)
     return max(int(some), 0 if name in TWINS else 1)
 
