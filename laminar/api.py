@@ -430,6 +430,7 @@ def parallelize(
     timeout_s: float = 600.0,
     cluster: Cluster | str | None = None,
     elementwise: bool = False,
+    check: bool = True,
 ) -> Any:
     """A `Job` that trains `model` on all ranks as if they were one.
 
@@ -455,6 +456,7 @@ def parallelize(
     cluster        for plan="auto": the machine, a file of `laminar profile` or a name, for which the fastest plan
                    without stages is searched; unless given, "auto" is data parallel, in pieces if memory asks for it
     elementwise    the optimizer updates each element by itself, so it may be run on pieces; torch's own are known
+    check          compare loss, gradients and buffers of the first (micro-)batch with the model run in plain PyTorch
 
     Works alone in one process, under `laminar train`, and under `torchrun`. All methods of a job are
     collective: every rank calls them, in the same order.
@@ -490,7 +492,7 @@ def parallelize(
 
     return Job(
         model, loss, optimizer, batch, plan, mesh, device, precision, micro_batches, clip_norm, clip_value, ema, seed,
-        compile, detect_anomaly, timeout_s, cluster, elementwise,
+        compile, detect_anomaly, timeout_s, cluster, elementwise, check=check,
     )  # fmt: skip
 
 

@@ -70,6 +70,8 @@ def options(p: argparse.ArgumentParser) -> None:
     add("--device", choices=["cpu", "cuda"], help="default: a GPU for each rank if there are enough")
     add("--precision", default="f32", choices=PRECISIONS, help="default: f32")
     add("--compile", action=argparse.BooleanOptionalAction, help="compile the step (default: on GPUs)")
+    add("--check", action=argparse.BooleanOptionalAction, default=True,
+        help="hold the first batch against the model in plain PyTorch (default: yes)")  # fmt: skip
     add = p.add_argument_group("training").add_argument
     add(
         "--steps", type=positive, metavar="S", help="in all, those before a resumption included (default: the recipe's)"
@@ -207,7 +209,7 @@ def be_a_rank(args: argparse.Namespace, place: Place, train: Callable[..., Any])
             device=args.device, precision=args.precision, micro_batches=args.micro_batches, clip_norm=args.clip_norm,
             clip_value=args.clip_value, ema=args.ema, compile=args.compile, detect_anomaly=args.detect_anomaly,
             timeout_s=max(args.timeout, 1.0), timeline_steps=args.timeline_steps,
-            prefetch=args.prefetch, checkpoint_every=args.checkpoint_every,
+            prefetch=args.prefetch, checkpoint_every=args.checkpoint_every, check=args.check,
             timeline=None if args.timeline is None else Path(args.timeline or where.timeline),
         )  # fmt: skip
         ended.update(asdict(outcome))

@@ -59,14 +59,18 @@ class Watched:
             "rank": str(self.rank),
         }
 
+    def forget(self) -> None:
+        """Begin anew."""
+        self.count, self.nan, self.inf = 0, None, None
+        self.tainted.clear()
+
     def report(self, world: World, step: int, failed: bool) -> None:
         """Compare with the other ranks and raise if anyone saw an anomaly; then begin anew."""
         mine = self.nan or (self.inf if failed else None)
         if mine is not None and self.nan is not None and self.inf is not None:
             mine = self.inf  # the infinity came first, and NaNs are made of them
         found = [f for f in world.gather_objects(mine) if f is not None]
-        self.count, self.nan, self.inf = 0, None, None
-        self.tainted.clear()
+        self.forget()
         if found:
             _, what, about = min(found, key=lambda f: (f[0], f[2]["rank"]))
             raise NonFiniteError(f"step {step}: the first {what} was made here", **about,

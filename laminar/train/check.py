@@ -1,24 +1,15 @@
-"""The first batch of a job against the user's own model in plain PyTorch: loss, gradients and new buffers.
-
-What is checked is what runs: the compiled program on these ranks, with its collectives, on the first micro-batch of the
-first step. What it is checked against owes nothing to capture (`runtime/eager.py`): the model's own code on whole
-weights, run by rank 0. Every other rank sees that what it has is what rank 0 has.
+"""Whether two results of a step are the same but for rounding: judged tensor by tensor, by norms.
 
     ‖got - want‖  <=  tolerance * max(‖want‖, SHARE * ‖all gradients‖)
 
 for every gradient, with a tolerance by the narrowest number in the graph. Where a tensor is off by more, the model is
 asked how much of that is rounding: it runs again with weights and batch moved by a few units in the last place. Only
 what is far above such noise is an error.
-
-Not covered: what a later step does (guards look after what changes between steps), and evaluation. Where whole weights,
-gradients and activations would not fit beside the job, the check is left out, with a word. Nothing is left behind: the
-program's outputs are thrown away, the model and all generators of random numbers are as before.
 """
 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -39,8 +30,6 @@ ULPS = 4
 """By how many units in the last place weights and batch are moved to see what rounding does to this model."""
 NOISE = 10.0
 """How many times as much as that a tensor may be off."""
-FILL = 0.6
-"""Share of the free memory that the check may take."""
 
 
 @dataclass(frozen=True)
@@ -160,27 +149,3 @@ def raise_for(found: list[Off], loss: tuple[float, float]) -> None:
         why="the first batch was run by the plan's program and by the model itself, on the same weights",
         next='please report it, with the model; plan="ddp" trains it as it is, check=False leaves this check out',
     )
-
-
-# --- memory ------------------------------------------------------------------------------------
-
-
-def needed_bytes(graph: Graph, missing: int) -> int:
-    """About what running a model eagerly takes besides the job: whole weights that are not here, gradients twice (the
-    program's and the model's), and everything that forward makes."""
-    grads = sum(graph.specs[o.ref].nbytes for o in graph.outputs if o.kind == "grad")
-    made = sum(s.nbytes for n in graph.nodes if n.phase == "forward" for s in n.outs if s is not None)
-    return missing + 2 * grads + made
-
-
-def free_bytes(device: torch.device) -> int:
-    """Memory that nobody uses yet."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    try:
-        with open("/proc/meminfo") as file:
-            lines = dict(line.split(":", 1) for line in file)
-        return int(lines["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2

@@ -35,7 +35,7 @@ from laminar.runtime.module import Step
 from laminar.runtime.record import Tape
 from laminar.runtime.shards import shard
 from laminar.runtime.transport import Groups, Null
-from laminar.train import choose, storage
+from laminar.train import choose, first_batch, storage
 from laminar.train import optimizer as optim
 from laminar.train.anomaly import Watched
 from laminar.train.engine import Engine, Leaves, Ready
@@ -76,6 +76,7 @@ class Job(Recorded, storage.Stored, Logs):
         timeout_s: float = 600.0,
         cluster: Any = None,
         elementwise: bool = False,
+        check: bool = True,
     ) -> None:
         if micro_batches < 1:
             raise LaminarError(f"micro_batches is {micro_batches}", allowed="a whole number of at least 1")
@@ -128,6 +129,7 @@ class Job(Recorded, storage.Stored, Logs):
         self._first = self._engine.ready(leaves.split(micro_batches)[0])
         self._noted: tuple[str, ...] = ()
         self._checks = CHECKS
+        self._unchecked = check
         self._sums: dict[str, Tensor] = {}
         self._norms: dict[tuple[str, ...], Norm] = {}
         self._ema_decay = ema
@@ -231,6 +233,9 @@ class Job(Recorded, storage.Stored, Logs):
     ) -> tuple[Ready, Tensor, Tensor | None, dict[str, Tensor], list[Tensor]]:
         """Forward and backward of a batch: its loss, its weight if it has one, metrics, gradients as owners need."""
         micros = leaves.split(self._engine.micro_batches)
+        if self._unchecked:
+            self._unchecked = False
+            first_batch.check(self, micros[0])
         samples = [self._engine.together(m).samples for m in micros]
         ready = None
         grads: list[Tensor] = []
