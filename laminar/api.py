@@ -431,6 +431,7 @@ def parallelize(
     cluster: Cluster | str | None = None,
     elementwise: bool = False,
     check: bool = True,
+    unguarded: Sequence[str] = (),
 ) -> Any:
     """A `Job` that trains `model` on all ranks as if they were one.
 
@@ -457,6 +458,7 @@ def parallelize(
                    without stages is searched; unless given, "auto" is data parallel, in pieces if memory asks for it
     elementwise    the optimizer updates each element by itself, so it may be run on pieces; torch's own are known
     check          compare loss, gradients and buffers of the first (micro-)batch with the model run in plain PyTorch
+    unguarded      names of attributes whose changes between steps don't matter; others are followed
 
     Works alone in one process, under `laminar train`, and under `torchrun`. All methods of a job are
     collective: every rank calls them, in the same order.
@@ -487,16 +489,16 @@ def parallelize(
     if isinstance(plan, Staged):
         return _staged(model, loss, optimizer, batch, plan, device, precision, clip_norm, clip_value, ema, seed,
                        compile, timeout_s, elementwise, mesh=mesh, micro_batches=micro_batches,
-                       detect_anomaly=detect_anomaly)  # fmt: skip
+                       detect_anomaly=detect_anomaly, check=check, unguarded=unguarded)  # fmt: skip
     from laminar.train.job import Job
 
     return Job(
         model, loss, optimizer, batch, plan, mesh, device, precision, micro_batches, clip_norm, clip_value, ema, seed,
-        compile, detect_anomaly, timeout_s, cluster, elementwise, check=check,
+        compile, detect_anomaly, timeout_s, cluster, elementwise, check=check, unguarded=unguarded,
     )  # fmt: skip
 
 
-def _staged(*args: Any, mesh: Any, micro_batches: int, detect_anomaly: bool) -> Any:
+def _staged(*args: Any, mesh: Any, micro_batches: int, detect_anomaly: bool, **options: Any) -> Any:
     """A job whose plan has stages; what such a job has no say in is refused by name."""
     from laminar.train.staged import StagedJob
 
@@ -504,7 +506,7 @@ def _staged(*args: Any, mesh: Any, micro_batches: int, detect_anomaly: bool) -> 
     for name, given in asked.items():
         if given:
             raise LaminarError(f"{name} does not go with a plan that has stages", next="leave it out")
-    return StagedJob(*args)
+    return StagedJob(*args, **options)
 
 
 def train(

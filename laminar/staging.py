@@ -485,10 +485,15 @@ def _is_mean(graph: Graph, node: Node) -> bool:
         for i in range(len(here.outs)):
             for user in graph.users.get(Ref(here.name, i), ()):
                 if user.phase == "forward":
-                    if user.op not in LINEAR:
+                    if user.op not in LINEAR and not _by_number(user):
                         return False
                     todo.append(user)
     return True
+
+
+def _by_number(node: Node) -> bool:
+    """Whether an op multiplies or divides something by a number."""
+    return node.op in ("aten.mul.Tensor", "aten.div.Tensor") and isinstance(node.args[0], Ref) and len(node.ins) == 1
 
 
 def refuse_coupled(graph: Graph) -> None:

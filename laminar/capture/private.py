@@ -50,6 +50,8 @@ LOOKS_AT_DATA = (
 """What fake tensors say when asked for values, or for an op that has no form for them."""
 
 torch_assert: Any = torch._assert
+dict_version: Callable[[dict[Any, Any]], int] = torch._C._dynamo.guards.dict_version
+"""Another number after every change of a dict."""
 disable_current_modes = torch.utils._python_dispatch._disable_current_modes
 gelu, silu = torch._C._nn.gelu, torch._C._nn.silu
 multilabel_margin_loss = torch._C._nn.multilabel_margin_loss

@@ -1,7 +1,9 @@
 """From batches to running programs: one compiled step for each shape of batch.
 
 The first shape decides the plan. Later ones (the last, smaller batch of an epoch; evaluation) are
-captured when first met and keep the plan's decisions about everything that lives from step to step.
+captured when first met and keep the plan's decisions about everything that lives from step to step. So is
+a step after something has changed that its code reads (`guards.py`); if the graph is one that is known,
+nothing is compiled.
 
 Where several micro-batches make one step, gradients that the plan keeps whole are not reduced after
 each of them: they leave the program as this rank's terms of the sum, are added up here, and travel
@@ -46,6 +48,8 @@ from laminar.runtime.shards import shard
 from laminar.runtime.transport import Groups, Null
 from laminar.search.presets import like
 from laminar.search.rewrite import rewritten
+from laminar.train.captures import Captures
+from laminar.train.guards import Guards
 
 MOST = 16
 """Shapes of batches that are kept compiled: each has buffers for its gradients."""
@@ -197,6 +201,7 @@ class Engine:
         micro_batches: int,
         scaled: bool,
         build: Callable[[Program, Groups | Null, Mapping[str, Tensor], tuple[int, ...]], Callable[..., list[Tensor]]],
+        unguarded: Sequence[str] = (),
     ) -> None:
         """`build` turns a program into code; it is told which inputs never change their place."""
         self.model, self.loss, self.mesh, self.transport = model, loss, mesh, transport
@@ -208,11 +213,11 @@ class Engine:
         """Stand-ins of the model's tensors at full size, once this process holds only parts of them."""
         self.held: dict[str, Tensor] = {}
         """What this rank holds of parameters and buffers, by name."""
-        self._modules, self._parameters = list(model.modules()), list(model.parameters())
-        self._captured: dict[Any, Graph] = {}
+        self.captures = Captures(Guards(model, loss, unguarded), self.capture)
         self._predictors: dict[Any, Predictor] = {}
         self._places: dict[Any, dict[int, Split | None]] = {}
-        self._ready: dict[Any, Ready] = {}
+        self._ready: dict[str, Ready] = {}
+        """Compiled steps by the hash of what was captured."""
         self._terms: dict[str, NdSbp] = {}
         """How loss and gradients of micro-batches lie until they are summed up."""
         self._moves: dict[Any, Callable[..., list[Tensor]]] = {}
@@ -245,7 +250,9 @@ class Engine:
         batch = unflatten(json.loads(leaves.tree), leaves.tensors)
         # Sizes of a batch aside, graphs are alike: what follows from those of other sizes is not traced again.
         kind = tuple((n, str(t.dtype), t.dim()) for n, t in leaves.tensors.items())
-        predictor = self._predictors.setdefault((kind, leaves.tree, *self._key(leaves, backward)[1:]), Predictor())
+        predictor = self._predictors.setdefault(
+            (kind, leaves.tree, backward, self.measured, self.captures.state), Predictor()
+        )
         how = {"scaled": self.scaled and backward, "backward": backward, "wide": True}
         whole = {n: (t.dtype, tuple(t.shape), t.stride()) for n, t in self.whole.items()}
 
@@ -272,7 +279,7 @@ class Engine:
 
     def _sampled(self, graph: Graph, leaves: Leaves, backward: bool) -> dict[int, Split | None]:
         """Where draws have the samples of a batch: the same at any size, so found once."""
-        known = self._places.setdefault(self._key(leaves, backward)[1:], {})
+        known = self._places.setdefault((backward, self.measured, self.captures.state), {})
         if any(d.args[2] not in known for d in draws_of(graph)):
 
             def traced(samples: int) -> Graph:
@@ -301,27 +308,28 @@ class Engine:
 
     def begin(self, leaves: Leaves) -> Graph:
         """The graph of the first (micro-)batch, for which a plan is to be made."""
-        return self._captured.setdefault(self._key(leaves, True), self.capture(leaves))
+        return self.graph(leaves, True)
 
-    def _key(self, leaves: Leaves, backward: bool) -> Any:
-        modes = tuple([m.training for m in self._modules])
-        trained = tuple([p.requires_grad for p in self._parameters])
-        return (leaves.key, backward, modes, trained, self.measured)
+    def graph(self, leaves: Leaves, backward: bool) -> Graph:
+        """The graph of such a (micro-)batch under the values there are, captured on first use."""
+        return self.captures(leaves, backward, self.measured)
+
+    def look(self) -> None:
+        """See what has changed since the last step; every step begins with this."""
+        self.captures.look(self.held)
 
     def ready(self, leaves: Leaves, backward: bool = True) -> Ready:
         """The compiled step for such a (micro-)batch, made on first use."""
-        leaves = self.together(leaves)
-        key = self._key(leaves, backward)
-        if key not in self._ready:
+        captured = self.graph(self.together(leaves), backward)
+        if captured.hash not in self._ready:
             assert self.plan is not None
-            captured = self._captured.pop(key, None) or self.capture(leaves, backward)
             graph = rewritten(captured, self.plan)
             plan = self.plan if graph.hash == self.plan.graph_hash else like(graph, self.plan)
             while len(self._ready) >= MOST:
                 del self._ready[next(iter(self._ready))]  # the one used longest ago, the same on every rank
-            self._ready[key] = self.compile(graph, plan)
-        self._ready[key] = self._ready.pop(key)
-        return self._ready[key]
+            self._ready[captured.hash] = self.compile(graph, plan)
+        self._ready[captured.hash] = self._ready.pop(captured.hash)
+        return self._ready[captured.hash]
 
     def compile(self, graph: Graph, plan: Plan) -> Ready:
         """Lower a plan and turn it into code."""

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from laminar.cache import kept, sources
-from laminar.capture.capture import unflatten
+from laminar.capture.batches import unflatten
 from laminar.errors import CheckError
 from laminar.events import emit
 from laminar.ir.graph import RNG, Graph
@@ -240,12 +240,14 @@ def check(job: Job, micro: Leaves) -> None:
         return {f"buffer:{s.name}": whole.get(s.name, s.tensor.detach()) for s in job._slots if s.kind == "buffer"}
 
     about = {"graph": ready.graph.hash, "plan": ready.plan.hash, "precision": job.precision.name,
-             "device": str(job.device), "step": type(ready.step).__name__}  # fmt: skip
+             "device": str(job.device), "step": type(ready.step).__name__,
+             "values": engine.captures.digest()}  # fmt: skip
     missing = sum(t.nbytes for n, t in engine.whole.items() if job.plan.inputs.get(n, everywhere) != everywhere)
     job._set_tape(None)
     try:
         FirstBatch(job._world, ready.graph, job.device, about, missing, program, weights, eager, old).run()
     finally:
         job._set_tape(tape)
+        engine.captures.settle()
         if job._watched is not None:
             job._watched.forget()

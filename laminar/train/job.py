@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from laminar.capture.losses import Metrics, is_mean, reported
 from laminar.capture.private import foreach_add, foreach_copy, foreach_lerp
+from laminar.capture.slots import Slot
 from laminar.capture.torch_ops import spec_of
 from laminar.errors import CaptureError, LaminarError
 from laminar.events import emit
@@ -77,6 +78,7 @@ class Job(Recorded, storage.Stored, Logs):
         cluster: Any = None,
         elementwise: bool = False,
         check: bool = True,
+        unguarded: Sequence[str] = (),
     ) -> None:
         if micro_batches < 1:
             raise LaminarError(f"micro_batches is {micro_batches}", allowed="a whole number of at least 1")
@@ -104,7 +106,7 @@ class Job(Recorded, storage.Stored, Logs):
         self._watched = Watched(self.rank) if detect_anomaly else None
         self._engine = Engine(
             model, self.precision.around(loss, self.device), self.mesh, self._transport, micro_batches,
-            self.precision.scaled, self._builder(compile),
+            self.precision.scaled, self._builder(compile), unguarded,
         )  # fmt: skip
         slots = storage.moved(model, self.device, self.precision.weights)
         self._world.broadcast([s.tensor.detach() for s in slots])
@@ -126,6 +128,8 @@ class Job(Recorded, storage.Stored, Logs):
         self.plan: Plan = choose.chosen(plan, graph, self.mesh, self.device)
         self._engine.plan = self.plan
         self._keep(slots)
+        self._engine.captures.adopt(slots)
+        self._engine.captures.take = self._take
         self._first = self._engine.ready(leaves.split(micro_batches)[0])
         self._noted: tuple[str, ...] = ()
         self._checks = CHECKS
@@ -194,6 +198,12 @@ class Job(Recorded, storage.Stored, Logs):
         rounded = self.precision.rounding != "nearest"
         self._tracked = Tracked(self.optimizer, self._kept, rounded, self._elementwise)
 
+    def _take(self, slot: Slot) -> None:
+        """Hold a tensor, whole, that an attribute of the model has come to hold."""
+        self._specs[slot.name] = spec_of(slot.tensor)
+        self._engine.held[slot.name] = slot.tensor.detach().to(self.device)
+        self._engine.whole[slot.name] = torch.empty_like(slot.tensor, device="meta")
+
     # --- a step ---------------------------------------------------------------------------------
 
     def _leaves(self, batch: Any) -> Leaves:
@@ -203,8 +213,9 @@ class Job(Recorded, storage.Stored, Logs):
     def _agreed(self, batch: Any) -> Leaves:
         """The leaves of a batch, which must be alike on all ranks."""
         leaves = self._leaves(batch)
+        self._engine.look()
         if self.world > 1:
-            note = leaves.key
+            note = (*leaves.key, self._engine.captures.said)
             if self._checks and not leaves.local:
                 # Shapes tell nothing about ranks that shuffle with seeds of their own.
                 self._checks -= 1

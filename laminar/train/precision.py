@@ -60,6 +60,7 @@ class Precision:
             with torch.autocast(device.type, dtype=self.autocast):
                 return loss(model, batch)
 
+        under_autocast.__wrapped__ = loss  # type: ignore[attr-defined]
         return under_autocast
 
     def leaf(self, x: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ host, or by NCCL where every rank has a GPU of its own.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -78,6 +78,8 @@ class StagedJob(Recorded, StagedPipes, StagedState, Logs):
         compile: bool | None = None,
         timeout_s: float = 600.0,
         elementwise: bool = False,
+        check: bool = True,
+        unguarded: Sequence[str] = (),
     ) -> None:
         if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
             raise CaptureError("the model has no values: it lives on meta", next="make it with real weights")
@@ -95,7 +97,7 @@ class StagedJob(Recorded, StagedPipes, StagedState, Logs):
         self._model = model
         self._engine = Engine(
             model, self.precision.around(loss, self.device), Mesh({"dp": 1}), Null(Mesh({"dp": 1})),
-            plan.micro_batches, self.precision.scaled, _never,
+            plan.micro_batches, self.precision.scaled, _never, unguarded,
         )  # fmt: skip
         self._slots = storage.moved(model, self.device, self.precision.weights)
         self._numbers = {s.name: i for i, s in enumerate(self._slots)}
@@ -106,7 +108,8 @@ class StagedJob(Recorded, StagedPipes, StagedState, Logs):
         optim.faster(self.optimizer, self.device)
         self._elementwise = elementwise
         first = self._leaves(batch).split(plan.micro_batches)[0]
-        self.graph: Graph = rewritten(self._engine.begin(first), plan)
+        captured = self._engine.begin(first)
+        self.graph: Graph = rewritten(captured, plan)
         emit("phase", name="planning")
         self.plan = again(self.graph, plan)
         made = stages(self.graph, self.plan)
@@ -118,14 +121,15 @@ class StagedJob(Recorded, StagedPipes, StagedState, Logs):
             else Null(self.mesh, 0, self.device)
         )
         self._keep(made)
+        self._engine.captures.adopt(self._slots)
         self._ema_decay = ema
         self._ema = {k.name: k.owned.detach().float().clone() for k in self._kept} if ema is not None else {}
         self._moves: dict[Any, Step] = {}
         self._micros: list[Leaves] = []
         self._draws = 0
         self._noted: tuple[str, ...] = ()
-        self._graphs: dict[Any, Graph] = {self._kind(first.key, True): self.graph}
-        self._pipe = self._opened({first.key: made}, self.graph)
+        self._graphs: dict[str, Graph] = {captured.hash: self.graph}
+        self._pipe = self._opened({captured.hash: made}, self.graph)
         self._pipes: dict[bool, Pipe] = {True: self._pipe}
 
     # --- who holds what
@@ -153,6 +157,7 @@ class StagedJob(Recorded, StagedPipes, StagedState, Logs):
         self._at = me
         self._specs = {s.name: spec_of(s.tensor) for s in self._slots}
         self._held, self._kept = {}, []
+        self._engine.held = self._held
         away: set[int] = set()
         names = {id(s.tensor): s.name for s in self._slots}
         self._listed = [[names[id(p)] for p in g["params"]] for g in self.optimizer.param_groups]
@@ -201,8 +206,10 @@ class StagedJob(Recorded, StagedPipes, StagedState, Logs):
     def _agreed(self, batch: Any) -> list[Leaves]:
         """The micro-batches of a batch, which must be alike on all ranks."""
         leaves = self._leaves(batch)
-        self._world.agree(" ".join(leaves.key[1:]), leaves.key != self._noted)
-        self._noted = leaves.key
+        self._engine.look()
+        note = (*leaves.key, self._engine.captures.said)
+        self._world.agree(" ".join(note[1:]), note != self._noted)
+        self._noted = note
         return leaves.split(self.plan.micro_batches)
 
     def step(self, batch: Any) -> Result:

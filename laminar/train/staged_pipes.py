@@ -54,7 +54,7 @@ class Pipe:
     parts: Parts
     actors: Actors
     sizes: dict[Any, Size] = field(default_factory=dict)
-    """What is compiled, by the shapes of a micro-batch; that used longest ago comes first."""
+    """What is compiled, by the hash of what was captured; that used longest ago comes first."""
 
     @property
     def net(self) -> Net:
@@ -91,8 +91,8 @@ class StagedPipes:
     _transport: Groups | Null
     _held: dict[str, Tensor]
     _lies: dict[tuple[str, int], NdSbp]
-    _graphs: dict[Any, Graph]
-    """By the shapes of a micro-batch, and whether it is trained on."""
+    _graphs: dict[str, Graph]
+    """By the hash of what was captured, as the plan rewrites it."""
     _pipes: dict[bool, Pipe]
     """For training, and for evaluation."""
     _measured: tuple[Any, ...] = ()
@@ -125,7 +125,8 @@ class StagedPipes:
             self._measured = self._engine.measured
             if backward in self._pipes:
                 self._pipes.pop(backward).actors.close()
-        kinds = {m.key: m for m in micros}
+        keys = [self._engine.graph(m, backward).hash for m in micros]
+        kinds = dict(zip(keys, micros, strict=True))
         if len(kinds) > SIZES:
             raise BatchError(f"micro-batches of {len(kinds)} different sizes in one step", allowed=f"{SIZES} at most",
                              next="make more of them equal: each size is a program of its own")  # fmt: skip
@@ -143,7 +144,7 @@ class StagedPipes:
             pipe.sizes[key] = pipe.sizes.pop(key)
         for key in list(pipe.sizes)[: max(len(pipe.sizes) - MOST, 0)]:
             del pipe.sizes[key]
-        pipe.parts.sizes = [pipe.sizes[m.key] for m in micros]
+        pipe.parts.sizes = [pipe.sizes[key] for key in keys]
         return pipe
 
     def _larger(self, kinds: Mapping[Any, Leaves], backward: bool) -> Pipe:
@@ -153,21 +154,17 @@ class StagedPipes:
         made: dict[Any, Stages] = {}
         for key in sorted(kinds, key=lambda key: -sum(t.numel() for t in kinds[key].tensors.values())):
             made[key] = self._lowered(kinds[key], backward, next(iter(made.values()), None))
-        pipe = self._pipes[backward] = self._opened(made, self._graphs[self._kind(next(iter(made)), backward)])
+        pipe = self._pipes[backward] = self._opened(made, self._graphs[next(iter(made))])
         return pipe
-
-    def _kind(self, key: Any, backward: bool) -> Any:
-        """Under which name the graph of such micro-batches is kept."""
-        return key, backward, () if backward else self._engine.measured
 
     def _lowered(self, leaves: Leaves, backward: bool, like: Stages | None) -> Stages:
         """Micro-batches of one size captured and lowered, their sums as those of another."""
-        key = self._kind(leaves.key, backward)
-        if key not in self._graphs:
+        captured = self._engine.graph(leaves, backward)
+        if captured.hash not in self._graphs:
             while len(self._graphs) >= MOST:
                 del self._graphs[next(iter(self._graphs))]
-            self._graphs[key] = rewritten(self._engine.capture(leaves, backward), self.plan)
-        graph = self._graphs[key]
+            self._graphs[captured.hash] = rewritten(captured, self.plan)
+        graph = self._graphs[captured.hash]
         made = stages(graph, again(graph, self.plan), like)
         for s, own in enumerate(made.cut.graphs):
             place = made.staged.stages[s].place
