@@ -38,6 +38,7 @@ from laminar.train.optimizer import Kept
 from laminar.train.precision import Precision, Scaler
 from laminar.train.recording import Recorded
 from laminar.train.report import Evaluation, Logs, Result, Sums
+from laminar.train.sharded import released
 from laminar.train.tracked import Tracked
 from laminar.train.world import World
 
@@ -79,6 +80,7 @@ class DdpJob(Recorded, storage.Stored, Logs):
         self.seed, self.steps = seed, 0
         self._scaler = Scaler() if self.precision.scaled else None
         self._model = model
+        released(model)
         self._slots = storage.moved(model, self.device, self.precision.weights)
         self.optimizer = optim.made(optimizer, model.parameters())
         optim.refuse_unknown(self.optimizer, {id(s.tensor): s.name for s in self._slots})

@@ -50,6 +50,7 @@ from laminar.search.presets import like
 from laminar.search.rewrite import rewritten
 from laminar.train.captures import Captures
 from laminar.train.guards import Guards
+from laminar.train.sharded import allowed
 
 MOST = 16
 """Shapes of batches that are kept compiled: each has buffers for its gradients."""
@@ -257,7 +258,9 @@ class Engine:
         whole = {n: (t.dtype, tuple(t.shape), t.stride()) for n, t in self.whole.items()}
 
         def traced() -> Graph:
-            found = capture(self.model, self.loss, batch, whole=self.whole, predictor=predictor, **how)
+            self.captures.ran = True
+            with allowed():
+                found = capture(self.model, self.loss, batch, whole=self.whole, predictor=predictor, **how)
             return probe(found)
 
         graph = kept_graph(

@@ -35,6 +35,7 @@ from laminar.runtime.module import Step
 from laminar.train import storage
 from laminar.train.check import TOLERANCE, beyond_rounding, narrowest, nudged, off, raise_for
 from laminar.train.engine import Leaves
+from laminar.train.sharded import allowed
 from laminar.train.world import World
 
 if TYPE_CHECKING:
@@ -234,7 +235,8 @@ def check(job: Job, micro: Leaves) -> None:
             taken, leaves = nudged({**mine, **taken}, *moved), nudged(leaves, *moved)
         key = (job.seed, job.steps) if RNG in ready.filled else None
         batch = unflatten(json.loads(micro.tree), leaves)
-        return run_eager(job._model, engine.loss, batch, key=key, scale=scale, whole=taken, wide=True)
+        with allowed():
+            return run_eager(job._model, engine.loss, batch, key=key, scale=scale, whole=taken, wide=True)
 
     def old(whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {f"buffer:{s.name}": whole.get(s.name, s.tensor.detach()) for s in job._slots if s.kind == "buffer"}

@@ -47,11 +47,13 @@ from laminar.train.optimizer import Kept
 from laminar.train.precision import Precision, Scaler, update
 from laminar.train.recording import Recorded
 from laminar.train.report import Evaluation, Logs, Result, Sums
+from laminar.train.sampled import Sampled
+from laminar.train.sharded import Pieces, released, whole_again
 from laminar.train.tracked import Tracked
 from laminar.train.world import World
 
 CHECKS = 2
-"""How many of the first batches are compared between ranks by value, not only by shape."""
+"""How many of the first batches are compared between ranks by value before they are used; later ones by a sample."""
 
 
 class Job(Recorded, storage.Stored, Logs):
@@ -108,6 +110,7 @@ class Job(Recorded, storage.Stored, Logs):
             model, self.precision.around(loss, self.device), self.mesh, self._transport, micro_batches,
             self.precision.scaled, self._builder(compile), unguarded,
         )  # fmt: skip
+        released(model)
         slots = storage.moved(model, self.device, self.precision.weights)
         self._world.broadcast([s.tensor.detach() for s in slots])
         self.optimizer = optim.made(optimizer, model.parameters())
@@ -128,11 +131,17 @@ class Job(Recorded, storage.Stored, Logs):
         self.plan: Plan = choose.chosen(plan, graph, self.mesh, self.device)
         self._engine.plan = self.plan
         self._keep(slots)
+        cut = {id(s.tensor) for s in slots if tuple(s.tensor.shape) != self._specs[s.name].shape}
+        if cut:
+            self._pieces = Pieces(self)
+            self._pieces.put_on(model, cut)
+        self._engine.captures.settle()
         self._engine.captures.adopt(slots)
         self._engine.captures.take = self._take
         self._first = self._engine.ready(leaves.split(micro_batches)[0])
         self._noted: tuple[str, ...] = ()
         self._checks = CHECKS
+        self._sampled = Sampled()
         self._unchecked = check
         self._sums: dict[str, Tensor] = {}
         self._norms: dict[tuple[str, ...], Norm] = {}
@@ -215,17 +224,19 @@ class Job(Recorded, storage.Stored, Logs):
         leaves = self._leaves(batch)
         self._engine.look()
         if self.world > 1:
-            note = (*leaves.key, self._engine.captures.said)
+            note, state = leaves.key, self._engine.captures.said
             if self._checks and not leaves.local:
                 # Shapes tell nothing about ranks that shuffle with seeds of their own.
                 self._checks -= 1
                 note = (*note, f"values {leaves.fingerprint()}")
-            self._world.agree(" ".join(note[1:]), note != self._noted)
-            self._noted = note
+            values = "" if leaves.local else self._sampled(leaves.tensors, self._world.notes + 1)
+            self._world.agree(" ".join(note[1:]), (*note, state) != self._noted, state, values)
+            self._noted = (*note, state)
         return leaves
 
     def step(self, batch: Any) -> Result:
         """Train on one batch: the global one, or `Local(share)`; `Sized` says how it is cut into micro-batches."""
+        self._refuse_released()
         return self._recorded_step(batch)  # type: ignore[no-any-return]
 
     def _step(self, batch: Any) -> Result:
@@ -430,6 +441,7 @@ class Job(Recorded, storage.Stored, Logs):
         over the batch's samples, or `laminar.Loss(total, weight)`. They and what the loss function returns beside the
         loss are in the `metrics` of what comes back, which is a float.
         """
+        self._refuse_released()
         training = [(m, m.training) for m in self._model.modules()]
         self._model.eval()
         sums = Sums()
@@ -492,6 +504,15 @@ class Job(Recorded, storage.Stored, Logs):
         """Take the moving average of the weights from whole tensors."""
         for k in self._kept:
             self._ema[k.name].copy_(self._cut(given[k.name], k.state_nd))
+
+    def _give_back(self) -> None:
+        """Whole weights and state on every rank; see `Stored.release`."""
+        held, everywhere = storage._held(self, False), (B,) * len(self.mesh.sizes)
+        names = [n for n, (nd, _) in held.items() if nd != everywhere]
+        found = self._assembled([(n, self._specs[n].shape, *held[n]) for n in names])
+        state, params = self.optimizer_state_dict(), {id(k.owned): k.param for k in self._kept}
+        groups: list[list[Any]] = [[params[id(p)] for p in g["params"]] for g in self.optimizer.param_groups]
+        whole_again(self, dict(zip(names, found, strict=True)), state, groups)
 
     @property
     def model(self) -> nn.Module:

@@ -53,6 +53,8 @@ from laminar.train.optimizer import Kept
 from laminar.train.precision import Precision, Scaler, update
 from laminar.train.recording import Recorded
 from laminar.train.report import Evaluation, Logs, Result, Sums
+from laminar.train.sampled import Sampled
+from laminar.train.sharded import Pieces, released
 from laminar.train.staged_pipes import Pipe, StagedPipes
 from laminar.train.staged_state import StagedState
 from laminar.train.tracked import Tracked
@@ -99,6 +101,7 @@ class StagedJob(Recorded, StagedPipes, StagedState, Logs):
             model, self.precision.around(loss, self.device), Mesh({"dp": 1}), Null(Mesh({"dp": 1})),
             plan.micro_batches, self.precision.scaled, _never, unguarded,
         )  # fmt: skip
+        released(model)
         self._slots = storage.moved(model, self.device, self.precision.weights)
         self._numbers = {s.name: i for i, s in enumerate(self._slots)}
         self._world.broadcast([s.tensor.detach() for s in self._slots])
@@ -121,6 +124,11 @@ class StagedJob(Recorded, StagedPipes, StagedState, Logs):
             else Null(self.mesh, 0, self.device)
         )
         self._keep(made)
+        cut = {id(s.tensor) for s in self._slots if tuple(s.tensor.shape) != self._specs[s.name].shape}
+        if cut:
+            self._pieces = Pieces(self)
+            self._pieces.put_on(model, cut)
+        self._engine.captures.settle()
         self._engine.captures.adopt(self._slots)
         self._ema_decay = ema
         self._ema = {k.name: k.owned.detach().float().clone() for k in self._kept} if ema is not None else {}
@@ -128,6 +136,7 @@ class StagedJob(Recorded, StagedPipes, StagedState, Logs):
         self._micros: list[Leaves] = []
         self._draws = 0
         self._noted: tuple[str, ...] = ()
+        self._sampled = Sampled()
         self._graphs: dict[str, Graph] = {captured.hash: self.graph}
         self._pipe = self._opened({captured.hash: made}, self.graph)
         self._pipes: dict[bool, Pipe] = {True: self._pipe}
@@ -207,13 +216,15 @@ class StagedJob(Recorded, StagedPipes, StagedState, Logs):
         """The micro-batches of a batch, which must be alike on all ranks."""
         leaves = self._leaves(batch)
         self._engine.look()
-        note = (*leaves.key, self._engine.captures.said)
-        self._world.agree(" ".join(note[1:]), note != self._noted)
-        self._noted = note
+        state = self._engine.captures.said
+        values = self._sampled(leaves.tensors, self._world.notes + 1) if self.world > 1 else ""
+        self._world.agree(" ".join(leaves.key[1:]), (*leaves.key, state) != self._noted, state, values)
+        self._noted = (*leaves.key, state)
         return leaves.split(self.plan.micro_batches)
 
     def step(self, batch: Any) -> Result:
         """Train on one global batch, or `Sized(batch, sizes)`: with micro-batches of so many samples."""
+        self._refuse_released()
         return self._recorded_step(batch)  # type: ignore[no-any-return]
 
     def _step(self, batch: Any) -> Result:
@@ -284,6 +295,7 @@ class StagedJob(Recorded, StagedPipes, StagedState, Logs):
 
     def evaluate(self, batches: Iterable[Any], metrics: Metrics | None = None) -> Evaluation:
         """The loss over batches with the model in evaluation mode, through the stages; see `Job.evaluate`."""
+        self._refuse_released()
         training = [(m, m.training) for m in self._model.modules()]
         self._model.eval()
         sums = Sums()

@@ -25,6 +25,7 @@ from laminar.train import optimizer as optim
 from laminar.train import storage
 from laminar.train.engine import Engine
 from laminar.train.optimizer import Kept
+from laminar.train.sharded import own_state, whole_again
 from laminar.train.tracked import Tracked
 
 
@@ -75,9 +76,10 @@ class StagedState(storage.Stored):
         if ema and self._ema_decay is None:
             raise StateError("this job keeps no moving average", next="parallelize(..., ema=0.999)")
         of = {name: s.name for s in self._slots for name in (s.name, *s.aliases)}
-        names = list(self._model.state_dict())
+        own = own_state(self._model)
+        names = list(own)
         found = {name: self._given(name, ema) for name in dict.fromkeys(of.values())}
-        return {n: found[of[n]] if n in of else self._model.state_dict()[n] for n in names}
+        return {n: found[of[n]] if n in of else own[n] for n in names}
 
     def _given(self, name: str, ema: bool) -> Tensor:
         """A weight or buffer as a state dict has it; every parameter has an average."""
@@ -110,7 +112,7 @@ class StagedState(storage.Stored):
 
     def load_state_dict(self, given: Mapping[str, Any]) -> None:
         """Take weights and buffers from a state dict of this model, from here or from plain PyTorch."""
-        missing = sorted(set(self._model.state_dict()) - set(given))
+        missing = sorted(set(own_state(self._model)) - set(given))
         if missing:
             raise StateError("the state dict is not this model's", missing=", ".join(missing[:5]))
         kept = {k.name: k for k in self._kept}
@@ -179,6 +181,13 @@ class StagedState(storage.Stored):
             narrowed["state"].update({i: given["state"][i] for i in here if i in given["state"]})
         optim.load_state_dict(self.optimizer, list(self._by_name.values()), narrowed, self._cut)
         self._tracked.note()
+
+    def _give_back(self) -> None:
+        """Whole weights and state on every rank; see `Stored.release`."""
+        params = {s.name: s.tensor for s in self._slots}
+        whole = {name: self._whole(name, self._held.get(name), self._lies) for name in params}
+        groups: list[list[Any]] = [[params[n] for n in names] for names in self._listed]
+        whole_again(self, whole, self.optimizer_state_dict(), groups)
 
     @property
     def model(self) -> nn.Module:

@@ -23,6 +23,7 @@ from laminar.errors import StateError
 from laminar.ir.sbp import B, NdSbp, Split
 from laminar.train import schedulers
 from laminar.train.layout import make_dense
+from laminar.train.sharded import Pieces, allowed, own_state, stripped
 from laminar.train.world import World
 
 if TYPE_CHECKING:
@@ -49,6 +50,9 @@ class Stored:
     """What every job does with its state as a whole, whatever it is made of."""
 
     _world: World
+    _pieces: Pieces | None = None
+    """What stands on the user's model where ranks have parts of it."""
+    _released = False
 
     def hash(self) -> str:
         """Hex digest over weights, buffers and optimizer state: equal exactly if all of them are, bit for bit."""
@@ -65,6 +69,25 @@ class Stored:
         """Go on from what `save` wrote, on any layout; schedulers go on as well."""
         resume(self, directory, scheduler)  # type: ignore[arg-type]
 
+    def release(self) -> None:
+        """Put whole weights back into the user's own model, and whole state into its optimizer; the job ends with that.
+
+        Every rank calls it, and has room for the whole model afterwards. A second job on the same model does it by
+        itself.
+        """
+        if self._pieces is not None:
+            self._released = True
+            self._give_back()
+            self._pieces.take_off()
+            self._pieces = None
+
+    def _give_back(self) -> None:
+        raise NotImplementedError
+
+    def _refuse_released(self) -> None:
+        if self._released:
+            raise StateError("this job has given its model back", next="make a new job with laminar.parallelize")
+
     def close(self) -> None:
         """Leave the process group, if this job made it."""
         self._world.close()
@@ -76,7 +99,7 @@ class Stored:
 def _names(job: Job | DdpJob) -> dict[str, str]:
     """For each name in the model's own state dict, the slot that holds its tensor."""
     of = {name: s.name for s in job._slots for name in (s.name, *s.aliases)}
-    return {name: of[name] for name in job._model.state_dict() if name in of}
+    return {name: of[name] for name in own_state(job._model) if name in of}
 
 
 def _held(job: Job, ema: bool) -> dict[str, tuple[NdSbp, Tensor]]:
@@ -97,7 +120,7 @@ def state_dict(job: Job, sharded: bool, ema: bool) -> dict[str, Any]:
     else:
         pieces = [(n, job._specs[n].shape, *held[n]) for n in wanted]
         found = dict(zip(wanted, job._assembled(pieces), strict=True))
-    extra = {k: v for k, v in job._model.state_dict().items() if k not in names}
+    extra = {k: v for k, v in own_state(job._model).items() if k not in names}
     return {**{name: found[slot] for name, slot in names.items()}, **extra}
 
 
@@ -125,7 +148,7 @@ def _dtensors(job: Job, items: Sequence[tuple[str, NdSbp, Tensor]]) -> list[Any]
 def load_state_dict(job: Job, given: Mapping[str, Any]) -> None:
     """See `Job.load_state_dict`."""
     names = _names(job)
-    missing, extra = sorted(set(names) - set(given)), sorted(set(given) - set(job._model.state_dict()))
+    missing, extra = sorted(set(names) - set(given)), sorted(set(given) - set(own_state(job._model)))
     if missing or extra:
         raise StateError("the state dict is not this model's", missing=", ".join(missing[:5]),
                          unexpected=", ".join(extra[:5]))  # fmt: skip
@@ -154,7 +177,8 @@ def empty_copy(model: nn.Module, slots: Sequence[Slot], whole: Mapping[str, Tens
     for slot in slots:
         room = torch.empty_like(whole[slot.name], device=device)
         memo[id(slot.tensor)] = nn.Parameter(room, slot.tensor.requires_grad) if slot.kind == "param" else room
-    return copy.deepcopy(model, memo)
+    with allowed():
+        return stripped(copy.deepcopy(model, memo))
 
 
 def fill(model: nn.Module, state: Mapping[str, Tensor], rest: Mapping[str, Tensor]) -> None:
@@ -255,7 +279,7 @@ def resume(job: Job | DdpJob, directory: str | Path, scheduler: Any = None) -> N
         raise StateError(f"{path} holds a job of version {about.get('laminar_job')}, this reads {VERSION}")
     weights = load_file(path / "model.safetensors")
     tied = {n: weights[s] for n, s in _names(job).items() if n not in weights and s in weights}
-    job.load_state_dict({**job._model.state_dict(), **weights, **tied})
+    job.load_state_dict({**own_state(job._model), **weights, **tied})
     job.load_optimizer_state_dict(_put_together(load_file(path / "optimizer.safetensors"), about["optimizer"]))
     job.steps, job.seed = about["steps"], about["seed"]
     again = schedulers.restore if scheduler is None else schedulers.restore_named

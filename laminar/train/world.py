@@ -3,7 +3,8 @@
 Alone, under `torchrun`, under `laminar train` or inside a script that has made its own process
 group: all four look the same from here on. Besides collectives there is a store, where ranks leave
 small notes that cost the others nothing; through it they notice that their batches differ before
-the collectives of two different programs meet.
+the collectives of two different programs meet. With each note goes a checksum over a few elements of
+the batch; in every step one rank compares its neighbour's of the step before with its own.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from laminar.capture.private import default_store
-from laminar.errors import BatchError, MeshError
+from laminar.errors import BatchError, LaminarError, MeshError
 from laminar.events import emit
 from laminar.runtime.malloc import keep_freed_memory
 
@@ -31,6 +32,8 @@ _MADE = itertools.count()
 """Worlds made so far by this process: ranks make them in the same order, so this tells them apart."""
 RING = 64
 """How many notes of a rank are kept."""
+BESIDES = "\x1f"
+"""What stands in a note between a batch and what has changed besides."""
 PATIENCE_S = 60.0
 """How long to wait for another rank to begin the same step before saying that it does not."""
 
@@ -52,6 +55,8 @@ class World:
         self.open: weakref.WeakSet[Any] = weakref.WeakSet()
         """What is to be closed before the process group is left."""
         self._notes = self._meetings = 0
+        self._told: dict[int, str] = {}
+        """Checksums of this rank's last batches, by the number of their note."""
         self._home = f"laminar/{next(_MADE)}"
         self._place = f"{self._home}/note"
 
@@ -88,29 +93,70 @@ class World:
         dist.all_gather_object(out, value)
         return out
 
-    def agree(self, note: str, changed: bool) -> None:
+    @property
+    def notes(self) -> int:
+        """How many steps have been noted."""
+        return self._notes
+
+    def agree(self, note: str, changed: bool, state: str = "", values: str = "") -> None:
         """Leave a note about the step that begins; if it differs from the last one, see that everyone's does.
 
         Costs one message to the store, and no waiting while nothing changes. The rank whose batch has
-        changed waits for the others to begin the same step, and speaks up if theirs is another.
+        changed waits for the others to begin the same step, and speaks up if theirs is another. `state` is what
+        has changed in the model and the loss; `values` a checksum, and which note's batch it is of.
         """
         self._notes += 1
         if self.store is None:
             return
-        self.store.set(self._slot(self.rank), f"{self._notes}|{note}")
-        if not changed:
+        self.store.set(self._slot(self.rank), f"{self._notes}|{values}|{note}{BESIDES}{state}")
+        self._remember(values)
+        if changed:
+            for other in range(self.size):
+                if other != self.rank and (theirs := self._note_of(other)) is not None:
+                    self._compare(other, (note, state), theirs.partition("|")[2])
+        elif self._notes % self.size == self.rank:
+            self._compare_values((self.rank + 1) % self.size)
+
+    def _compare(self, other: int, mine: tuple[str, str], theirs: str) -> None:
+        note, _, state = theirs.partition(BESIDES)
+        if note != mine[0]:
+            raise BatchError(
+                f"step {self._notes}: rank {self.rank} has another batch than rank {other}",
+                mine=mine[0],
+                theirs=note,
+                next="hand the same global batch to every rank, or equal shares as laminar.Local(share); where"
+                " shares are uneven, pad them and leave padding out of laminar.Loss(total, weight)",
+            )
+        if state != mine[1]:
+            raise LaminarError(
+                f"step {self._notes}: the model or its loss has changed in another way on rank {self.rank} than on "
+                f"rank {other}",
+                mine=mine[1].partition(" ")[2] or "nothing",
+                theirs=state.partition(" ")[2] or "nothing",
+                next="make the same change on every rank",
+            )
+
+    def _remember(self, values: str) -> None:
+        number, _, checksum = values.partition(":")
+        if number:
+            self._told[int(number)] = checksum
+            while len(self._told) > RING:
+                del self._told[next(iter(self._told))]
+
+    def _compare_values(self, other: int) -> None:
+        """See whether another rank's batch of the step before was this one's; nobody is waited for."""
+        slot = f"{self._place}/{other}/{(self._notes - 1) % RING}"
+        if not self.store.check([slot]):  # type: ignore[union-attr]
             return
-        for other in range(self.size):
-            if other != self.rank:
-                theirs = self._note_of(other)
-                if theirs is not None and theirs != note:
-                    raise BatchError(
-                        f"step {self._notes}: rank {self.rank} has another batch than rank {other}",
-                        mine=note,
-                        theirs=theirs,
-                        next="hand the same global batch to every rank, or equal shares as laminar.Local(share); where"
-                        " shares are uneven, pad them and leave padding out of laminar.Loss(total, weight)",
-                    )
+        count, _, rest = self.store.get(slot).decode().partition("|")  # type: ignore[union-attr]
+        number, _, checksum = rest.partition("|")[0].partition(":")
+        if int(count) == self._notes - 1 and number and self._told.get(int(number), checksum) != checksum:
+            raise BatchError(
+                f"step {number}: rank {self.rank} had another batch than rank {other}",
+                why="the same elements have other values there",
+                next="hand the same global batch to every rank (data that is shuffled needs one seed for all), or "
+                "equal shares as laminar.Local(share)",
+            )
 
     def meeting(self, what: str) -> str:
         """A place in the store for something that all ranks begin now, the same on each."""

@@ -1,0 +1,130 @@
+"""The user's own model while a job has it in pieces: whole on request, refused where pieces would pass for weights.
+
+Under a plan that cuts parameters, or gives stages to different ranks, the modules that a user made hold this rank's
+part. Whoever then calls the model, saves it, copies it or asks it for its state dict would get half a model, or an
+error about shapes. Each of these is refused by name, with what to use instead (`job.model`). `Job.release` puts whole
+weights back and ends the job; a second job on the same modules does so by itself.
+
+Not covered: a tensor that is read directly (`model.fc.weight.norm()`) is this rank's piece.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any
+
+from torch import Tensor, nn
+
+from laminar.errors import StateError
+
+_INSIDE: ContextVar[bool] = ContextVar("laminar reads pieces", default=False)
+_DICTS = ("_forward_pre_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks")
+"""Where the hooks of this file lie in a module."""
+
+
+@contextlib.contextmanager
+def allowed() -> Iterator[None]:
+    """Inside, nothing is refused: Laminar itself knows that these are pieces."""
+    before = _INSIDE.set(True)
+    try:
+        yield
+    finally:
+        _INSIDE.reset(before)
+
+
+def own_state(model: nn.Module) -> dict[str, Any]:
+    """The model's own state dict, whatever part of each tensor is here."""
+    with allowed():
+        return dict(model.state_dict())
+
+
+class Pieces:
+    """What stands on every module of which a job has a part elsewhere, and says so."""
+
+    def __init__(self, job: Any) -> None:
+        self.job = job
+        self._handles: list[Any] = []
+
+    def put_on(self, model: nn.Module, cut: set[int]) -> None:
+        """Look after the modules that hold one of the tensors `cut`, by their ids, or contain one that does."""
+        for module in model.modules():
+            if any(id(t) in cut for t in (*module.parameters(), *module.buffers())):
+                self._handles += [
+                    module.register_forward_pre_hook(self._forward),
+                    module.register_state_dict_pre_hook(self._state_dict),
+                    module.register_load_state_dict_pre_hook(self._load),
+                ]
+
+    def take_off(self) -> None:
+        """The model is whole."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _forward(self, module: nn.Module, args: Any) -> None:
+        self.refuse(f"running {type(module).__name__}")
+
+    def _state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        self.refuse("its state dict")
+
+    def _load(self, *args: Any) -> None:
+        self.refuse("loading a state dict into it", "use job.load_state_dict(...)")
+
+    def __reduce__(self) -> Any:
+        self.refuse("saving it")
+        return super().__reduce__()
+
+    def __deepcopy__(self, memo: Any) -> Pieces:
+        self.refuse("a copy of it")
+        return self
+
+    def refuse(self, what: str, instead: str = "") -> None:
+        """Say what can't be had from pieces, unless it is us who ask."""
+        if not _INSIDE.get():
+            raise StateError(
+                f"the parameters of this model are sharded by a job: {what} would see this rank's pieces only",
+                next=instead or "use job.model (whole weights), job.state_dict() or job.save(...)",
+                or_="job.release() makes this model whole again, and ends the job",
+            )
+
+
+def owners(model: nn.Module) -> list[Any]:
+    """The jobs that have this model, or a part of it, in pieces."""
+    found: dict[int, Any] = {}
+    for module in model.modules():
+        for hook in getattr(module, "_forward_pre_hooks", {}).values():
+            pieces = getattr(hook, "__self__", None)
+            if isinstance(pieces, Pieces):
+                found.setdefault(id(pieces.job), pieces.job)
+    return list(found.values())
+
+
+def stripped(model: nn.Module) -> nn.Module:
+    """A copy of such a model, without what says that it is in pieces."""
+    for module in model.modules():
+        for name in _DICTS:
+            hooks: dict[int, Any] = getattr(module, name, {})
+            for key, hook in list(hooks.items()):
+                if isinstance(getattr(getattr(hook, "hook", hook), "__self__", None), Pieces):
+                    del hooks[key]
+    return model
+
+
+def released(model: nn.Module) -> None:
+    """Make a model whole that other jobs have in pieces; every rank calls this."""
+    for job in owners(model):
+        job.release()
+
+
+def whole_again(job: Any, whole: dict[str, Tensor], state: dict[str, Any], groups: list[list[nn.Parameter]]) -> None:
+    """Put whole tensors into a job's model, by slot name, and the whole state into its optimizer."""
+    for slot in job._slots:
+        if slot.name in whole:
+            slot.tensor.data = whole[slot.name]
+    optimizer = job.optimizer
+    optimizer.state.clear()
+    for group, params in zip(optimizer.param_groups, groups, strict=True):
+        group["params"] = params
+    optimizer.load_state_dict(state)
