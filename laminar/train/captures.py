@@ -204,8 +204,8 @@ class Captures:
             ):
                 with torch.no_grad():
                     held[name].copy_(new.tensor)
-                for holder, key in new.places:  # type: ignore[union-attr]
-                    holder[key] = old.tensor  # type: ignore[union-attr]
+                for holder, key in new.places:
+                    holder[key] = old.tensor
                 continue
             kind = (old or new).kind.replace("param", "parameter")  # type: ignore[union-attr]
             what = (

@@ -20,11 +20,12 @@ from __future__ import annotations
 import contextlib
 import enum
 import fnmatch
+import operator
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
-from operator import attrgetter, call, eq, is_, itemgetter
+from operator import attrgetter, eq, is_, itemgetter
 from typing import Any
 
 import numpy as np
@@ -52,6 +53,7 @@ MOST = 20_000
 FOREIGN = ("torch", "numpy", "logging", "threading", "multiprocessing", "concurrent", "asyncio", "io", "laminar")
 """Packages whose objects are not looked into."""
 
+_call: Callable[..., Any] = operator.call
 _trained = attrgetter("requires_grad")
 _written = attrgetter("_version")
 _content = attrgetter("cell_contents")
@@ -115,7 +117,7 @@ class Guards:
                 and all(map(eq, self._lists, self._copies))
                 and all(map(is_, map(_content, self._cells), self._contents))
                 and list(map(_written, self._tensors)) == self._writes
-                and all(map(eq, map(call, self._getters, self._places), self._found))
+                and all(map(eq, map(_call, self._getters, self._places), self._found))
                 and all(map(eq, map(_class_values, self._classes), self._class_values))
             )
         except (
@@ -198,7 +200,7 @@ class Guards:
         self._class_values = list(map(_class_values, self._classes))
         self._places = [*(d for d, _ in self._globals.values()), *(o for o, _ in self._slotted)]
         self._getters = [*(itemgetter(*names) for _, names in self._globals.values()), *(g for _, g in self._slotted)]
-        self._found = list(map(call, self._getters, self._places))
+        self._found: list[Any] = list(map(_call, self._getters, self._places))
 
     def _put(self, name: str, value: Any, read: tuple[int, str] | None) -> None:
         """Watch one value under a name."""
