@@ -935,3 +935,29 @@ def _drawing(split: bool) -> list[float]:
 def test_the_key_of_random_draws_may_lie_in_pieces(two: Ranks) -> None:
     """A plan may place every input; a random one does."""
     assert two.run(_drawing, True) == two.run(_drawing, False)
+
+
+class _Normed(nn.Module):
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(4, 8), norm, nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.norm(self.up(x))))
+
+
+@pytest.mark.parametrize("samples", [8, 4])
+def test_micro_batches_of_samples_that_mix_are_said(samples: int) -> None:
+    """Batch norm sees one micro-batch at a time: the user hears which op it is, and what to do. Others hear nothing."""
+
+    def loss(model: Any, batch: Tensor) -> Tensor:
+        return model(batch[:, None].expand(-1, 3, -1).reshape(-1, 4)).square().mean()
+
+    batch = torch.randn(samples, 4)
+    with pytest.warns(UserWarning, match=r"batch_norm mixes the samples of a batch.*tests/test_job.py.*GroupNorm"):
+        model: nn.Module = _Normed(nn.BatchNorm1d(8))
+        laminar.parallelize(model, loss, adamw(model), batch=batch, micro_batches=4, device="cpu")
+    model = _Normed(nn.LayerNorm(8))
+    laminar.parallelize(model, loss, adamw(model), batch=batch, micro_batches=4, device="cpu")
+    model = _Normed(nn.BatchNorm1d(8)).eval()
+    laminar.parallelize(model, loss, adamw(model), batch=batch, micro_batches=4, device="cpu")

@@ -68,25 +68,25 @@ class Captures:
     def adopt(self, slots: list[Slot]) -> None:
         """The tensors that the job holds from now on; the model may be changed until then."""
         self._slots = {s.name: s for s in slots}
-        self.guards.look()
-        self._at = self.guards.version
+        self.settle()
 
     def look(self, held: Mapping[str, Tensor]) -> None:
         """See whether anything has changed; tensors that were replaced are taken over or refused."""
         if _autocast() != self._autocast:
             raise LaminarError("torch.autocast around a step is nothing that a compiled step would see",
                                next='leave it out, and say parallelize(..., precision="bf16")')  # fmt: skip
-        before, walks = self.guards.values, self.guards.walks
-        if self.guards.look() == self._at:
+        guards, walks = self.guards, self.guards.walks
+        if guards.look() == self._at:
             return
-        if self.guards.walks != walks:
+        changes = guards.take()
+        if guards.walks != walks:
             self._replaced(held)
-        self._at = self.guards.version
+            changes = {**guards.take(), **changes}
+        self._at = guards.version
         self._hits.clear()
-        now = self.guards.values
-        changed = sorted(n for n in self.guards.read | self.guards.always() if now.get(n) != before.get(n))
+        changed = sorted(n for n, old in changes.items() if guards.matters(n) and guards.values.get(n) != old)
         if changed:
-            text = "; ".join(f"{n} = {self.guards.show(n)}" for n in changed)
+            text = "; ".join(f"{n} = {guards.show(n)}" for n in changed)
             self.said = f"{zlib.crc32((self.said + text).encode()):08x} {text[:300]}"
 
     def digest(self) -> str:
@@ -96,13 +96,13 @@ class Captures:
 
     def settle(self) -> None:
         """Take what has changed since the last look for something that the job itself did."""
-        before = self.guards.values
         self.guards.look()
+        changes = self.guards.take()
         self._at = self.guards.version
         self._hits.clear()
         for each in (g for some in self._of.values() for g in some):
             for name in each.differs(self.guards):
-                if each.needed.get(name) == before.get(name) and name in self.guards.values:
+                if name in changes and each.needed.get(name) == changes[name] and name in self.guards.values:
                     each.needed[name] = self.guards.values[name]
 
     @property
@@ -140,7 +140,8 @@ class Captures:
 
     def _traced(self, leaves: Leaves, backward: bool) -> Guarded:
         guards = self.guards
-        before = guards.values
+        guards.look()
+        before = dict(guards.values)
         with guards.reading() as reads:
             graph = self.capture(leaves, backward)
         guards.look()
@@ -158,6 +159,7 @@ class Captures:
             guards.look()
             log.warning("%s changes while a step is captured; captured steps won't repeat that", moved[0])
             needed = guards.needed(reads)
+        guards.take()
         self._at = guards.version
         self._hits.clear()
         guards.read.update(needed)

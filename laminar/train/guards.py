@@ -84,7 +84,7 @@ class Guards:
     def __init__(self, model: nn.Module, loss: Callable[..., Any], unguarded: Sequence[str] = ()) -> None:
         self.model, self.loss, self.unguarded = model, loss, tuple(unguarded)
         self.version = 0
-        """Another number whenever anything that is watched has changed."""
+        """Another number whenever anything has changed that some trace has read, or more than plain values."""
         self.values: dict[str, Any] = {}
         """What is watched: names, and values as they are compared."""
         self.walks = 0
@@ -93,20 +93,30 @@ class Guards:
         """Names of values that some trace has read."""
         self._stale = False
         self._shown: dict[str, str] = {}
+        self._changes: dict[str, Any] = {}
         self._walk()
 
     # --- every step ----------------------------------------------------------------------------
 
     def look(self) -> int:
         """The version of what there is now."""
-        if self._same():
+        if self._same() or self._refreshed():
             return self.version
         before = self.values
-        if not self._refreshed():
-            self._walk()
-        if self.values != before:
-            self.version += 1
+        self._walk()
+        gone = {n: v for n, v in before.items() if self.values.get(n, self) != v}
+        self._note({**gone, **{n: None for n in self.values if n not in before}})
         return self.version
+
+    def take(self) -> dict[str, Any]:
+        """Names that have changed since this was asked last, with their former values."""
+        out, self._changes = self._changes, {}
+        return out
+
+    def _note(self, changes: Mapping[str, Any]) -> None:
+        if changes:
+            self.version += 1
+            self._changes = {**changes, **self._changes}
 
     def _same(self) -> bool:
         try:
@@ -130,13 +140,12 @@ class Guards:
             return False
 
     def _refreshed(self) -> bool:
-        """Take in changes of plain values only, which need no new walk; False if there are others."""
-        values, shown = dict(self.values), dict(self._shown)
-        for i, (d, version) in enumerate(zip(self._dicts, self._versions, strict=True)):
-            now = dict_version(d)
-            if now == version:
+        """Take in changes of plain values, and of what no trace has read, which need no new walk; False for others."""
+        found: dict[str, Any] = {}
+        for i, now in enumerate(map(dict_version, self._dicts)):
+            if now == self._versions[i]:
                 continue
-            old, prefix = self._kept[i], self._prefixes[i]
+            d, old, prefix = self._dicts[i], self._kept[i], self._prefixes[i]
             if len(d) != len(old):
                 return False
             for key, value in d.items():
@@ -146,14 +155,19 @@ class Guards:
                     continue
                 name = f"{prefix}{key}"
                 if not (_is_plain(value) and _is_plain(old[key])):
-                    if name in self.read or name not in values:
+                    if name in self.read or name not in self.values:
                         return False
                     self._stale = True  # what is inside of it is looked for when a step is captured next
-                if name in values:
-                    values[name], shown[name] = _token(value), _words(value)
+                found[name] = value
             self._kept[i], self._versions[i] = dict(d), now
         self._hooked_again()
-        self.values, self._shown = values, shown
+        changes = {}
+        for name, value in found.items():
+            if name in self.values and self.values[name] != (token := _token(value)):
+                if name in self.read:
+                    changes[name] = self.values[name]
+                self.values[name], self._shown[name] = token, _words(value)
+        self._note(changes)
         return self._same()
 
     def _hooked_again(self) -> None:
@@ -373,9 +387,9 @@ class Guards:
             out += [n for n in values if n not in needed and ((read := holders[n]) is None or read in reads)]
         return out
 
-    def always(self) -> set[str]:
-        """Names of values that every step hangs on."""
-        return {n for n, read in self._holders.items() if read is None}
+    def matters(self, name: str) -> bool:
+        """Whether steps hang on a value: some trace has read it, or every step does."""
+        return name in self.read or self._holders.get(name, ()) is None
 
     def show(self, name: str) -> str:
         """A value in words."""

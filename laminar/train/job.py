@@ -39,6 +39,7 @@ from laminar.runtime.transport import Groups, Null
 from laminar.train import choose, first_batch, storage
 from laminar.train import optimizer as optim
 from laminar.train.anomaly import Watched
+from laminar.train.coupled import warn_if_coupled
 from laminar.train.engine import Engine, Leaves, Ready
 from laminar.train.engine import Local as Local
 from laminar.train.gradients import Norm, scale_and_clip
@@ -127,6 +128,9 @@ class Job(Recorded, storage.Stored, Logs):
             graph = self._engine.begin(leaves.split(micro_batches)[0])
         except CaptureError as error:
             raise CaptureError(f'{error}\n  or    train it as it is, with plan="ddp"') from error
+        if micro_batches > 1 and self.rank == 0:
+            first = leaves.split(micro_batches)[0]
+            warn_if_coupled(graph if first.samples > 1 else self._engine.capture(first.like(2)), micro_batches)
         emit("phase", name="planning")
         self.plan: Plan = choose.chosen(plan, graph, self.mesh, self.device)
         self._engine.plan = self.plan
@@ -135,7 +139,6 @@ class Job(Recorded, storage.Stored, Logs):
         if cut:
             self._pieces = Pieces(self)
             self._pieces.put_on(model, cut)
-        self._engine.captures.settle()
         self._engine.captures.adopt(slots)
         self._engine.captures.take = self._take
         self._first = self._engine.ready(leaves.split(micro_batches)[0])

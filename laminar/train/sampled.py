@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,7 +27,7 @@ class Sampled:
     """The checksums of one rank's batches."""
 
     def __init__(self) -> None:
-        self._at = torch.arange(SOME) * STRIDE
+        self._at = np.arange(SOME, dtype=np.int64) * STRIDE
         self._underway: deque[tuple[int, list[Tensor], Any]] = deque()
 
     def __call__(self, leaves: Mapping[str, Tensor], number: int) -> str:
@@ -45,16 +46,9 @@ class Sampled:
         return told
 
 
-def _picked(x: Tensor, at: Tensor) -> Tensor:
+def _picked(x: Tensor, at: Any) -> Tensor:
     """Elements of a tensor by their numbers, taken modulo its size; only these are touched."""
-    at = (at % x.numel()).to(x.device, non_blocking=True)
-    if x.is_contiguous():
-        return x.view(-1)[at]
-    where = []
-    for size in reversed(x.shape):
-        where.append(at % size)
-        at = at // size
-    return x[tuple(reversed(where))]
+    return torch.take(x, torch.from_numpy(at % x.numel()).to(x.device, non_blocking=True))
 
 
 def _sum(values: list[Tensor]) -> str:

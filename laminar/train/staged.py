@@ -128,7 +128,6 @@ class StagedJob(Recorded, StagedPipes, StagedState, Logs):
         if cut:
             self._pieces = Pieces(self)
             self._pieces.put_on(model, cut)
-        self._engine.captures.settle()
         self._engine.captures.adopt(self._slots)
         self._ema_decay = ema
         self._ema = {k.name: k.owned.detach().float().clone() for k in self._kept} if ema is not None else {}
