@@ -25,6 +25,7 @@ from torch import Tensor
 
 from laminar.cache import kept, sources
 from laminar.capture.batches import unflatten
+from laminar.capture.torch_ops import DTYPES
 from laminar.errors import CheckError
 from laminar.events import emit
 from laminar.ir.graph import RNG, Graph
@@ -40,6 +41,7 @@ from laminar.train.world import World
 
 if TYPE_CHECKING:
     from laminar.train.job import Job
+    from laminar.train.staged import StagedJob
 
 log = logging.getLogger("laminar")
 KNOWN = "it was checked before"
@@ -125,6 +127,7 @@ class FirstBatch:
         except Exception as error:
             said = str(error).partition("\n")[0]
             return "", f"the model can't be run as it is here: {type(error).__name__}: {said}"
+        got, want = ({k: v for k, v in each.items() if not k.startswith("metric:")} for each in (got, want))
         old = self.old(whole)
         mine = {**{k: v for k, v in old.items() if k in want}, **got}
         want = {**{k: v for k, v in old.items() if k in got}, **want}
@@ -189,7 +192,41 @@ def free_bytes(device: torch.device) -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
-# --- a job without stages ----------------------------------------------------------------------
+# --- jobs ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Own:
+    """The model of a job, to be run as it is on a micro-batch."""
+
+    job: Job | StagedJob
+    micro: Leaves
+    scale: float | None
+    draws: bool
+
+    @property
+    def missing_bytes(self) -> int:
+        """Bytes of whole tensors of which this rank has pieces, or nothing."""
+        job = self.job
+        return sum(job._specs[s.name].nbytes for s in job._slots if tuple(s.tensor.shape) != job._specs[s.name].shape)
+
+    def run(self, whole: Mapping[str, Tensor], moved: tuple[float, int] | None) -> dict[str, Tensor]:
+        """See `FirstBatch.eager`; the batch may be among the whole tensors."""
+        job = self.job
+        leaves = {n: whole.get(f"leaf:{n}", t).to(job.device) for n, t in self.micro.tensors.items()}
+        taken = {n: t for n, t in whole.items() if not n.startswith("leaf:")}
+        if moved is not None:
+            mine = {s.name: s.tensor.detach() for s in job._slots if s.kind == "param" and s.name not in taken}
+            taken, leaves = nudged({**mine, **taken}, *moved), nudged(leaves, *moved)
+        key = (job.seed, job.steps) if self.draws else None
+        batch = unflatten(json.loads(self.micro.tree), leaves)
+        with allowed():
+            return run_eager(job._model, job._engine.loss, batch, key=key, scale=self.scale, whole=taken, wide=True)
+
+    def old(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """See `FirstBatch.old`."""
+        buffers = (s for s in self.job._slots if s.kind == "buffer")
+        return {f"buffer:{s.name}": whole.get(s.name, s.tensor.detach()) for s in buffers}
 
 
 def check(job: Job, micro: Leaves) -> None:
@@ -227,29 +264,73 @@ def check(job: Job, micro: Leaves) -> None:
             whole |= {f"leaf:{i.name}": t for i, t in zip(items, leaves, strict=True)}
         return whole
 
-    def eager(whole: Mapping[str, Tensor], moved: tuple[float, int] | None) -> dict[str, Tensor]:
-        leaves = {n: whole.get(f"leaf:{n}", t).to(job.device) for n, t in micro.tensors.items()}
-        taken = {n: t for n, t in whole.items() if not n.startswith("leaf:")}
-        if moved is not None:
-            mine = {s.name: s.tensor.detach() for s in job._slots if s.kind == "param" and s.name not in taken}
-            taken, leaves = nudged({**mine, **taken}, *moved), nudged(leaves, *moved)
-        key = (job.seed, job.steps) if RNG in ready.filled else None
-        batch = unflatten(json.loads(micro.tree), leaves)
-        with allowed():
-            return run_eager(job._model, engine.loss, batch, key=key, scale=scale, whole=taken, wide=True)
-
-    def old(whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {f"buffer:{s.name}": whole.get(s.name, s.tensor.detach()) for s in job._slots if s.kind == "buffer"}
-
     about = {"graph": ready.graph.hash, "plan": ready.plan.hash, "precision": job.precision.name,
              "device": str(job.device), "step": type(ready.step).__name__,
              "values": engine.captures.digest()}  # fmt: skip
-    missing = sum(t.nbytes for n, t in engine.whole.items() if job.plan.inputs.get(n, everywhere) != everywhere)
+    own = _Own(job, micro, scale, RNG in ready.filled)
     job._set_tape(None)
     try:
-        FirstBatch(job._world, ready.graph, job.device, about, missing, program, weights, eager, old).run()
+        FirstBatch(
+            job._world, ready.graph, job.device, about, own.missing_bytes, program, weights, own.run, own.old
+        ).run()
     finally:
         job._set_tape(tape)
         engine.captures.settle()
         if job._watched is not None:
             job._watched.forget()
+
+
+def check_staged(job: StagedJob) -> None:
+    """Check what the stages give for the first micro-batch of a step; every rank calls this.
+
+    The pipe runs as it always does, with that micro-batch in the place of every one. Buffers are not compared: they
+    have seen it several times then.
+    """
+    micros, graph, tape, count = job._micros, job.graph, job._tape, len(job._micros)
+    scale = min(job._scaler.scale if job._scaler else 1.0, SCALE)
+    buffers = [s.name for s in job._slots if s.kind == "buffer" and s.name in job._held]
+
+    def program() -> dict[str, Tensor]:
+        kept = {n: job._held[n].clone() for n in buffers}
+        job._micros, job._alone, job._draws, job._scale = [micros[0]] * count, True, job.steps, scale
+        grads: dict[str, Tensor] = {}
+        try:
+            pipe = job._pipe_for(job._micros, True)
+            pipe.parts.weights = [1.0 / count] * count
+            pipe.actors.record(False)
+            pipe.parts.settle = None
+
+            def last() -> list[float]:
+                grads.update(job._reduced(pipe))
+                return job._said(pipe, grads)
+
+            pipe.actors.run(1, last)
+        finally:
+            job._micros, job._alone = micros, False
+            for name, t in kept.items():
+                job._held[name].copy_(t)
+        values = dict(zip(pipe.values, pipe.actors.sums[1:], strict=True))
+        part = count if pipe.weighted else 1
+        loss = values["metric:loss_total"] / values["metric:loss_weight"] if pipe.weighted else values["loss:loss"]
+        out = {"loss:loss": torch.tensor(loss, dtype=torch.float64, device=job.device)}
+        for name in sorted({n for n, _ in job._graded}):
+            kind = DTYPES[job._grad_specs[name].dtype]
+            out[f"grad:{name}"] = job._whole(name, grads.get(name), job._owned_nd, kind) / part
+        return out
+
+    def weights() -> dict[str, Tensor]:
+        return {s.name: job._whole(s.name, job._held.get(s.name), job._lies) for s in job._slots}
+
+    own = _Own(job, micros[0], scale, bool(graph.of_kind("rng")))
+
+    def eager(whole: Mapping[str, Tensor], moved: tuple[float, int] | None) -> dict[str, Tensor]:
+        return {k: v for k, v in own.run(whole, moved).items() if not k.startswith("buffer:")}
+
+    about = {"graph": graph.hash, "plan": job.plan.hash, "precision": job.precision.name, "device": str(job.device),
+             "step": job._compile, "values": job._engine.captures.digest()}  # fmt: skip
+    job._set_tape(None)
+    try:
+        FirstBatch(job._world, graph, job.device, about, own.missing_bytes, program, weights, eager, own.old).run()
+    finally:
+        job._set_tape(tape)
+        job._engine.captures.settle()

@@ -43,8 +43,8 @@ from laminar.runtime.shards import shard
 from laminar.runtime.transport import Groups, Null
 from laminar.search.rewrite import rewritten
 from laminar.staging import again
+from laminar.train import first_batch, storage
 from laminar.train import optimizer as optim
-from laminar.train import storage
 from laminar.train.engine import Engine, Leaves
 from laminar.train.gradients import scale_and_clip
 from laminar.train.job import clock_of
@@ -135,6 +135,7 @@ class StagedJob(Recorded, StagedPipes, StagedState, Logs):
         self._micros: list[Leaves] = []
         self._draws = 0
         self._noted: tuple[str, ...] = ()
+        self._unchecked = check
         self._sampled = Sampled()
         self._graphs: dict[str, Graph] = {captured.hash: self.graph}
         self._pipe = self._opened({captured.hash: made}, self.graph)
@@ -230,6 +231,9 @@ class StagedJob(Recorded, StagedPipes, StagedState, Logs):
         clock = clock_of(self.device)
         self._micros = self._agreed(batch)
         self._refuse_changes()
+        if self._unchecked:
+            self._unchecked = False
+            first_batch.check_staged(self)
         self._draws = self.steps
         pipe = self._pipe = self._pipe_for(self._micros, True)
         samples = [m.samples for m in self._micros]

@@ -100,6 +100,8 @@ class StagedPipes:
     _micros: list[Leaves]
     _draws: int
     """What the draws of this step hang on: its number, or that of a batch of an evaluation."""
+    _alone: bool = False
+    """Whether each micro-batch draws as if it were a batch by itself."""
     _scale: float
 
     def _cut(self, whole: Tensor, nd: NdSbp) -> Tensor:
@@ -197,7 +199,8 @@ class StagedPipes:
                 out[item.name] = mine.to(self.device, non_blocking=True)
             elif item.kind == "rng":
                 samples = [m.samples for m in self._micros]
-                told = [self.seed, self._draws, sum(samples[:k]), sum(samples)][: item.spec.numel]
+                place = (0, samples[k]) if self._alone else (sum(samples[:k]), sum(samples))
+                told = [self.seed, self._draws, *place][: item.spec.numel]
                 key = torch.tensor(told, device=self.device)
                 out[item.name] = self._cut(key, plan.inputs[item.name])
             elif item.kind == "scale":
