@@ -62,6 +62,8 @@ class Net(Base):
         self.plain = torch.ones(3, dtype=torch.float64)
         self.steps_done = 0
         self.last: Any = None
+        self.history: list[int] = []
+        self.record: dict[str, Any] = {"loss": None}
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.drop(self.act(self.up(x))) * self.scales[1] * self.options["sign"] * self.slope
@@ -267,9 +269,14 @@ def test_what_nobody_reads_costs_nothing() -> None:
             model.steps_done = i
             model.last = torch.randn(3)
             model.extra = [i]
+            model.history.append(i)
+            model.record["loss"] = i
             step()
 
     assert _captures(some) == 0
+    walks = step.job._engine.captures.guards.walks  # type: ignore[attr-defined]
+    some()
+    assert step.job._engine.captures.guards.walks == walks  # type: ignore[attr-defined]
 
 
 def test_going_back_hits_what_is_compiled() -> None:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from laminar.cache import kept, sources
+from laminar.cache import folder, kept, sources
 from laminar.capture.batches import unflatten
 from laminar.capture.torch_ops import DTYPES
 from laminar.errors import CheckError
@@ -73,10 +73,10 @@ class FirstBatch:
 
     def run(self) -> None:
         """Check it, or say why not; all ranks raise alike."""
-        known = {**self.about, **sources()} if hasattr(sys.modules["__main__"], "__file__") else None
-        why = self._too_large()
-        first = self.world.rank == 0
-        if first and not why and known is not None and _remembered(known):
+        first, why = self.world.rank == 0, self._too_large()
+        keeps = first and folder() is not None and hasattr(sys.modules["__main__"], "__file__")
+        known = {**self.about, **sources()} if keeps else None
+        if not why and known is not None and _remembered(known):
             why = KNOWN
         skipped = next(filter(None, self.world.gather_objects(why)), "")
         if skipped:
@@ -100,7 +100,7 @@ class FirstBatch:
                     raise CheckError(f"rank {rank} has another {key.replace(':', ' ')} than rank 0 after the same step",
                                      next="please report it, with the model and the plan")  # fmt: skip
         emit("check", done=True, outputs=len(got))
-        if first and known is not None:
+        if known is not None:
             kept("checks", known, lambda: True, bool, bool)
 
     def _too_large(self) -> str:

@@ -25,7 +25,7 @@ import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
-from operator import attrgetter, eq, is_, itemgetter
+from operator import attrgetter, eq, is_, is_not, itemgetter
 from typing import Any
 
 import numpy as np
@@ -125,6 +125,7 @@ class Guards:
                 and list(map(_trained, self._params)) == self._grads
                 and RemovableHandle.next_id == self._hooked
                 and all(map(eq, self._lists, self._copies))
+                and list(map(len, self._long)) == self._lengths
                 and all(map(is_, map(_content, self._cells), self._contents))
                 and list(map(_written, self._tensors)) == self._writes
                 and all(map(eq, map(_call, self._getters, self._places), self._found))
@@ -160,6 +161,8 @@ class Guards:
                     self._stale = True  # what is inside of it is looked for when a step is captured next
                 found[name] = value
             self._kept[i], self._versions[i] = dict(d), now
+        if not self._contents_refreshed():
+            return False
         self._hooked_again()
         changes = {}
         for name, value in found.items():
@@ -169,6 +172,25 @@ class Guards:
                 self.values[name], self._shown[name] = token, _words(value)
         self._note(changes)
         return self._same()
+
+    def _contents_refreshed(self) -> bool:
+        """The same for lists and tensors: taken as they are where no trace has read them."""
+        for i, (x, copy) in enumerate(zip(self._lists, self._copies, strict=True)):
+            if x != copy if isinstance(x, set) else len(x) != len(copy) or any(map(is_not, x, copy)):
+                if self._list_names[i] in self.read:
+                    return False
+                self._copies[i], self._stale = type(copy)(x), True
+        for i, n in enumerate(map(len, self._long)):
+            if n != self._lengths[i]:
+                if self._long_names[i] in self.read:
+                    return False
+                self._lengths[i], self._stale = n, True
+        for i, n in enumerate(map(_written, self._tensors)):
+            if n != self._writes[i]:
+                if self._tensor_names[i] in self.read:
+                    return False
+                self._writes[i], self._stale = n, True
+        return True
 
     def _hooked_again(self) -> None:
         """Hooks come with numbers; if none of ours has one it was somebody else's."""
@@ -184,10 +206,14 @@ class Guards:
         self._dicts: list[dict[Any, Any]] = []
         self._prefixes: list[str] = []
         self._lists: list[Any] = []
+        self._list_names: list[str] = []
+        self._long: list[Any] = []
+        self._long_names: list[str] = []
         self._cells: list[Any] = []
         self._slotted: list[tuple[Any, Callable[[Any], Any]]] = []
         self._globals: dict[int, tuple[dict[str, Any], list[str]]] = {}
         self._tensors: list[Tensor] = []
+        self._tensor_names: list[str] = []
         self._classes: list[type] = []
         self._unhooked: list[Any] = []
         self._holders: dict[str, tuple[int, str] | None] = {}
@@ -209,6 +235,7 @@ class Guards:
         self._kept = [dict(d) for d in self._dicts]
         self._grads = list(map(_trained, self._params))
         self._copies = [type(x)(x) if type(x) in (list, set) else list(x) for x in self._lists]
+        self._lengths = list(map(len, self._long))
         self._contents = [_content(c) for c in self._cells]
         self._writes = list(map(_written, self._tensors))
         self._class_values = list(map(_class_values, self._classes))
@@ -278,26 +305,31 @@ class Guards:
         self._met.add(id(value))
         if isinstance(value, Tensor):
             if id(value) not in self._own:
-                self._tensors.append(value)
-                self._put(f"{name} (its values)", value._version, read)
+                self._tensor(name, value, read)
         elif isinstance(value, nn.Module):
             for path, module in value.named_modules():
                 self._module(f"{name}.{path}." if path else f"{name}.", module)
             for key, t in (*value.named_parameters(), *value.named_buffers()):
                 if id(t) not in self._own:
-                    self._tensors.append(t)
-                    self._put(f"{name}.{key} (its values)", t._version, None)
+                    self._tensor(f"{name}.{key}", t, None)
         elif isinstance(value, dict):
             self._put(f"{name} (its length)", len(value), read)
-            if len(value) <= LONG:
+            if len(value) > LONG:
+                self._long.append(value)
+                self._long_names.append(f"{name} (its length)")
+            else:
                 self._watch(f"{name}.", value)
                 for key, item in value.items():
                     self._value(f"{name}.{key}", item, read, depth + 1)
         elif isinstance(value, (list, tuple, set, frozenset)):
             self._put(f"{name} (its length)", len(value), read)
-            if not isinstance(value, (tuple, frozenset)):
-                self._lists.append(value)
-            if len(value) <= LONG:
+            if len(value) > LONG:
+                self._long.append(value)
+                self._long_names.append(f"{name} (its length)")
+            else:
+                if not isinstance(value, (tuple, frozenset)):
+                    self._lists.append(value)
+                    self._list_names.append(f"{name} (its length)")
                 items = sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value
                 for i, item in enumerate(items):
                     self._value(f"{name}.{i}", item, read, depth + 1)
@@ -314,6 +346,12 @@ class Guards:
             self._function(name, value, read, depth)
         elif not isinstance(value, (type, types.ModuleType, types.BuiltinFunctionType)):
             self._object(name, value, read, depth)
+
+    def _tensor(self, name: str, tensor: Tensor, read: tuple[int, str] | None) -> None:
+        """A tensor that a graph would keep as a constant: its values may be changed in place."""
+        self._tensors.append(tensor)
+        self._tensor_names.append(f"{name} (its values)")
+        self._put(self._tensor_names[-1], tensor._version, read)
 
     def _function(self, name: str, function: types.FunctionType, read: tuple[int, str] | None, depth: int) -> None:
         code, inner = function.__code__, getattr(function, "__wrapped__", None)
