@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import laminar
 from laminar import events
 from laminar.errors import CaptureError, LaminarError, StateError
+from laminar.train import engine
 from tests.ranks import Ranks
 
 FACTOR = 1.0
@@ -293,6 +294,28 @@ def test_going_back_hits_what_is_compiled() -> None:
             step()
 
     assert _captures(alternate) == 4  # 2.0, 3.0, the whole number 2, and evaluation
+
+
+def test_a_graph_from_an_earlier_run_has_its_guards(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no trace was made because the graph was kept, what it had read is known all the same."""
+    monkeypatch.setenv("LAMINAR_CACHE", str(tmp_path))
+    graphs: dict[Any, Any] = {}
+
+    def kept_graph(model: Any, loss: Any, leaves: Any, tree: Any, how: Any, make: Any, predictor: Any) -> Any:
+        key = model.tau
+        if key not in graphs:
+            graphs[key] = make()
+        return graphs[key]
+
+    monkeypatch.setattr(engine, "kept_graph", kept_graph)
+    for again in (False, True):
+        model, twin, step, _ = _pair()
+        step()
+        assert step.job._engine.captures.ran is not again  # type: ignore[attr-defined]
+        model.steps_done = 3
+        assert _captures(step) == 0
+        model.tau = twin.tau = 0.5
+        assert _captures(step) == 1
 
 
 def test_the_same_graph_is_not_compiled_again() -> None:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from laminar.cache import folder, kept, sources
 from laminar.capture.slots import Slot, slots_of
 from laminar.errors import CaptureError, LaminarError, StateError
 from laminar.events import emit
@@ -55,6 +56,8 @@ class Captures:
         self.guards, self.capture = guards, capture
         self.take: Callable[[Slot], None] | None = None
         """Makes the job hold a tensor that an attribute of the model has come to hold."""
+        self.ran = False
+        """Whether the model was run to get the last graph; otherwise it was kept from an earlier run of the script."""
         self._autocast = _autocast()
         self.said = ""
         """What has changed since the job was made, in as far as steps hang on it: ranks compare this."""
@@ -142,8 +145,10 @@ class Captures:
         guards = self.guards
         guards.look()
         before = dict(guards.values)
+        self.ran = False
         with guards.reading() as reads:
             graph = self.capture(leaves, backward)
+        reads = _known_reads(graph, reads if self.ran else None)
         guards.look()
         needed = guards.needed(reads)
         moved = [n for n, v in needed.items() if n in before and before[n] != v]
@@ -223,6 +228,31 @@ class Captures:
                 next="change it in place (under torch.no_grad(), or by job.load_state_dict), or make a new job",
             )
         self.guards.look()
+
+
+def _known_reads(graph: Graph, reads: Reads | None) -> Reads:
+    """What a trace has read: told now and kept beside the graph, or as it was told when the graph was traced.
+
+    What is kept are names of attributes, which then count as read of every object. Without any all do.
+    """
+    if folder() is None:
+        return reads or Reads(None)
+    about = {"graph": graph.hash, **sources()}
+    if reads is not None:
+        kept("reads", about, lambda: sorted(reads.names), _strings, _strings)
+        return reads
+
+    def unknown() -> list[str]:
+        raise LookupError
+
+    try:
+        return Reads(kept("reads", about, unknown, _strings, _strings))
+    except LookupError:
+        return Reads(None)
+
+
+def _strings(found: Any) -> list[str]:
+    return list(map(str, found))
 
 
 def _autocast() -> tuple[bool, ...]:

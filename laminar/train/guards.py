@@ -23,7 +23,7 @@ import fnmatch
 import operator
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from operator import attrgetter, eq, is_, is_not, itemgetter
 from typing import Any
@@ -62,14 +62,18 @@ _content = attrgetter("cell_contents")
 class Reads:
     """Attributes that were read while a step was traced: of which object, and under which name."""
 
-    def __init__(self) -> None:
+    def __init__(self, loose: Iterable[str] | None = ()) -> None:
         self.seen: set[tuple[int, str]] = set()
         self.whole: set[int] = set()
         """Objects whose `__dict__` was taken: everything in it may have been read."""
+        self.loose = None if loose is None else frozenset(loose)
+        """Names that count as read of every object, as those of a trace in another process do; None: all of them."""
 
     def __contains__(self, item: tuple[int, str]) -> bool:
         """Object 0 stands for any: an attribute of a class is read through its objects."""
         holder, name = item
+        if self.loose is None or name in self.loose:
+            return True
         return item in self.seen or holder in self.whole or (not holder and name in self.names)
 
     @cached_property

@@ -43,6 +43,9 @@ def own_state(model: nn.Module) -> dict[str, Any]:
 class Pieces:
     """What stands on every module of which a job has a part elsewhere, and says so."""
 
+    beside_the_step = True
+    """Whoever looks at what a step depends on passes by."""
+
     def __init__(self, job: Any) -> None:
         self.job = job
         self._handles: list[Any] = []
