@@ -76,6 +76,7 @@ def _settings() -> list[Any]:
         torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cpu"),
         torch.are_deterministic_algorithms_enabled(), cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(),
         cuda.math_sdp_enabled(), torch.backends.mkldnn.enabled, sys.version,
+        [(path, os.stat(path).st_mtime_ns) for path in sorted(torch.ops.loaded_libraries) if os.path.exists(path)],
     ]  # fmt: skip
 
 
