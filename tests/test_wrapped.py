@@ -106,7 +106,11 @@ def test_a_model_under_ddp_trains_sharded(two: Ranks) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "says"),
-    [("first", "FullyShardedDataParallel"), ("second", "keeps its weights in pieces"), ("inner", "0 of the model")],
+    [
+        pytest.param("first", "FullyShardedDataParallel", marks=pytest.mark.slow),
+        ("second", "keeps its weights in pieces"),
+        pytest.param("inner", "0 of the model", marks=pytest.mark.slow),
+    ],
 )
 def test_a_model_that_is_not_whole_is_refused_by_name(two: Ranks, kind: str, says: str) -> None:
     """Weights of which this process holds a piece can't be captured, and half a model must not be trained."""

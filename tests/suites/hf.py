@@ -190,6 +190,8 @@ CONVS = {"layerdrop": 0.0, "mask_time_prob": 0.0, "conv_dim": (16, 16), "conv_st
          "num_feat_extract_layers": 2, "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4,
          "num_codevectors_per_group": 4, "codevector_dim": 16, "proj_codevector_dim": 16,
          "classifier_proj_size": 16}  # fmt: skip
+STILL = {"dropout": 0.0, "attention_dropout": 0.0, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+"""Without dropout: parts that look at data run as they are (`laminar.eager`), and draw numbers of their own."""
 STAGES = {"embed_dim": 16, "depths": [1, 1], "num_heads": [2, 4], "window_size": 2, "patch_size": 4}
 NETS = {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2}
 TWO: dict[str, dict[str, Any]] = {"text_config": {"num_labels": 2}, "vision_config": {}}
@@ -247,7 +249,9 @@ FAMILIES: dict[str, Family] = {
     "Blenderbot": Family("BlenderbotForConditionalGeneration", encoded),
     "T5": Family("T5ForConditionalGeneration", encoded, {"decoder_start_token_id": 0}),
     "mT5": Family("MT5ForConditionalGeneration", encoded, {"decoder_start_token_id": 0}),
-    "LED": Family("LEDForConditionalGeneration", encoded, {"attention_window": 4, "max_encoder_position_embeddings": 64,
+    "LED": Family("LEDForConditionalGeneration",
+        lambda config: {**encoded(config), "attention_mask": torch.ones(N, T, dtype=torch.long)},
+        {**STILL, "attention_window": 4, "max_encoder_position_embeddings": 64,
         "max_decoder_position_embeddings": 64}),
     "BERT": Family("BertForMaskedLM", padded),
     "BERT (LoRA)": Family("BertForSequenceClassification", classed, change=adapted),
@@ -261,7 +265,7 @@ FAMILIES: dict[str, Family] = {
         {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 8}),
     "ModernBERT": Family("ModernBertForMaskedLM", padded, {"local_attention": 8}),
     "XLNet": Family("XLNetLMHeadModel", causal),
-    "Longformer": Family("LongformerForMaskedLM", padded, {"attention_window": 4}),
+    "Longformer": Family("LongformerForMaskedLM", causal, {**STILL, "attention_window": 4}),
     "BigBird": Family("BigBirdForMaskedLM", padded, {"attention_type": "original_full"}),
     "MPNet": Family("MPNetForMaskedLM", padded),
     "FNet": Family("FNetForMaskedLM", causal),
@@ -322,7 +326,7 @@ FAMILIES: dict[str, Family] = {
     "AST": Family("ASTForAudioClassification",
         lambda config: {"input_values": drawn(N, 32, 16), "labels": drawn(N, upto=CLASSES)},
         {"max_length": 32, "num_mel_bins": 16, "frequency_stride": 8, "time_stride": 8}),
-    "DETR": Family("DetrForObjectDetection", boxes, {"num_queries": 6, "use_timm_backbone": False,
+    "DETR": Family("DetrForObjectDetection", boxes, {**STILL, "num_queries": 6, "use_timm_backbone": False,
         "backbone_config": {"model_type": "resnet", **NETS, "embedding_size": 8, "out_features": ["stage2"]}}),
     "YOLOS": Family("YolosForObjectDetection", boxes, {"image_size": [PIXELS, PIXELS], "num_detection_tokens": 4}),
     "VideoMAE": Family("VideoMAEForVideoClassification", films, {"num_frames": 4, "tubelet_size": 2}),
