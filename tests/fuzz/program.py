@@ -59,7 +59,7 @@ class Statement:
     init: tuple[str, ...] = ()
     """Lines of `__init__`."""
     traits: frozenset[str] = frozenset()
-    """"coupled": samples see each other; "draws": random; "state": a buffer moves with every pass."""
+    """"coupled": a batch is not the sum of its parts; "draws": random; "state": a buffer moves with every pass."""
 
 
 @dataclass(frozen=True)

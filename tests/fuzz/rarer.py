@@ -95,7 +95,7 @@ def structured(g: Scope) -> Statement | None:
         ([f"self.{name} = nn.Linear({d}, {d})"], (f"torch.func.functional_call(self.{name}, {{'weight': self.{name}.weight * 0.5}}, ({a},))",), s, ""),
         ([f"self.{name} = nn.Parameter(torch.randn({d}) * 0.3)"], ("with torch.no_grad():", f"    k = self.{name}.abs().sum()", f"{a} * self.{name} + k"), s, ""),
         ([f"self.{name} = nn.Linear({d}, {d})"], (f"t = {a}.detach().requires_grad_()", f"(slope,) = torch.autograd.grad(self.{name}(t).tanh().sum(), t, create_graph=True)", f"{a} + slope"), s, ""),
-        ([f"self.{name} = nn.Linear({d}, {d})"], (f"t = self.{name}({a})", "t.register_hook(lambda g: g.clamp(-0.01, 0.01))", "t"), s, ""),
+        ([f"self.{name} = nn.Linear({d}, {d})"], (f"t = self.{name}({a})", "t.register_hook(lambda g: g.clamp(-0.01, 0.01))", "t"), s, "coupled"),
         ([f"self.{name} = nn.Linear({d}, {d})", f"self.{name}.bias = None"], (f"self.{name}({a})",), s, ""),
         ([f"self.{name} = nn.Linear({d}, {d})", f"self.{name}_list = [self.{name}.weight]"], (f"{a} @ self.{name}_list[0].mean(0, keepdim=True).t() + self.{name}({a})",), s, ""),
         ([f"self.{name} = torch.linspace(0, 1, {d})"], (f"{a} * self.{name}.to(x.dtype)",), s, ""),

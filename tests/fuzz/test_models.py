@@ -19,7 +19,7 @@ from tests.fuzz.shrinking import shrink
 from tests.ranks import Ranks
 from tests.zoo import one_thread
 
-PROGRAMS, ON_RANKS = 90, 10
+PROGRAMS, ON_RANKS = 64, 8
 
 
 def judged(seeds: range, way: str | None, ranks: Ranks | None = None) -> dict[int, Outcome]:
