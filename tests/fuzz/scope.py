@@ -56,7 +56,7 @@ class Scope:
             forms.append(f"(torch.randn({turned}) * {scale}).transpose(-1, -2)")
             forms.append(f"(torch.randn({wider}) * {scale})[..., ::2]")
         if shape:
-            forms += [f"torch.linspace(-{scale}, {scale}, {math.prod(shape)}).reshape({dims})"]
+            forms.append(f"(torch.randn({math.prod(shape)}) * {scale}).reshape({dims})")
         return f"self.{name}", [f"self.{name} = nn.Parameter({self.rng.choice(forms)})"]
 
 
