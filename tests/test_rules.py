@@ -268,6 +268,7 @@ def test_a_wrong_rule_is_caught(mutant: str, chance: torch.Generator) -> None:
 LINEAR_BUT_UNUSED = {
     *("aten.ldexp.Tensor", "aten.nansum", "aten.xlogy.Tensor", "aten.xlogy.Scalar_Other", "aten.special_xlog1py"),
     *("aten.polar", "aten.cholesky_solve", "aten.nextafter", "aten.nan_to_num", "aten.scatter.value_reduce"),
+    "laminar.eager_backward",
 }
 """Ops that do pass sums of their first input (or come within rounding of it); nobody needs it."""
 
