@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from laminar.capture import kernels
+from laminar.capture import library as library  # registers the canonical ops
+from laminar.capture.torch_ops import find_op
 
 
 def _stats_dtype(x: Tensor) -> torch.dtype:
@@ -139,3 +141,5 @@ FORMS: dict[str, Callable[..., Any]] = {
     )
 } | {"aten.gelu": gelu, "aten.gelu_backward": gelu_backward}
 """By the op they stand for; ops not here are traced through their kernels."""
+FORMS |= {name: find_op(name) for name in ("laminar.ctc_loss", "laminar.ctc_loss_backward")}
+"""Kernels that can't be traced through, because what they make on the way has a size that depends on data."""
