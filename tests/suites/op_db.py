@@ -228,7 +228,7 @@ def swept(some: Sequence[str], ways: Sequence[str] = ("plans",), processes: int 
     parts = [todo[k :: 4 * processes] for k in range(4 * processes)] if processes > 1 else [todo]
     found: dict[tuple[str, str], Outcome] = {}
     with ThreadPoolExecutor(processes) as pool:
-        for part in pool.map(lambda p: isolated(few, p, run=outcome), parts):
+        for part in pool.map(lambda p: isolated(few, p, patience_s=240.0, run=outcome), parts):
             found |= part
     return found
 
