@@ -460,7 +460,10 @@ def ctc_loss(
     times, places = (torch.arange(n, device=alpha.device) for n in alpha.shape[1:])
     inside = (times[:, None] < input_lengths[:, None, None]) & (places < 2 * target_lengths[:, None, None] + 1)
     alpha = torch.where(inside, alpha, 0.0)  # torch leaves what it does not read as it found it in memory
-    return nll, torch.nn.functional.pad(alpha, (0, 2 * targets.shape[1] + 1 - alpha.shape[2]))
+    alpha = torch.nn.functional.pad(alpha, (0, 2 * targets.shape[1] + 1 - alpha.shape[2]))
+    steps, places = (torch.arange(n, device=alpha.device) for n in alpha.shape[1:])
+    filled = (steps < input_lengths[:, None])[:, :, None] & (places <= 2 * target_lengths[:, None])[:, None]
+    return nll, torch.where(filled, alpha, 0.0)  # the rest is memory that nobody wrote to
 
 
 def ctc_loss_backward(
