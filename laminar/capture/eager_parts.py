@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from laminar.capture.eager_names import beside
 from laminar.capture.private import tree_flatten, tree_unflatten
 from laminar.capture.slots import OWN, Slot, scalars, slots_of, swapped
 from laminar.errors import CaptureError, GraphError
@@ -293,6 +294,8 @@ def called(
         for module in held[1:]:
             around.enter_context(swapped(module, []))
         around.enter_context(swapped(held[0], list(slots.values())) if held else contextlib.nullcontext())
+        for module in held:
+            _unguarded(module)
         before, plain = _attributes(held), [scalars(m) for m in held]
         moved = around.enter_context(seeded(key, site, device))
         if part.autocast is not None:
@@ -327,6 +330,14 @@ def called(
             (k, v, new[k]) for old, new in zip(plain, after, strict=True) for k, v in old.items() if new.get(k, v) != v
         )
         return then(Outcome(tensors, tree, flat, changed, written, numbers, moved()))
+
+
+def _unguarded(module: nn.Module) -> None:
+    """Without our own hooks that refuse to run a model in pieces: here its tensors are whole. They come back."""
+    for m in module.modules():
+        for key, hook in list(m._forward_pre_hooks.items()):
+            if beside(hook):
+                del m._forward_pre_hooks[key]
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
