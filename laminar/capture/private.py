@@ -136,6 +136,9 @@ def checkpoints(again: Callable[[Any], Any]) -> Iterator[None]:
         return inner(again(fn), False, *rest, **kw)
 
     def reentrant(function: Any, preserve: bool, *args: Any) -> Any:
+        if not any(isinstance(a, Tensor) and a.requires_grad for a in args):
+            with torch.no_grad():  # as torch's own: what is inside then gets no gradient, parameters included
+                return function(*args)
         return module.checkpoint(function, *args, use_reentrant=False)
 
     module._checkpoint_without_reentrant_generator = generator
