@@ -80,11 +80,12 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.blocks, self.head = nn.ModuleList(Block() for _ in range(2)), nn.Linear(8, 5)
+        self.dropout = nn.Dropout(0.1)
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = block(x)
-        return self.head(x)
+        return self.head(self.dropout(x))
 
 
 class Stopper(laminar.Callback):

@@ -140,8 +140,8 @@ def test_steps_of_a_predicted_size_train_as_plain_pytorch_does() -> None:
         assert result.loss == pytest.approx(want.item(), rel=1e-12)
     for name, value in job.state_dict().items():
         torch.testing.assert_close(value, plain.state_dict()[name], rtol=1e-10, atol=1e-12)
-    traced = [len(p.samples) for p in job._engine._predictors.values()]
-    assert traced == [3]
+    (known,) = job._engine._predictors.values()
+    assert [predictor.traced for predictor, _ in known] == [3]
 
 
 def test_sizes_that_must_all_be_traced_come_with_advice() -> None:

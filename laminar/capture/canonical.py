@@ -114,7 +114,7 @@ def _holds_tensors(value: Any) -> bool:
     return isinstance(value, (Tensor, list, tuple))
 
 
-_COMPOSED = ("torch.nn.functional", "torch.functional", "torch.nn.init", "torch._lowrank")
+_COMPOSED = ("torch.nn.functional", "torch.functional", "torch.nn.init", private.LOW_RANK)
 
 
 @cache

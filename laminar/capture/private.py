@@ -49,6 +49,8 @@ LOOKS_AT_DATA = (
 )
 """What fake tensors say when asked for values, or for an op that has no form for them."""
 
+LOW_RANK = "torch._lowrank"
+"""Where approximate decompositions are written in Python."""
 torch_assert: Any = torch._assert
 dict_version: Callable[[dict[Any, Any]], int] = torch._C._dynamo.guards.dict_version
 """Another number after every change of a dict."""

@@ -120,7 +120,7 @@ def fold(graph: Graph) -> Graph:
 
 def _all_alike(value: torch.Tensor) -> bool:
     """Whether all elements have the same bits: zeros of both signs differ, and some dtypes can't be compared."""
-    flat = torch.empty(value.numel(), dtype=value.dtype).copy_(value.reshape(-1))
+    flat = torch.empty(value.numel(), dtype=value.dtype, device=value.device).copy_(value.reshape(-1))
     rows = flat.view(torch.uint8).view(value.numel(), -1)
     return bool((rows == rows[:1]).all())
 

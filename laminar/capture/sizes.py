@@ -34,7 +34,7 @@ Sizes = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Sample:
-    """One traced size: its graph before simplification and the ops of its forward pass, as JSON."""
+    """One traced size: its graph before simplification, without its hash, and the ops of its forward pass, as JSON."""
 
     sizes: Sizes
     graph: dict[str, Any]
@@ -64,7 +64,7 @@ class Predictor:
         graph = solved([s.graph for s in known], found)
         if ops is None or graph is None or forward() != ops:
             return None
-        return Graph.from_json(graph)
+        return Graph.from_json(graph, sealed=False)
 
 
 # --- numbers as functions of sizes ---------------------------------------------------------------

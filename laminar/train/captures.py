@@ -10,11 +10,12 @@ out. One that the step itself changes, and that what it computes hangs on, is re
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -56,8 +57,8 @@ class Captures:
         self.guards, self.capture = guards, capture
         self.take: Callable[[Slot], None] | None = None
         """Makes the job hold a tensor that an attribute of the model has come to hold."""
-        self.ran = False
-        """Whether the model was run to get the last graph; otherwise it was kept from an earlier run of the script."""
+        self._reads: Reads | None = None
+        """What was read for the last graph; nothing if it was kept from an earlier run of the script."""
         self._autocast = _autocast()
         self.said = ""
         """What has changed since the job was made, in as far as steps hang on it: ranks compare this."""
@@ -145,10 +146,9 @@ class Captures:
         guards = self.guards
         guards.look()
         before = dict(guards.values)
-        self.ran = False
-        with guards.reading() as reads:
-            graph = self.capture(leaves, backward)
-        reads = _known_reads(graph, reads if self.ran else None)
+        self._reads = None
+        graph = self.capture(leaves, backward)
+        reads = _known_reads(graph, self._reads)
         guards.look()
         needed = guards.needed(reads)
         moved = [n for n, v in needed.items() if n in before and before[n] != v]
@@ -169,6 +169,16 @@ class Captures:
         self._hits.clear()
         guards.read.update(needed)
         return Guarded(graph, needed, reads)
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """Around the code that is traced, and nothing else: what it reads is what the graph hangs on."""
+        with self.guards.reading() as reads:
+            yield
+        if self._reads is not None:
+            reads.seen |= self._reads.seen
+            reads.whole |= self._reads.whole
+        self._reads = reads
 
     def _tell(self, changed: list[str], seconds: float, same: bool) -> None:
         """Why a step was captured again, and what to do if that happens all the time."""

@@ -215,7 +215,7 @@ class Engine:
         self.held: dict[str, Tensor] = {}
         """What this rank holds of parameters and buffers, by name."""
         self.captures = Captures(Guards(model, loss, unguarded), self.capture)
-        self._predictors: dict[Any, Predictor] = {}
+        self._predictors: dict[Any, list[tuple[Predictor, dict[str, Any]]]] = {}
         self._places: dict[Any, dict[int, Split | None]] = {}
         self._ready: dict[str, Ready] = {}
         """Compiled steps by the hash of what was captured."""
@@ -251,15 +251,12 @@ class Engine:
         batch = unflatten(json.loads(leaves.tree), leaves.tensors)
         # Sizes of a batch aside, graphs are alike: what follows from those of other sizes is not traced again.
         kind = tuple((n, str(t.dtype), t.dim()) for n, t in leaves.tensors.items())
-        predictor = self._predictors.setdefault(
-            (kind, leaves.tree, backward, self.measured, self.captures.state), Predictor()
-        )
+        predictor = self._predictor((kind, leaves.tree, backward, self.measured))
         how = {"scaled": self.scaled and backward, "backward": backward, "wide": True}
         whole = {n: (t.dtype, tuple(t.shape), t.stride()) for n, t in self.whole.items()}
 
         def traced() -> Graph:
-            self.captures.ran = True
-            with allowed():
+            with allowed(), self.captures.reading():
                 found = capture(self.model, self.loss, batch, whole=self.whole, predictor=predictor, **how)
             return probe(found)
 
@@ -279,6 +276,16 @@ class Engine:
                 stacklevel=2,
             )
         return graph
+
+    def _predictor(self, kind: Any) -> Predictor:
+        """What is known of other sizes of such batches, under the values that traces have read."""
+        values, read = self.captures.guards.values, self.captures.guards.read
+        known = self._predictors.setdefault(kind, [])
+        for predictor, then in known:
+            if all(then.get(n) == values.get(n) for n in read):
+                return predictor
+        known.append((Predictor(), dict(values)))
+        return known[-1][0]
 
     def _sampled(self, graph: Graph, leaves: Leaves, backward: bool) -> dict[int, Split | None]:
         """Where draws have the samples of a batch: the same at any size, so found once."""
