@@ -126,6 +126,26 @@ def _optional(op: Any, position: int) -> bool:
     return bool(arg.has_default_value()) or arg.name in PLACE_ARGS
 
 
+DENSE = ("aten.native_group_norm", "aten.native_group_norm_backward", "aten.view_as_complex")
+"""Ops that want tensors without gaps. Torch copies for them first, which a graph, knowing no strides, forgets."""
+
+
+def dense(op: Callable[..., Any]) -> Callable[..., Any]:
+    """The op on copies of those tensors that lie with gaps, repeats or in an odd order."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return op(*map(_without_gaps, args), **kwargs)
+
+    return call
+
+
+def _without_gaps(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor) or value.is_contiguous():
+        return value
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(value.dim())
+    return value if last is not None and value.is_contiguous(memory_format=last) else value.contiguous()
+
+
 def caller(name: str) -> Callable[..., Any]:
     """A function of the positional arguments of an op; canonical ops are plain functions."""
     if name.startswith("laminar."):
@@ -134,7 +154,7 @@ def caller(name: str) -> Callable[..., Any]:
         return getattr(kernels, name.removeprefix("laminar."))  # type: ignore[no-any-return]
     if name in ("aten.view", "aten._unsafe_view"):  # strides may differ from those traced
         return torch.reshape
-    op = find_op(name)
+    op = dense(find_op(name)) if name in DENSE else find_op(name)
 
     def call(*args: Any) -> Any:
         some, kwargs = spread(name, args)

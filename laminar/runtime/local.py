@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from laminar.capture import kernels, private
-from laminar.capture.torch_ops import find_op, spread, unplain
+from laminar.capture.torch_ops import DENSE, dense, find_op, spread, unplain
 from laminar.ir.codec import Ref
 from laminar.ir.mesh import Mesh
 from laminar.ir.program import Instr
@@ -41,8 +41,8 @@ BOUND |= {
     "aten.silu": private.silu,
     "aten.slice.Tensor": find_op("aten.slice.Tensor"),
     "aten.nll_loss2d_backward": nll_loss2d_backward,
-    "aten.view_as_complex": lambda x: torch.view_as_complex(x.contiguous()),
 }
+BOUND |= {name: dense(find_op(name)) for name in DENSE}
 """Fast spellings. Views become reshapes, because boxing may have changed strides."""
 
 SQUEEZES = ("aten.squeeze", "aten.squeeze.dim", "aten.squeeze.dims")

@@ -30,6 +30,16 @@ FOUND: dict[str, tuple[str, str, str]] = {
         "v = self.last(checkpoint(self.layer, a, use_reentrant=True))",
         "self.layer = nn.Linear(4, 4)\nself.last = nn.Linear(4, 4)",
     ),
+    "a norm of what was expanded": (
+        "alone",
+        "v = self.norm(a.sum(1).view(-1, 1, 1).expand(-1, 2, 4)).sum(1)",
+        "self.norm = nn.GroupNorm(2, 2)",
+    ),
+    "the older way of checkpointing, without a gradient": (
+        "alone",
+        "v = self.last(a + checkpoint(self.layer, x[:, :4] * 2, use_reentrant=True))",
+        "self.layer = nn.Linear(4, 4)\nself.last = nn.Linear(4, 4)",
+    ),
 }
 """Way, the lines that make `v` from `a`, and those of `__init__`."""
 
