@@ -261,7 +261,7 @@ def do_simulate(args: argparse.Namespace) -> int:
         raise PlanError(f"--load-s {args.load_s} --prefetch {args.prefetch}", allowed="0 or more")
     asked: dict[str, Any] = {"optimizer": args.optimizer, "load_s": args.load_s, "prefetch": args.prefetch}
     own_precision = plan.account.get("precision", "f32")
-    precision, kind = args.precision or own_precision, "cpu" if cluster.device.kind == "cpu" else "cuda"
+    precision, kind = args.precision or own_precision, "cpu" if cluster.on([0]).device.kind == "cpu" else "cuda"
     times = 1
     if isinstance(plan, Staged):
         free = plan.account.get("batch", {"captured": 1, "samples": 1})

@@ -241,7 +241,7 @@ def _stages(args: argparse.Namespace, mesh: Mesh | None) -> int:
 
 def _kind(cluster: Any) -> str:
     """The device that autocast is for."""
-    return "cpu" if cluster is not None and cluster.device.kind == "cpu" else "cuda"
+    return "cpu" if cluster is not None and cluster.on([0]).device.kind == "cpu" else "cuda"
 
 
 def options(p: argparse.ArgumentParser) -> None:

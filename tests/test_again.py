@@ -431,8 +431,10 @@ class Regions(nn.Module):
             nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Dropout(0.2), nn.Linear(64, 16), nn.Tanh()) for _ in range(4)
         )
         self.head = nn.Linear(16, 3)
+        self.shift = nn.Parameter(torch.zeros(16))  # a reentrant region wants an input that has a gradient
 
     def forward(self, x: Tensor) -> Tensor:
+        x = x + self.shift
         for block in self.blocks:
             x = x + (checkpoint(block, x, use_reentrant=self.how == "reentrant") if self.how else block(x))  # type: ignore[operator]
         return self.head(x)

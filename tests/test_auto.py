@@ -13,6 +13,7 @@ import laminar
 from laminar.cli import main
 from laminar.errors import LaminarError
 from laminar.train import auto
+from tests.marks import slow
 from tests.ranks import Ranks
 from tests.test_job import adamw, batches, gap, mean, net, plain
 from tests.zoo import EXAMPLES
@@ -35,7 +36,7 @@ def _trained(micro_batches: int) -> tuple[str, dict[str, Any], list[float], floa
     return out
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("micro_batches", [slow(1), 2])
 def test_all_ranks_train_with_the_plan_that_one_of_them_found(two: Ranks, micro_batches: int) -> None:
     """The same plan everywhere, searched for this machine, and the weights of plain PyTorch."""
     (first, account, losses, apart), (second, _, others, _) = two.run(_trained, micro_batches)
@@ -65,6 +66,7 @@ def test_a_plan_function_that_ignores_its_mesh_is_refused() -> None:
         laminar.parallelize(model, mean, adamw(model), batch=data[0], plan=elsewhere)
 
 
+@pytest.mark.slow
 def test_the_command_line_searches_too(tmp_path: Path) -> None:
     """`laminar train --cluster` starts as many ranks as the cluster has, and saves the plan that it found."""
     run = tmp_path / "run"

@@ -239,6 +239,7 @@ def _trained(plan: Staged) -> tuple[float, str, float]:
     return apart, where, max(abs(a - b) / max(abs(b), 1e-2) for a, b in zip(losses, want, strict=True))
 
 
+@pytest.mark.slow
 def test_towers_that_were_found_apart_train_on_real_ranks_as_plain_pytorch_does(ranks: Ranks) -> None:
     """One tower in each process, joined by Gloo; the losses and weights of one device after four steps."""
     model, batches = material()

@@ -117,6 +117,7 @@ def measured(cluster: Cluster) -> set[str]:
     return {key for section in Table.of(cluster.profile).sections.values() for key in section.ops}
 
 
+@pytest.mark.slow
 def test_a_profile_is_a_cluster_that_later_runs_extend(said: Any, tmp_path: Path) -> None:
     """Measured here, for real, with little time: ops and exchanges of two ranks, then those of a recipe.
 

@@ -230,6 +230,11 @@ def test_the_forms_the_compiler_sees_equal_the_kernels() -> None:
     wants = {f"laminar.{name}": (getattr(kernels, name), args) for name, args in calls.items()}
     wants["aten.gelu"] = (lambda x: F.gelu(x, approximate="tanh"), (x,))
     wants["aten.gelu_backward"] = (lambda dy, x: torch.ops.aten.gelu_backward(dy, x, approximate="tanh"), (dy, x))
+    probabilities = torch.randn(7, 2, 5, dtype=torch.float64).log_softmax(-1)
+    labels = (probabilities, torch.randint(1, 5, (2, 3)), torch.tensor([7, 6]), torch.tensor([3, 2]))
+    wants["laminar.ctc_loss"] = (kernels.ctc_loss, (*labels, 0, False))
+    nll, alpha = kernels.ctc_loss(*labels, 0, False)
+    wants["laminar.ctc_loss_backward"] = (kernels.ctc_loss_backward, (nll, *labels, nll, alpha, 0, False))
     assert wants.keys() == FORMS.keys()
     for name, (kernel, args) in wants.items():
         form = functools.partial(FORMS[name], approximate="tanh") if "gelu" in name else FORMS[name]

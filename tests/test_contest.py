@@ -34,6 +34,7 @@ def searched(graph: Graph) -> Any:
     return laminar.plan(graph, "2xcpu", budget_s=0.3, pin={"stages": 1, "microbatches": 1})
 
 
+@pytest.mark.slow
 def test_plans_take_turns_on_real_ranks(graph: Graph) -> None:
     """With stages and without, from the same weights: losses agree, or there would be no result."""
     small = micro(graph, 2)

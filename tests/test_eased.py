@@ -125,6 +125,7 @@ def test_the_choice_is_next_to_the_fastest_of_all_ways(dtype: torch.dtype, d: in
     compared(gpt(dtype, d, vocab), devices, "kpwo", PARTS)
 
 
+@pytest.mark.slow
 def test_offload_wins_where_a_block_computes_as_long_as_it_travels() -> None:
     """By more than what any choice without it could do; and the plan says so in words, data and files."""
     known = table(gpt(), 2, "kwo")

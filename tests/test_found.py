@@ -22,6 +22,7 @@ from torch import Tensor
 import laminar
 from laminar.ir.plan import Plan
 from laminar.ir.staged import Staged
+from tests.marks import slow
 from tests.ranks import Ranks
 from tests.test_training import FLOAT, OPTIMIZERS, TOLERANCE, difference, material, plain
 from tests.zoo import NAMES, recipe, specimen
@@ -32,8 +33,9 @@ STEPS = 4
 MACHINES = ("2xcpu", "2xh100", "4xcpu", "2x2xa100@eth25", "8xh100", "2x4xa100@eth25", "2x8xh100", "16xh100")
 """Memory that ranks share, one node, nodes, and nodes that a slow network joins."""
 SAMPLE = [
-    ("mlp.py:tiny", "16xh100"), ("resnet.py:tiny", "4xcpu"), ("gpt.py:tiny", "2x8xh100"), ("llama.py:tiny", "8xh100"),
-    ("bert.py:tiny", "2x2xa100@eth25"), ("moe.py:tiny", "2xh100"), ("lstm.py:tiny", "2xcpu"),
+    ("mlp.py:tiny", "16xh100"), ("resnet.py:tiny", "4xcpu"), slow("gpt.py:tiny", "2x8xh100"),
+    slow("llama.py:tiny", "8xh100"), ("bert.py:tiny", "2x2xa100@eth25"), ("moe.py:tiny", "2xh100"),
+    ("lstm.py:tiny", "2xcpu"),
 ]  # fmt: skip
 
 
@@ -108,11 +110,11 @@ def _train(ranks: dict[int, Ranks], name: str, count: int, pin: Mapping[str, int
 
 
 REAL = [
-    ("gpt.py:tiny", 2, {}), ("dlrm.py:tiny", 2, {}), ("mlp.py:tiny", 4, {}),
+    slow("gpt.py:tiny", 2, {}), ("dlrm.py:tiny", 2, {}), slow("mlp.py:tiny", 4, {}),
 ]  # fmt: skip
 PINNED = [
     ("gpt.py:tiny", 4, {"stages": 2, "microbatches": 4, "dp": 2}), ("llama.py:tiny", 4, {"dp": 2, "tp": 2}),
-    ("gpt.py:tiny", 2, {"stages": 1, "zero": 3}), ("gpt.py:tiny", 2, {"stages": 1, "recompute": 1}),
+    ("gpt.py:tiny", 2, {"stages": 1, "zero": 3}), slow("gpt.py:tiny", 2, {"stages": 1, "recompute": 1}),
 ]  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from laminar.ir.sbp import Split
 from laminar.rules.samples import compared, doubtful, draws_of, in_parts, places
 from laminar.runtime import fusable
 from laminar.runtime.reference import run_graph
+from tests.marks import slow
 from tests.ranks import Ranks
 from tests.test_uneven_micro import batch_of as tokens_of
 from tests.test_uneven_micro import loss as tokens_loss
@@ -230,7 +231,7 @@ def _shares() -> dict[str, Tensor]:
     return out
 
 
-@pytest.mark.parametrize("plan", ["data", "zero3", "tensor"])
+@pytest.mark.parametrize("plan", [slow("data"), slow("zero3"), "tensor"])
 def test_no_placement_changes_what_a_micro_batch_draws(two: Ranks, plan: str) -> None:
     """Two ranks, three parts of ten samples: split by sample, in pieces, by column."""
     options: dict[str, Any] = {"plan": plan}

@@ -96,6 +96,7 @@ def plain(dropout: float) -> tuple[list[float], dict[str, Tensor]]:
     return losses, model.state_dict()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "dropout", [pytest.param(0.0, id="plain", marks=pytest.mark.slow), pytest.param(0.1, id="dropout")]
 )

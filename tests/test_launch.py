@@ -255,6 +255,7 @@ def test_a_rank_that_raises_is_heard_first(folder: Path, who: int) -> None:
     assert any(e.kind == "error" for e in events.read(folder / "run" / ("events.jsonl", "events.rank1.jsonl")[who]))
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_before_the_others_meet_it(folder: Path) -> None:
     """The other one waits at the store, for minutes if nobody stopped it."""
     code, _, err = Run(folder, "good", "--workers", "2", fault="raise:1:import").end()
@@ -288,6 +289,7 @@ def test_a_rank_that_is_killed_is_named_with_its_signal(folder: Path, name: str,
     assert "after step 4" in err and "stopped  rank 0" in err
 
 
+@pytest.mark.slow
 def test_out_of_memory_says_what_to_do(folder: Path) -> None:
     """Torch's words are long and name a file in its source; ours name the next step."""
     code, _, err = Run(folder, "good", "--workers", "2", fault="memory:1:2").end()
@@ -306,6 +308,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(folder: Path) -> None:
     assert len(steps_of(folder / "run/events.jsonl")) == 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "words"),
     [("quit:1:3", "exit code 3, without a word"), slow("exit:1:3", "exit code 4")],
@@ -316,6 +319,7 @@ def test_a_rank_that_leaves_is_missed(folder: Path, fault: str, words: str) -> N
     assert code == 1 and f"RankError: rank 1 of 2 ended with {words}, after step 3" in err
 
 
+@pytest.mark.slow
 def test_ranks_with_different_batches_are_told_so(folder: Path) -> None:
     """Their programs differ, and would wait for each other or mix their numbers."""
     code, _, err = Run(folder, "good", "--workers", "2", fault="short:1:3").end()
@@ -323,6 +327,7 @@ def test_ranks_with_different_batches_are_told_so(folder: Path) -> None:
     assert err.count("Error:") == 1
 
 
+@pytest.mark.slow
 def test_a_run_that_stands_still_is_stopped(folder: Path) -> None:
     """Every rank's stack is in its log, so one sees where it hangs."""
     for timeout_s in (6, 30, 100):  # a machine that needs longer only to begin gets more time

@@ -22,6 +22,7 @@ from laminar.planner.request import Request
 from laminar.planner.score import Model, Score
 from tests import zoo
 from tests.finds import gpt_of
+from tests.marks import slow
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 import gpt
@@ -60,7 +61,7 @@ def alike(room_bytes: float) -> float:
     return min(found)
 
 
-@pytest.mark.parametrize("share", [0.97, 0.9])
+@pytest.mark.parametrize("share", [slow(0.97), 0.9])
 def test_a_mix_fits_and_is_no_slower_than_doing_one_thing_to_all_tensors(share: float) -> None:
     """The fastest plan is a little too large; to put everything into smaller pieces may cost more than is needed."""
     room = share * base().peak_bytes

@@ -32,6 +32,7 @@ from laminar.ir.timeline import Timeline
 from laminar.train.job import Local
 from laminar.train.loop import loop
 from laminar.train.world import World
+from tests.marks import slow
 from tests.ranks import Ranks, heed_interrupts
 from tests.test_record import _batches, _loss
 from tests.test_staged_job import model as gpt
@@ -75,7 +76,7 @@ def _ended(lengths: list[int], depth: int) -> tuple[int, list[str], bool]:
     return steps, [str(w.message) for w in said], quiet()
 
 
-@pytest.mark.parametrize("depth", [0, 1, 3])
+@pytest.mark.parametrize("depth", [slow(0), 1, slow(3)])
 def test_ranks_with_equally_many_batches_end_without_a_word(two: Ranks, depth: int) -> None:
     """The normal case, no batch at all included."""
     assert two.run(_ended, [5, 5], depth) == [(5, [], True)] * 2
@@ -349,6 +350,7 @@ def train(where: Path, name: str, *more: str) -> subprocess.CompletedProcess[str
     return subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=where)
 
 
+@pytest.mark.slow
 def test_laminar_train_prefetches_by_itself_and_shows_it(tmp_path: Path) -> None:
     """The same loss as without; the timeline has the loads beside the step, and the waits for them within it."""
     name = recipe(tmp_path, load_s=LOAD_S, steps=8)
@@ -379,6 +381,7 @@ def test_data_that_fails_under_laminar_train_names_its_batch(tmp_path: Path) -> 
     assert re.search(r"raised while batch 3 \(from 0\) was loaded", done.stderr)
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_in_its_data_ends_the_run(tmp_path: Path) -> None:
     """It leaves without a word, ahead of the step the batch was for; the others must not wait for its batch."""
     name = recipe(tmp_path, bad=4)

@@ -32,6 +32,7 @@ from laminar.ir.tensor import TensorSpec
 from laminar.lower.fuse import kernels
 from laminar.lower.recompute import recompute, written_out
 from laminar.runtime.processes import on_ranks
+from tests.marks import slow
 from tests.meter import held, on_this_rank, played, played_on_gpu
 from tests.ranks import Ranks
 from tests.test_examples import load
@@ -335,7 +336,7 @@ def test_models_whose_kernels_take_memory_of_their_own_are_close(name: str, what
     assert predicted(program, 0, "null") == pytest.approx(held(program, one.inputs, one.constants, "null"), rel=0.05)
 
 
-@pytest.mark.parametrize("backend", ["shared", "gloo"])
+@pytest.mark.parametrize("backend", [slow("shared"), "gloo"])
 def test_two_processes_take_what_was_predicted_to_the_byte(backend: str, two: Ranks) -> None:
     """Slots, rows, scratch, regions: what exchanges are made with, on the plan that uses most of it.
 

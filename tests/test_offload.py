@@ -446,6 +446,7 @@ def _both(what: str) -> bool:
     return want == got and all(torch.equal(state[k], other[k]) for k in state)
 
 
+@pytest.mark.slow
 def test_two_ranks_train_to_the_same_bits() -> None:
     """Data parallel and ZeRO 3, whose gathers stand between the copies."""
     ranks = Ranks(2)

@@ -681,6 +681,7 @@ def _spoiled() -> Iterator[Any]:
     raise ValueError("no more")
 
 
+@pytest.mark.slow
 def test_laminar_train_leaves_a_timeline_in_the_run_directory(tmp_path: Path) -> None:
     """The way most people will make one."""
     recipe = Path(__file__).parent.parent / "examples" / "gpt.py"

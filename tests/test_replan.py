@@ -43,6 +43,7 @@ def simulated(graph: Graph, plan: Plan | Staged, cluster: Cluster) -> float:
     return predict(graph, plan, cluster).seconds
 
 
+@pytest.mark.slow
 def test_a_device_is_lost_and_seven_go_on() -> None:
     """Seven is prime and divides no batch; the plan is simulated, fits, and says what it leaves idle and proves."""
     left = without(Cluster.preset("8xh100"), [3])

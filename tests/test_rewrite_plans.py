@@ -418,6 +418,7 @@ def test_a_rule_that_fails_its_proof_is_not_used(monkeypatch: pytest.MonkeyPatch
     assert plan.step_s > trusted.step_s
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stages", [1, 2])
 def test_what_was_found_trains_on_two_ranks_as_plain_pytorch_does(two: Ranks, stages: int, tmp_path: Path) -> None:
     """From the search to the weights: found, saved, loaded, verified, trained, taken up again."""

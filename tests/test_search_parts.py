@@ -177,6 +177,7 @@ def large(layers: int, batch: int) -> Graph:
     return laminar.capture(model, made.loss, {"ids": ids, "target": ids})
 
 
+@pytest.mark.slow
 def test_what_is_found_for_a_large_model_beats_what_people_use() -> None:
     """Layers of GPT-3 on 1,024 devices: it fits, and no preset with tensor parallel in nodes and stages is faster."""
     graph = large(16, 768)

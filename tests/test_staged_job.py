@@ -22,6 +22,7 @@ from laminar import Mesh
 from laminar.cli import main
 from laminar.errors import BatchError, LaminarError, MeshError, PlanError
 from laminar.ir.timeline import Timeline
+from tests.marks import slow
 from tests.ranks import Ranks
 from tests.test_record import GPT, _batches, _loss
 from tests.zoo import EXAMPLES
@@ -120,7 +121,7 @@ def test_stages_go_through_a_compiler_as_well(two: Ranks) -> None:
     "options",
     [
         {"stages": 4},
-        {"stages": 2, "inner": Mesh({"dp": 2})},
+        slow({"stages": 2, "inner": Mesh({"dp": 2})}),
         {"stages": 2, "inner": Mesh({"tp": 2}), "window": 2, "stash": 2.0},
         {"stages": 2, "inner": partial(laminar.plans.zero, mesh=Mesh({"dp": 2}), stage=1)},
         {"stages": 2, "inner": [Mesh({"dp": 1}), Mesh({"tp": 3})]},

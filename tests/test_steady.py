@@ -153,6 +153,7 @@ def _steady(name: str, spec: str, seeds: int) -> float:
     return same / seeds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "spec"), QUICK)
 def test_prices_that_are_off_by_five_percent_change_nothing(name: str, spec: str) -> None:
     """Where no other plan is near, the same one is found again at all prices."""

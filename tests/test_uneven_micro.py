@@ -132,7 +132,7 @@ SIZES_OF: Given = [(10, ()), (9, (4, 1, 2, 2)), (4, ()), (10, (1, 4, 4, 1))]
 @pytest.mark.parametrize(
     ("which", "options"),
     [
-        ("mean", {"window": 0}),
+        slow("mean", {"window": 0}),
         ("counted", {"window": 2, "stash": 2.0}),
         slow("mean", {"schedule": "zero-bubble"}),
         ("counted", {"virtual": 2}),

@@ -96,6 +96,7 @@ def _under_fsdp(kind: str) -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_a_model_under_ddp_trains_sharded(two: Ranks) -> None:
     """Scripts that have been made for DDP hand over the wrapper; its reducer must not get in the way."""
     want = plainly()

@@ -38,9 +38,10 @@ def work_of(graph: Graph, precision: str, cluster: Cluster | None, times: int = 
     account |= {key: times * n for key, n in counted(graph).items()}
     if cluster is not None:
         account["devices"] = cluster.devices
-        rate = cluster.device.flops_per_s.get(dtype)
-        if rate is not None and len(cluster.parts) <= 1:
-            account["peak_flops_per_s"] = rate.value * cluster.devices
+        peaks = [part.device.flops_per_s.get(dtype) for part in cluster.parts]
+        if all(peak is not None for peak in peaks):
+            counts = [part.devices for part in cluster.parts]
+            account["peak_flops_per_s"] = sum(p.value * n for p, n in zip(peaks, counts, strict=True) if p is not None)
     return account
 
 
