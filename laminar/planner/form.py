@@ -146,24 +146,22 @@ def block_of(module: str) -> str:
 def made_again(graph: Graph, plan: Planned) -> list[tuple[list[str], list[str]]]:
     """By stage, the blocks that it makes again as a whole, and all that it has; `graph` is the one that is placed.
 
-    A block that is cut between stages is that of the first, so that all of them together are those of the model.
+    A block that is cut between stages counts once: at the first that makes it again, or else at the first that has some
+    of it, so that all of them together are those of the model.
     """
     staged = plan if isinstance(plan, Staged) else None
     plans = [s.plan for s in staged.stages] if staged else [plan]
-    there: list[dict[str, None]] = [{} for _ in plans]
-    homes: dict[str, int] = {}
+    stages: dict[str, dict[int, None]] = {}
     for node in graph.nodes:
         if node.phase == "forward" and block_of(node.module) and (staged is None or node.name in staged.of):
-            stage = staged.of[node.name] if staged else 0
-            homes[block_of(node.module)] = min(stage, homes.get(block_of(node.module), stage))
-    for block, stage in homes.items():
-        there[stage][block] = None
-    out = []
-    for one, blocks in zip(plans, there, strict=True):
+            stages.setdefault(block_of(node.module), {})[staged.of[node.name] if staged else 0] = None
+    picked = []
+    for one in plans:
         assert isinstance(one, Plan)
-        picked = pick(graph, [p for p in one.recompute if not p.startswith("%")])
-        out.append(([b for b in blocks if picked.block_of(b)], list(blocks)))
-    return out
+        picked.append(pick(graph, [p for p in one.recompute if not p.startswith("%")]))
+    homes = {b: next((s for s in sorted(of) if picked[s].block_of(b)), min(of)) for b, of in stages.items()}
+    there = [[b for b, home in homes.items() if home == s] for s in range(len(plans))]
+    return [([b for b in blocks if by.block_of(b)], blocks) for blocks, by in zip(there, picked, strict=True)]
 
 
 def used(graph: Graph, plan: Plan) -> dict[str, NdSbp]:
