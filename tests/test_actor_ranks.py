@@ -209,6 +209,7 @@ def flood(way: str, count: int) -> tuple[int, dict[str, int]]:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, made.peaks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_memory_of_a_writer_stays_flat_over_ten_thousand_micro_batches(two: Ranks, way: str) -> None:
     """All of them would be 160 MB; four registers are 64 kB."""

@@ -385,6 +385,7 @@ def test_a_plan_drawn_at_random_gets_better() -> None:
     assert found.simulated > found.lowered > 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cluster", ["4xh100", "4xcpu"])
 @pytest.mark.parametrize("style", [("data", "tensor"), ("free", "free")])
 def test_a_plan_never_gets_worse(cluster: str, style: tuple[str, ...]) -> None:
@@ -423,6 +424,7 @@ def test_a_deep_plan_is_folded_where_its_layers_agree_and_kept_deep_where_not() 
     assert found.seconds < simulated_s(model, uneven)
 
 
+@pytest.mark.slow
 def test_cells_with_stages_are_improved_too() -> None:
     """Their steps are several loads, so that nothing is edited and every candidate is simulated in full."""
     model, cell = small_model(4, "4xh100"), Cell(2, 4, 1, 2, 1, True)

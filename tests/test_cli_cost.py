@@ -148,6 +148,7 @@ def test_a_profile_is_a_cluster_that_later_runs_extend(said: Any, tmp_path: Path
     assert data["known"]["measured"] > 0, "and are priced by that"
 
 
+@pytest.mark.slow
 def test_a_recorded_run_is_compared_with_its_prediction(said: Any, tmp_path: Path) -> None:
     """The whole way round: plan, simulate, train on two ranks, diff."""
     plan = planned(tmp_path / "plan.json", said, "--mesh", "dp=2", "--cluster", "2xcpu")

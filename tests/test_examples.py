@@ -226,7 +226,7 @@ BY_NUMBERS = 0.6
         ("gpt.py:demo", 40, BY_FREQUENCY),
         slow("moe.py:small", 40, BY_FREQUENCY),
         slow("bert.py:small", 260, BY_FREQUENCY),
-        ("resnet.py:small", 50, 0.75 * math.log(10)),
+        pytest.param("resnet.py:small", 50, 0.75 * math.log(10), marks=pytest.mark.slow),
         slow("dlrm.py:small", 250, BY_NUMBERS),
     ],
 )

@@ -263,6 +263,7 @@ def test_a_rank_that_fails_before_the_others_meet_it(folder: Path) -> None:
     assert "RankError: rank 1 of 2 failed before the first step" in err and "stopped  rank 0" in err
 
 
+@pytest.mark.slow
 def test_ranks_that_all_fail_in_the_same_way_are_told_once(folder: Path) -> None:
     """A mistake in a recipe happens on every rank."""
     for n in range(5):  # one that takes half a second longer to fail than the other is stopped before it can
@@ -366,6 +367,7 @@ def test_a_signal_stops_all_ranks(folder: Path, number: int, group: bool, code: 
         json.loads(line)
 
 
+@pytest.mark.slow
 def test_a_signal_before_the_first_step_stops_all_ranks(folder: Path) -> None:
     """While torch is being loaded, or ranks wait for each other."""
     run = Run(folder, "good", "--workers", "2", fault="hang:1:import")

@@ -374,6 +374,7 @@ def test_laminar_train_prefetches_by_itself_and_shows_it(tmp_path: Path) -> None
     assert not any("load" in s.name for s in Timeline.load(tmp_path / "t0.json").spans)
 
 
+@pytest.mark.slow
 def test_data_that_fails_under_laminar_train_names_its_batch(tmp_path: Path) -> None:
     """One error, the data's own, with the batch in the traceback."""
     done = train(tmp_path, recipe(tmp_path, bad=3))

@@ -211,6 +211,7 @@ def test_speeds_can_be_told_by_hand() -> None:
 # --- the search
 
 
+@pytest.mark.slow
 def test_the_search_uses_both_kinds_and_beats_the_plan_that_ignores_the_difference() -> None:
     """All four cores at work, each with what it can do; the same mesh and micro-batches cut evenly is slower."""
     cluster = cores(0.5)
@@ -230,6 +231,7 @@ def test_the_search_uses_both_kinds_and_beats_the_plan_that_ignores_the_differen
     assert any("unevenly among ranks of different kinds" in t for t in plan.account["certificate"]["outside"])
 
 
+@pytest.mark.slow
 def test_where_the_other_kind_is_of_no_use_it_stays_idle_and_the_account_says_so() -> None:
     """Devices at a hundredth of the speed are not worth a bubble."""
     plan = laminar.plan(traced(6, batch=16, d=64), cores(0.01), budget_s=10)

@@ -73,6 +73,7 @@ def _agreed(ranks: Ranks, names: list[str]) -> list[str]:
     return [problem for found in ranks.run(_on_ranks, names) for problem in against(REFUSED, found)]
 
 
+@pytest.mark.slow
 def test_a_few_on_real_ranks(two: Ranks) -> None:
     """Ranks run generated code, reduce in place and use buffers again, none of which lock-step does."""
     assert _agreed(two, ["fft.rfft/function", "unsafe_split/function", "diagonal/function", "matmul/complex"]) == []

@@ -90,6 +90,7 @@ def made_up(stages: int, keeps: float, room: float, layers: int = 12) -> Places:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stages", "room"),
     [

@@ -30,7 +30,7 @@ from laminar.search.micro import micro
 from tests.finds import gpt_of
 from tests.marks import slow
 from tests.test_examples import load
-from tests.zoo import FEW, NAMES, Specimen, captured, one_thread, recipe, specimen, verified
+from tests.zoo import FEW, Specimen, captured, one_thread, recipe, specimen, verified
 
 
 @pytest.fixture(autouse=True)
@@ -152,7 +152,7 @@ SLOW = pytest.mark.slow
     ("stage", "ranks"),
     [(1, 2), (2, 4), (3, 4), *(slow(stage, ranks) for stage, ranks in ((1, 4), (2, 2), (3, 2)))],
 )
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FEW)
 def test_zero_stores_a_share(name: str, stage: int, ranks: int) -> None:
     """Optimizer state from stage 1, gradients from 2, parameters from 3: the largest piece of each, and no more."""
     one = specimen(name)
@@ -253,7 +253,7 @@ def test_zero_has_three_stages() -> None:
 
 
 @pytest.mark.parametrize("axes", [{"tp": 2}, {"dp": 2, "tp": 2}], ids=str)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FEW)
 def test_tensor_parallel_equals_one_device(name: str, axes: dict[str, int]) -> None:
     """Whatever the model; and its weights really are in pieces."""
     one = specimen(name)

@@ -195,6 +195,7 @@ def _compare(rank: int, world: int, folder: str) -> None:
         raise SystemExit(1) from None
 
 
+@pytest.mark.slow
 def test_boxing_moves_what_dtensor_moves(tmp_path: Path) -> None:
     """Four processes, two meshes, even and uneven shapes: the same local tensors on every rank, by other code."""
     children = [CONTEXT.Process(target=_compare, args=(r, 4, str(tmp_path)), daemon=True) for r in range(4)]

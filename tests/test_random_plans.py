@@ -33,7 +33,7 @@ MORE = 3
 def count(name: str, axes: dict[str, int]) -> int:
     """How many plans of a model on a mesh: a small one is as good at finding a wrong rule, and takes a tenth."""
     nodes = len(specimen(name).graph.nodes)
-    share = 2.5 if nodes < 100 else 0.8 if nodes < 200 else 0.5 if nodes < 400 else 0.25
+    share = 2.0 if nodes < 100 else 0.5 if nodes < 200 else 0.25 if nodes < 400 else 0.1
     some = SEEDS[laminar.Mesh(axes).ranks] * share / (3 if name in TWINS else 1)
     return max(int(some), 0 if name in TWINS else 1)
 
