@@ -6,6 +6,7 @@ The normal run looks at a few, one for each thing that is special about them; `m
 from __future__ import annotations
 
 import functools
+import sys
 from typing import Any
 
 import pytest
@@ -80,3 +81,10 @@ def test_refusals_only_shrink() -> None:
         for way, row in ways.items()
     }
     assert not against(REFUSED, found)
+
+
+@needs_torchvision
+def test_the_library_of_models_is_not_left_on_the_path() -> None:
+    """Ranks that start later inherit the path, and would fail in the middle of loading transformers."""
+    vision.library()
+    assert str(vision.WHERE) not in sys.path

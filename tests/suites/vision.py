@@ -38,14 +38,19 @@ LONG = 3
 
 @functools.cache
 def library() -> Any:
-    """`torchvision.models`, whether or not the library's compiled ops load."""
-    if str(WHERE) not in sys.path:
-        sys.path.append(str(WHERE))
+    """`torchvision.models`, whether or not the library's compiled ops load.
+
+    It is on the path only while it is loaded: processes that are started later, without the ops defined here, would find
+    it and fail in the middle of loading transformers.
+    """
     for op in ("nms", "qnms"):
         if not hasattr(torch.ops.torchvision, op):
             torch.library.define(f"torchvision::{op}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    import torchvision
-
+    sys.path.append(str(WHERE))
+    try:
+        import torchvision
+    finally:
+        sys.path.remove(str(WHERE))
     return torchvision.models
 
 
