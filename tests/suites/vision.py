@@ -40,8 +40,8 @@ LONG = 3
 def library() -> Any:
     """`torchvision.models`, whether or not the library's compiled ops load.
 
-    It is on the path only while it is loaded: processes that are started later, without the ops defined here, would find
-    it and fail in the middle of loading transformers.
+    It is on the path only while it is loaded: processes that are started later, without the ops defined here, would
+    find it and fail in the middle of loading transformers.
     """
     for op in ("nms", "qnms"):
         if not hasattr(torch.ops.torchvision, op):
