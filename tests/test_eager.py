@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import laminar
 from laminar.api import inputs_of
 from laminar.capture.slots import slots_of
-from laminar.runtime.eager import run_eager
+from laminar.runtime.eager import LOADER, run_eager, untouched
 from laminar.runtime.reference import run_graph
 from laminar.train.check import off
 from tests.zoo import FEW, recipe, specimen
@@ -120,3 +121,27 @@ def test_parameters_that_no_graph_sees_have_their_gradient() -> None:
 
     want = run_eager(Hidden(), lambda m, x: m(x).sum(), torch.tensor([1.0, 2.0, 3.0]))
     assert torch.equal(want["grad:w"], torch.tensor([1.0, 2.0, 3.0]))
+
+
+def test_draws_of_a_loader_are_not_taken_back() -> None:
+    """It shuffles beside the first step: put back, its generator would shuffle the next epoch like this one."""
+    inside, drawn = threading.Event(), threading.Event()
+
+    def load() -> None:
+        inside.wait(10)
+        torch.rand(3)
+        drawn.set()
+
+    model = nn.Linear(2, 2)
+    thread = threading.Thread(target=load, name=LOADER)
+    thread.start()
+    before = torch.get_rng_state()
+    with untouched(model, slots_of(model), {}):
+        inside.set()
+        drawn.wait(10)
+    thread.join()
+    assert not torch.equal(before, torch.get_rng_state())
+    after = torch.get_rng_state()
+    with untouched(model, slots_of(model), {}):
+        torch.rand(3)
+    assert torch.equal(after, torch.get_rng_state()), "and without a loader all is as it was"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -25,6 +26,9 @@ from laminar.capture.capture import read_loss
 from laminar.capture.eager_search import keyed
 from laminar.capture.origins import canonical_again
 from laminar.capture.slots import Slot, slots_of, swapped
+
+LOADER = "laminar loader"
+"""The name of threads that read data, and may draw random numbers, beside the steps (`loading.py`)."""
 
 NARROW = (torch.bfloat16, torch.float16)
 PLAIN = frozenset(
@@ -153,9 +157,7 @@ def untouched(model: nn.Module, slots: Sequence[Slot], whole: Mapping[str, Tenso
     """
     held = [(s, s.tensor.data) for s in slots]
     buffers = {s.name: whole.get(s.name, s.tensor).detach().clone() for s in slots if s.kind == "buffer"}
-    drawn = random.getstate(), np.random.get_state(legacy=True)
-    cuda = sorted({s.tensor.device.index or 0 for s in slots if s.tensor.device.type == "cuda"})
-    with torch.random.fork_rng(devices=cuda), swapped(model, []):
+    with _generators(slots), swapped(model, []):
         try:
             for slot in slots:
                 if slot.name in whole:
@@ -166,6 +168,24 @@ def untouched(model: nn.Module, slots: Sequence[Slot], whole: Mapping[str, Tenso
                 slot.tensor.data = data
                 if slot.kind == "buffer" and slot.name not in whole and not same(data, buffers[slot.name]):
                     data.copy_(buffers[slot.name])
+
+
+@contextlib.contextmanager
+def _generators(slots: Sequence[Slot]) -> Iterator[None]:
+    """Generators of random numbers as they were, unless a loader may draw from them meanwhile.
+
+    What a model draws through us is keyed and moves none of them. A loader's draws must not be taken back: it would
+    shuffle the next epoch like this one.
+    """
+    if any(t.name == LOADER for t in threading.enumerate()):
+        yield
+        return
+    drawn = random.getstate(), np.random.get_state(legacy=True)
+    cuda = sorted({s.tensor.device.index or 0 for s in slots if s.tensor.device.type == "cuda"})
+    with torch.random.fork_rng(devices=cuda):
+        try:
+            yield
+        finally:
             random.setstate(drawn[0])
             np.random.set_state(drawn[1])
 

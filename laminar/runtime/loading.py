@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 
 from laminar.capture.batches import mapped
+from laminar.runtime.eager import LOADER
 from laminar.runtime.record import now
 
 EPOCH = object()
@@ -272,9 +273,7 @@ class Loader(Iterator[Any]):
         """How long the consumer has waited for batches, in all."""
         self._thread: threading.Thread | None = None
         if depth:
-            self._thread = threading.Thread(
-                target=_work, args=(registers, self._source), name="laminar loader", daemon=True
-            )
+            self._thread = threading.Thread(target=_work, args=(registers, self._source), name=LOADER, daemon=True)
             weakref.finalize(self, registers.close)
             _open.add(self)
             self._thread.start()
