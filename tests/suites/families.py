@@ -304,17 +304,20 @@ def _alone(todo: Sequence[tuple[str, str, list[str]]]) -> int:
 
 
 def _together(todo: Sequence[tuple[str, str, list[str]]], jobs: int) -> int:
-    """In several processes, each with one model at a time and two ranks of its own."""
+    """In several processes, each with its share of the models and two ranks of its own."""
 
-    def run(task: tuple[str, str, list[str]]) -> int:
-        suite, name, ways = task
-        command = [sys.executable, "-m", "tests.suites.families", suite, "--only", name, "--ways", ",".join(ways)]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-        print(done.stdout.strip() or done.stderr.strip()[-500:], flush=True)
-        return done.returncode
+    def run(share: Sequence[tuple[str, str, list[str]]]) -> int:
+        bad = 0
+        for suite in dict.fromkeys(s for s, _, _ in share):
+            for ways in dict.fromkeys(",".join(w) for s, _, w in share if s == suite):
+                names = ",".join(n for s, n, w in share if s == suite and ",".join(w) == ways)
+                command = [sys.executable, "-m", "tests.suites.families", suite, "--only", names, "--ways", ways]
+                bad += subprocess.run(command, cwd=ROOT).returncode != 0
+        return bad
 
-    with ThreadPoolExecutor(max(1, jobs // 2)) as pool:
-        return sum(pool.map(run, todo))
+    workers = max(1, jobs // 2)
+    with ThreadPoolExecutor(workers) as pool:
+        return sum(pool.map(run, [todo[i::workers] for i in range(workers)]))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,10 @@ def library() -> Any:
     It is on the path only while it is loaded: processes that are started later, without the ops defined here, would
     find it and fail in the middle of loading transformers.
     """
+    if find_spec("torchvision") is not None:  # the environment has one of its own, with its ops
+        import torchvision
+
+        return torchvision.models
     for op in ("nms", "qnms"):
         if not hasattr(torch.ops.torchvision, op):
             torch.library.define(f"torchvision::{op}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
