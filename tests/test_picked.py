@@ -67,3 +67,15 @@ def test_anything_else_about_them_is_refused(used: Callable[[Any], Any]) -> None
     """How many are picked is a shape that depends on data."""
     with pytest.raises(CaptureError, match="depends on data"):
         capture(nn.Linear(6, 5), lambda m, b: used(m(b).masked_select(b[..., :5] > 0)), draw(4, 6, seed=1))
+
+
+def test_code_that_asks_whether_they_are_a_tensor_hears_yes() -> None:
+    """A stand-in that says no would be left out of the loss without a word."""
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        picked = (batch > 0).long().masked_select(batch > 0)
+        total = model(batch).mean()
+        return total + picked.sum() if isinstance(picked, Tensor) else total
+
+    with pytest.raises(CaptureError, match="depends on data"):
+        capture(nn.Linear(6, 5), loss, draw(4, 6, seed=1))

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from laminar.capture import library as library  # registers the canonical ops
 from laminar.capture import private
+from laminar.capture.picked import Picked
 from laminar.capture.private import disable_current_modes
 from laminar.errors import CaptureError
 
@@ -78,7 +79,7 @@ class Canonical(TorchFunctionMode):
         """A tensor as the step may use it: one of the model's is its stand-in, one from outside lies on the CPU."""
         if type(value) in (list, tuple):
             return type(value)(map(self.here, value)) if any(map(_holds_tensors, value)) else value
-        if not isinstance(value, Tensor) or isinstance(value, private.FakeTensor):
+        if not isinstance(value, Tensor) or isinstance(value, (private.FakeTensor, Picked)):
             return value
         if id(value) in self.exchanged:
             return self.exchanged[id(value)]

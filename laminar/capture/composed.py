@@ -38,6 +38,13 @@ def _cov(
     return (centred @ other.t().conj() / norm).squeeze()  # type: ignore[no-any-return]
 
 
+@catches(torch.linalg.matrix_rank)
+def _matrix_rank(mode: Canonical, *args: Any, out: Tensor | None = None, **kwargs: Any) -> Tensor:
+    """Where a mode listens, torch's own form with `out=` computes the rank and leaves `out` as it was."""
+    rank: Tensor = torch.linalg.matrix_rank(*args, **kwargs)
+    return rank if out is None else out.copy_(rank)
+
+
 @catches(torch.corrcoef, Tensor.corrcoef)
 def _corrcoef(mode: Canonical, input: Tensor) -> Tensor:
     c = _cov(mode, input)

@@ -45,7 +45,7 @@ def _masked_select(mode: Canonical, input: Tensor, mask: Tensor) -> Any:
     try:
         return input[mask]
     except private.DynamicOutputShapeException:
-        if input.is_floating_point():  # labels are whole numbers
+        if input.is_floating_point() or input.is_complex():  # labels are whole numbers
             raise
         return Picked(input, mask)
 

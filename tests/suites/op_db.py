@@ -28,12 +28,12 @@ from torch import Tensor
 
 import laminar
 from laminar.api import inputs_of
-from laminar.capture.canonical import Canonical
 from laminar.errors import LaminarError
 from laminar.ir.graph import Graph
 from laminar.ir.plan import Plan
 from laminar.lower.lower import lower
 from laminar.runtime import lockstep
+from laminar.runtime.eager import Keyed
 from laminar.runtime.reference import run_graph
 from laminar.runtime.shards import assemble
 from laminar.search.draw import random_plan
@@ -56,7 +56,7 @@ def eager(case: OpCase, keyed: bool) -> Values:
     """Loss, gradients and buffers that change, in plain PyTorch; draws by key where a graph has some."""
     model = case.make()
     trained, before = dict(model.named_parameters()), {k: v.clone() for k, v in model.named_buffers()}
-    with Canonical(torch.tensor([0, 0])) if keyed else torch.enable_grad():
+    with Keyed(torch.tensor([0, 0])).running() if keyed else torch.enable_grad():
         value = loss(model, _cloned(case.batch))
     grads = torch.autograd.grad(value, list(trained.values()), allow_unused=True)
     out = {"loss:loss": value.detach()}
@@ -138,7 +138,7 @@ def stepped(case: OpCase, plan: Any, compiled: bool = False) -> str:
     job.step(case.batch)
     graph = job.graph
     optimizer = torch.optim.SGD(plain.parameters(), RATE, foreach=False)
-    with Canonical(torch.tensor([0, 0])) if graph.of_kind("rng") else torch.enable_grad():
+    with Keyed(torch.tensor([0, 0])).running() if graph.of_kind("rng") else torch.enable_grad():
         value = loss(plain, _cloned(case.batch))
     value.backward()
     optimizer.step()
