@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from laminar.capture.canonical import HANDLERS, Canonical, catches
+from laminar.capture.known import value_of
 
 # --- functions that check what they are given -------------------------------------------------
 
@@ -90,6 +91,43 @@ def _added_up(frames: Tensor, length: int, hop: int) -> Tensor:
     places = torch.arange(frames.shape[1]).unsqueeze(1) * hop + torch.arange(frames.shape[2])
     room = frames.new_zeros(frames.shape[0], length)
     return room.index_add(1, places.reshape(-1), frames.reshape(frames.shape[0], -1))
+
+
+def _quantile(function: Callable[..., Any], skips_nan: bool) -> None:
+    @catches(function)
+    def run(
+        mode: Canonical, input: Tensor, q: Any, dim: int | None = None, keepdim: bool = False, *,
+        interpolation: str = "linear", out: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Shares that are data are looked at, to see that they are shares; so ranks are worked out here."""
+        named = {"dim": dim, "keepdim": keepdim, "interpolation": interpolation}
+        if not isinstance(q, Tensor) or value_of(q) is not None or not input.numel():
+            made = function(input, q, **named)
+            return made if out is None else out.copy_(made)
+        dim = None if dim is None or not input.dim() else dim % input.dim()
+        x = (input.reshape(-1) if dim is None else input.movedim(dim, -1)).sort(-1).values
+        last, nan = x.shape[-1] - 1, x.isnan()
+        if skips_nan:
+            at = (q.reshape(-1) * (last - nan.sum(-1, keepdim=True))).clamp(min=0)
+        else:  # not-a-number comes last, and is then what is asked for
+            at = torch.where(nan.any(-1, keepdim=True), last, q.reshape(-1) * last)
+        rounded = {"lower": torch.floor, "higher": torch.ceil, "nearest": torch.round}.get(interpolation)
+        at = at if rounded is None else rounded(at)
+        made = x.gather(-1, at.long())
+        if rounded is None:
+            share = at - at.floor() if interpolation == "linear" else torch.full_like(at, 0.5)
+            made = torch.lerp(made, x.gather(-1, at.ceil().long()), share)
+        made = made.movedim(-1, 0)
+        if keepdim:
+            made = made.reshape(-1, *[1] * input.dim()) if dim is None else made.unsqueeze(dim + 1)
+        made = made if q.dim() else made[0]
+        return made if out is None else out.copy_(made)
+
+
+_quantile(torch.quantile, False)
+_quantile(Tensor.quantile, False)
+_quantile(torch.nanquantile, True)
+_quantile(Tensor.nanquantile, True)
 
 
 @catches(torch.combinations)
