@@ -10,7 +10,8 @@ a sum still to be made, as its reader wants it.
 
 Samples of one batch go through the pipe in parts. An op that couples samples (batch statistics, a softmax over the
 batch) would compute something else then: such ops are found by splitting the batch over ranks and looking at what
-has to be exchanged, and are refused by name unless the caller wants them to see one micro-batch at a time.
+has to be exchanged, and are refused by name unless the caller wants them to see one micro-batch at a time. So are ops
+in backward that hang on the size of the loss: a hook that clamps gradients.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -29,11 +30,13 @@ from laminar.ir.graph import Graph, Node
 from laminar.ir.mesh import Mesh, Place
 from laminar.ir.patterns import as_patterns, known
 from laminar.ir.plan import Choice, Plan
+from laminar.ir.program import Instr
 from laminar.ir.sbp import B, NdSbp, Partial
 from laminar.ir.staged import Staged, StagePlan
 from laminar.lower.lower import written
 from laminar.lower.offload import refuse_stages
 from laminar.lower.split import Split, light_ops, split
+from laminar.rules.degrees import breaks
 from laminar.rules.notation import calls_in
 from laminar.rules.samples import samples_of
 from laminar.search import presets
@@ -442,24 +445,58 @@ def passing(plan: Plan, graph: Graph, ref: Ref, reader: Graph) -> NdSbp:
 # --- ops that couple samples
 
 
-def coupled_ops(graph: Graph) -> list[tuple[str, str]]:
-    """Ops that need samples of the whole batch at once: op and line, found by splitting the batch over a few ranks.
+class Coupled(NamedTuple):
+    """An op that gives something else where a batch is run in parts."""
 
-    As many as divide it, or dims in which samples and something else are merged could not be split.
+    op: str
+    where: str
+    linear: bool = True
+    """Not so: its samples may be independent, but what it does in backward hangs on the size of the loss."""
+
+    @property
+    def said(self) -> str:
+        """What is the matter with it."""
+        return (
+            f"{self.op} couples the samples of a batch"
+            if self.linear
+            else f"{self.op} in backward is not linear in the gradient of the loss (a hook, or a custom function)"
+        )
+
+
+def coupled_ops(graph: Graph) -> list[Coupled]:
+    """Ops that need samples of the whole batch at once, or in backward the size of its loss (`rules/degrees.py`).
+
+    The former are found by splitting the batch over a few ranks: as many as divide it, or dims in which samples and
+    something else are merged could not be split. Where forward has none of them, backward has only those of hooks.
     """
+    return _mixing(graph) + [Coupled(n.op, n.where, linear=False) for n in breaks(graph)]
+
+
+def _mixing(graph: Graph) -> list[Coupled]:
     samples = samples_of(graph)
     if samples < 2:
         return []
     ranks = next(n for n in range(2, samples + 1) if samples % n == 0)
     graph = _trained(graph)
     program = written(graph, presets.data_parallel(graph, Mesh({"dp": ranks})))
-    found: dict[str, tuple[str, str]] = {}
+    phase = {i.name: i.phase for i in program.instrs}
+    forward: dict[str, Coupled] = {}
+    backward: dict[str, Coupled] = {}
     for instr in program.instrs:
         reader = re.match(r".* for %([^.\s]+)", instr.why)  # an op that is written out has lines like batch_norm_0.2
         node = graph.by_name.get(reader[1]) if reader else None
-        if instr.moves and instr.phase == "forward" and node is not None and not _is_mean(graph, node):
-            found.setdefault(node.name, (node.op, node.where))
-    return list(found.values())
+        if not instr.moves or node is None:
+            continue
+        if instr.phase == "forward" and not _is_mean(graph, node):
+            forward.setdefault(node.name, Coupled(node.op, node.where))
+        elif node.phase == "backward" and phase.get(instr.refs[0].name) == "backward" and not _adds_up(node, instr):
+            backward.setdefault(node.name, Coupled(node.op, node.where))
+    return list(forward.values()) or list(backward.values())
+
+
+def _adds_up(node: Node, instr: Instr) -> bool:
+    """Whether an op reads a gradient that is summed over the batch, and might as well be done before that sum."""
+    return "P(" in instr.why.split(" to ")[0] and (node.op in LINEAR or "_backward" in node.op)
 
 
 def _trained(graph: Graph) -> Graph:
@@ -500,10 +537,9 @@ def refuse_coupled(graph: Graph) -> None:
     """Refuse a graph that would compute something else micro-batch by micro-batch."""
     found = coupled_ops(graph)
     if found:
-        op, where = found[0]
         raise PlanError(
-            f"{op} couples the samples of a batch, so micro-batches would give other numbers",
-            at=where,
+            f"{found[0].said}, so micro-batches would give other numbers",
+            at=found[0].where,
             also=f"{len(found) - 1} more such ops" if len(found) > 1 else "",
             next='couple="microbatch" if it may see one micro-batch at a time, or microbatches=1',
         )
