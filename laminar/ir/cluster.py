@@ -376,8 +376,9 @@ def _figure(data: Any, path: str) -> Figure:
 
 
 def _point(data: Any, path: str) -> tuple[float, float]:
-    if not isinstance(data, list) or len(data) != 2:
-        raise ClusterError(f"{path}: {data!r} is not a point", allowed="[size, fraction]")
+    numbers = isinstance(data, list) and all(isinstance(x, int | float) and not isinstance(x, bool) for x in data)
+    if not numbers or len(data) != 2:
+        raise ClusterError(f"{path}: {data!r} is not a point", allowed="[size, fraction], both numbers")
     return data[0], data[1]
 
 

@@ -98,6 +98,7 @@ def stages(graph: Graph, staged: Staged, like: Stages | None = None) -> Stages:
     for s, (own, stage) in enumerate(zip(cut.graphs, staged.stages, strict=True)):
         if stage.plan.graph_hash != own.hash:
             raise PlanError(f"the plan of stage {s} is for another graph", next="make the staged plan again")
+        stage.plan.fits(own)
         refuse_stages(stage.plan)
         terms = unfinished(own, stage.plan) if like is None else like.terms[s]
         if other := terms.keys() ^ unfinished(own, stage.plan).keys():
