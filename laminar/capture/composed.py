@@ -196,6 +196,10 @@ def _set_item(mode: Canonical, input: Tensor, index: Any, value: Any) -> None:
         input[index] = value
 
 
+WRITTEN_OUT = frozenset(f for f, handler in HANDLERS.items() if handler.__module__ == __name__)
+"""Functions above, without a draw in them: plain PyTorch has its own form of each."""
+
+
 # --- draws from named distributions -----------------------------------------------------------
 
 

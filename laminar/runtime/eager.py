@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from laminar.capture import private
 from laminar.capture.canonical import HANDLERS, Canonical, body_of
 from laminar.capture.capture import read_loss
+from laminar.capture.composed import WRITTEN_OUT
 from laminar.capture.eager_search import keyed
 from laminar.capture.origins import canonical_again
 from laminar.capture.slots import Slot, slots_of, swapped
@@ -36,7 +37,7 @@ PLAIN = frozenset(
      F.instance_norm, F.ctc_loss, torch.ctc_loss, torch.masked_select, Tensor.masked_select, Tensor.tolist,
      Tensor.numpy, Tensor.__array__, Tensor.__deepcopy__, F.grouped_mm, private.grouped_mm,
      F.adaptive_avg_pool2d, F.adaptive_avg_pool3d, private.multilabel_margin_loss,
-     torch.batch_norm, torch.instance_norm]
+     torch.batch_norm, torch.instance_norm, *WRITTEN_OUT]
 )  # fmt: skip
 """Functions that capture has forms of its own for, without a draw in them: here torch's own run."""
 RECURRENT = frozenset([private.lstm, private.gru, private.rnn_tanh, private.rnn_relu])
