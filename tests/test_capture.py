@@ -188,9 +188,14 @@ def _queue(m: Any, x: Tensor) -> Tensor:
     return m.a(x) + m.buf.sum()
 
 
+def _each(m: Any, x: Tensor) -> Tensor:
+    torch._foreach_mul_([m.buf, m.other[1]], [torch.tensor(2.0), x[0].detach()])
+    return m.a(x) + m.buf.sum() * m.other.sum()
+
+
 @pytest.mark.parametrize(
     "forward",
-    [_ema, _row, _stretch, _deep_view, _split_view, _both_sides, _counter, _data, _assign_data, _swap, _queue],
+    [_ema, _row, _stretch, _deep_view, _split_view, _both_sides, _counter, _data, _assign_data, _swap, _queue, _each],
     ids=lambda f: f.__name__.strip("_"),
 )
 def test_buffers_changed_in_any_way_come_out_as_outputs(forward: Callable[[Any, Tensor], Tensor]) -> None:
@@ -333,6 +338,17 @@ def _out(m: Any, x: Tensor) -> Tensor:
     return y * room.t()[:, :2] + grown[:, :2] + (best * where).unsqueeze(1)
 
 
+def _lists(m: Any, x: Tensor) -> Tensor:
+    """Several tensors written by one op."""
+    some = [m.a(x), m.a(x + 1) * x[:, :2]]
+    torch._foreach_mul_(some, [torch.tensor(2.0), torch.tensor(3.0)])
+    torch._foreach_add_(some, [x[:, :2].cos(), x[:, 1:]], alpha=0.5)
+    torch._foreach_sigmoid_(some)
+    rooms = [torch.empty(6, 1), torch.empty(6, 2)]
+    torch.split_with_sizes_copy(x, [1, 2], 1, out=rooms)
+    return some[0] * rooms[1] + some[1] * rooms[0]
+
+
 def _inputs_view(m: Any, x: Tensor) -> Tensor:
     z = x.clone()
     v = z.view(3, 2, 3)[:, 0]
@@ -345,7 +361,7 @@ def _inputs_view(m: Any, x: Tensor) -> Tensor:
     "forward",
     [
         _relu_, _masked_fill, _index_put, _bool_put, _column, _zero, _scatter, _many, _accumulate, _types, _out,
-        _inputs_view,
+        _inputs_view, _lists,
     ],
     ids=lambda f: f.__name__.strip("_"),
 )  # fmt: skip

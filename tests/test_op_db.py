@@ -11,30 +11,40 @@ import torch
 
 from tests.ranks import Ranks
 from tests.suites.harness import Outcome, against
-from tests.suites.op_cases import cases, differentiable, entries
-from tests.suites.op_db import REFUSED, listed_entries, outcome_of, swept, tasks
+from tests.suites.op_cases import FORMS, cases, differentiable, entries
+from tests.suites.op_db import REFUSED, SAMPLES, listed_entries, outcome_of, swept, tasks
 
 PARTS = 48
 """Into how many tests a full sweep is cut, for those who run them on many cores."""
 
 FOUND = """cumsum/inplace polygamma.polygamma_n_1/inplace square/inplace arange/out _native_batch_norm_legit/function
-    as_strided/function as_strided_scatter/function stft/function istft/function cov/function corrcoef/complex
-    combinations/function index_fill/function index_put/function unsafe_split/function chalf/function
-    svd/complex svd_lowrank/function cauchy/function _segment_reduce.lengths/function
-    nn.functional.fractional_max_pool2d/function narrow/function to_sparse/function block_diag/function
-    matmul/complex std/complex norm/complex H/complex quantile/function nanquantile/function
-    masked_select/complex linalg.matrix_rank/out""".split()
+    as_strided/function as_strided_scatter/function stft/function istft/function cov/function combinations/function
+    index_fill/function index_put/function unsafe_split/function chalf/function svd/complex cauchy/function
+    _segment_reduce.lengths/function nn.functional.fractional_max_pool2d/function narrow/function to_sparse/function
+    block_diag/function matmul/complex std/complex norm/complex H/complex nanquantile/function
+    masked_select/complex linalg.matrix_rank/out lu/out unbind_copy/out resize_as_/function""".split()
 """What was once wrong, obscure or refused for no good reason."""
+FAMILIES = """add/noncontiguous xlogy/inplace erfinv/method abs/complex amax/noncontiguous cumprod/complex
+    sort/noncontiguous gather/function scatter_add/inplace cat/function expand/method where/noncontiguous
+    einsum/function addmm/out linalg.solve/complex fft.rfft/out special.bessel_j0/noncontiguous
+    special.chebyshev_polynomial_v/out
+    nn.functional.conv2d/noncontiguous nn.functional.layer_norm/function nn.functional.batch_norm/function
+    nn.functional.scaled_dot_product_attention/function nn.functional.embedding/function
+    nn.functional.cross_entropy/function nn.functional.max_pool2d/noncontiguous nn.functional.dropout/inplace
+    nn.functional.interpolate.bilinear/function masked.softmax/function signal.windows.hann/function lcm/out
+    randn_like/noncontiguous zeros_like/function""".split()
+"""Every family of ops, and every form."""
 
 
-def test_what_was_found_stays_right() -> None:
-    """One task for each kind of mistake the database has shown."""
-    assert against(REFUSED, swept(FOUND)) == []
+def _samples(task: str) -> int:
+    return SAMPLES if task in FOUND else 1
 
 
-def test_a_slice_of_the_database() -> None:
-    """Every so many'th entry and form; `make prove` runs them all."""
-    assert against(REFUSED, swept(tasks()[5::97])) == []
+def test_what_was_found_stays_right_and_so_do_all_families() -> None:
+    """One task for each kind of mistake the database has shown, and a few of each family; `make prove` runs all."""
+    assert set(FOUND) | set(FAMILIES) <= set(tasks())
+    assert {name.rpartition("/")[2] for name in FAMILIES} == set(FORMS)
+    assert against(REFUSED, swept([*FOUND, *FAMILIES], samples=_samples)) == []
 
 
 @pytest.mark.slow

@@ -48,6 +48,16 @@ def _turned(m: Any, x: Tensor) -> Tensor:
     return m.inner(x).t().as_strided((8, 6), (6, 1))
 
 
+def _resized(m: Any, x: Tensor) -> Tensor:
+    y = m.inner(x)
+    wide, turned = y.detach().clone(), y.detach().t()
+    row = wide[1]
+    wide.resize_(8, 6)
+    wide.mul_(2.0)
+    turned.resize_(3, 4)
+    return y * wide.resize_as_(y) + turned.sum(1).repeat(2).unsqueeze(1) * row
+
+
 CASES: dict[str, tuple[Callable[[Any, Tensor], Tensor], Callable[[], nn.Module], Tensor]] = {
     "pooled channels last": (lambda m, x: nn.AdaptiveAvgPool2d(1)(m.inner(x)), conv, PICTURES.contiguous(
         memory_format=torch.channels_last)),
@@ -60,6 +70,7 @@ CASES: dict[str, tuple[Callable[[Any, Tensor], Tensor], Callable[[], nn.Module],
     "from an offset": (_from_an_offset, lambda: nn.Linear(8, 8), X),
     "scattered": (_scattered, lambda: nn.Linear(8, 8), X),
     "turned": (_turned, lambda: nn.Linear(8, 8), X),
+    "resized": (_resized, lambda: nn.Linear(8, 8), X),
 }  # fmt: skip
 
 
@@ -87,6 +98,7 @@ def test_it_is_spread_as_on_one_device(name: str) -> None:
     [
         lambda m, x: m.inner(x)[2:5].as_strided((6, 8), (8, 1), 0),  # rows before it
         lambda m, x: m.inner(x)[:, ::2].as_strided((6, 4), (8, 1)),  # columns between its own
+        lambda m, x: m.inner(x) * m.inner(x).detach()[:, ::2].resize_(24)[0],
     ],
 )
 def test_what_lies_beside_the_tensor_is_refused(forward: Any) -> None:

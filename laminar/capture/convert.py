@@ -327,7 +327,9 @@ def _call(c: Converter, node: Any, env: dict[Any, Any], origin: Origin) -> Any:
                                   lookup, origin)  # fmt: skip
     _refuse_hidden_writes(base_name, shape, raw, origin)
     if name in ("aten.as_strided", "aten.as_strided_", "aten.as_strided_scatter"):
-        return _strided(c, node, name, raw, env, origin)
+        return _strided(c, name, raw, env, origin)
+    if name in ("aten.resize_", "aten.resize_as_"):
+        return _resized(c, node, name, raw, env, origin)
     if "inplace_view" in {t.name for t in target.tags}:
         return _reshaped_in_place(c, node, name, raw, env, lookup, outs, origin)
     if shape.is_mutable:
@@ -393,7 +395,7 @@ def _viewed(op: Any) -> int | None:
     return 0 if schema(op).name == "aten::_unsafe_view" else None
 
 
-def _strided(c: Converter, node: Any, name: str, raw: Any, env: dict[Any, Any], origin: Origin) -> _Alias:
+def _strided(c: Converter, name: str, raw: Any, env: dict[Any, Any], origin: Origin) -> _Alias:
     """Memory seen in another way, as views and picks of values (see `strides`)."""
     scatter = name == "aten.as_strided_scatter"
     looked, source = raw[0].meta["val"], env[raw[0]]
@@ -424,12 +426,23 @@ def _strided(c: Converter, node: Any, name: str, raw: Any, env: dict[Any, Any], 
     return c.fresh(alias.base.ref, source.spec)
 
 
+def _resized(c: Converter, node: Any, name: str, raw: Any, env: dict[Any, Any], origin: Origin) -> Any:
+    """`resize_` to no more elements shows the memory a tensor has in another shape; more would hold anything."""
+    before, now = raw[0].meta["val"], node.meta["val"]
+    if before.shape == now.shape:
+        return env[raw[0]]
+    if now.numel() > before.numel():
+        raise CaptureError(f"{name} gives a tensor other memory, which can't be captured", at=origin.where,
+                           next="make a new tensor instead")  # fmt: skip
+    return _strided(c, name, (raw[0], now.shape, now.stride(), None), env, origin)
+
+
 def _reshaped_in_place(
     c: Converter, node: Any, name: str, raw: Any, env: dict[Any, Any], lookup: Any, outs: Any, origin: Origin
 ) -> _Alias:
     """`unsqueeze_`, `t_` and the like change how a tensor looks, not what it holds: a view under the old name."""
     base_name = name.split(".")[1]
-    if base_name in ("resize_", "set_", "resize_as_") or outs[0] is None:
+    if base_name == "set_" or outs[0] is None:
         raise CaptureError(f"{name} gives a tensor other memory, which can't be captured", at=origin.where,
                            next="make a new tensor instead")  # fmt: skip
     functional = op_name(_like(node.target, base_name.removesuffix("_")))
@@ -451,12 +464,17 @@ def _mutate(c: Converter, node: Any, target: Any, raw: Any, env: dict[Any, Any],
     outs_given = any(arguments[i].is_out for i in written)
     if name.startswith("aten.") and functional_op is not None and not outs_given and not base_name.endswith("_"):
         return _with_side_effects(c, functional_op, raw, written, env, lookup, origin)
-    several = any(isinstance(raw[i], (list, tuple)) for i in written)
-    if not name.startswith("aten.") or several or not (out_form or (base_name.endswith("_") and written == [0])):
+    if not name.startswith("aten.") or not (out_form or (base_name.endswith("_") and written == [0])):
         raise CaptureError(f"{name} changes tensors in a way that can't be captured", at=origin.where,
                            next="use a form that returns a new tensor")  # fmt: skip
     args = tuple(plain(lookup(a)) for a in raw)
-    targets = [env[raw[i]] for i in written]
+    listed = any(isinstance(raw[i], (list, tuple)) for i in written)
+    targets = [env[n] for i in written for n in (raw[i] if isinstance(raw[i], (list, tuple)) else (raw[i],))]
+    if listed:
+        values = _functional(c, target, base_name.removesuffix("_"), args, raw, env, origin)
+        for alias, (value, have) in zip(targets, values, strict=True):
+            c.write(alias, _as(c, value, have, alias.spec, origin), origin)
+        return targets
     if out_form:
         values = _functional(c, target, base_name, args, raw, env, origin)
         shown = node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else (node.meta["val"],)
@@ -511,9 +529,8 @@ def _functional(
         raise CaptureError(f"{op_name(target)} has no form without mutation", at=origin.where,
                            next="use a form that returns a new tensor")  # fmt: skip
     at = {a.name: i for i, a in enumerate(schema(target).arguments)}
-    written = [
-        env[raw[i]].spec for i, a in enumerate(schema(target).arguments) if a.alias_info and a.alias_info.is_write
-    ]
+    given_out = [raw[i] for i, a in enumerate(schema(target).arguments) if a.alias_info and a.alias_info.is_write]
+    written = [env[n].spec for o in given_out for n in (o if isinstance(o, (list, tuple)) else (o,))]
     names = [a.name for a in schema(op).arguments]
     kind = {"dtype": Dtype(written[0].dtype)}
     given = tuple(args[at[n]] if n in at else kind.get(n) for n in names)

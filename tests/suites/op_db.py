@@ -8,7 +8,7 @@ A task is an entry in one form (`add/inplace`), tried on a few of its samples (`
     ranks     a step of a job on the ranks this process is one of: data and tensor parallel, and a random plan
 
     python -m tests.suites.op_db -j 16                   all of it on 16 cores; prints what is not equal, and totals
-    python -m tests.suites.op_db --only add,svd --forms function,complex --samples 5 --ways plans,compiled
+    python -m tests.suites.op_db --only add,svd --forms function,complex --ways plans,compiled
 """
 
 from __future__ import annotations
@@ -222,13 +222,18 @@ def tasks(only: Sequence[str] = (), forms: Sequence[str] = FORMS) -> list[str]:
     return [f"{n}/{f}" for n in known if not only or n in only for f in forms_of(known[n]) if f in forms]
 
 
-def swept(some: Sequence[str], ways: Sequence[str] = ("plans",), processes: int = 1) -> dict[tuple[str, str], Outcome]:
+def swept(
+    some: Sequence[str],
+    ways: Sequence[str] = ("plans",),
+    processes: int = 1,
+    samples: Callable[[str], int] = few,
+) -> dict[tuple[str, str], Outcome]:
     """Outcomes of tasks, in processes that may die."""
     todo = [(t, w) for t in some for w in ways]
     parts = [todo[k :: 4 * processes] for k in range(4 * processes)] if processes > 1 else [todo]
     found: dict[tuple[str, str], Outcome] = {}
     with ThreadPoolExecutor(processes) as pool:
-        for part in pool.map(lambda p: isolated(few, p, patience_s=240.0, run=outcome), parts):
+        for part in pool.map(lambda p: isolated(samples, p, patience_s=240.0, run=outcome), parts):
             found |= part
     return found
 
