@@ -22,7 +22,8 @@ FOUND = """cumsum/inplace polygamma.polygamma_n_1/inplace square/inplace arange/
     index_fill/function index_put/function unsafe_split/function chalf/function svd/complex cauchy/function
     _segment_reduce.lengths/function nn.functional.fractional_max_pool2d/function narrow/function to_sparse/function
     block_diag/function matmul/complex std/complex norm/complex H/complex nanquantile/function
-    masked_select/complex linalg.matrix_rank/out lu/out unbind_copy/out resize_as_/function""".split()
+    masked_select/complex linalg.matrix_rank/out lu/out unbind_copy/out resize_as_/function
+    native_batch_norm/out""".split()
 """What was once wrong, obscure or refused for no good reason."""
 FAMILIES = """add/noncontiguous xlogy/inplace erfinv/method abs/complex amax/noncontiguous cumprod/complex
     sort/noncontiguous gather/function scatter_add/inplace cat/function expand/method where/noncontiguous

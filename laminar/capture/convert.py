@@ -321,7 +321,7 @@ def _call(c: Converter, node: Any, env: dict[Any, Any], origin: Origin) -> Any:
         return None
     if "val" not in node.meta and not node.users and not shape.is_mutable:
         return None  # a look at data that was refused, after which the step went on without it
-    if name == "aten.native_batch_norm" and raw[3] is not None and raw[4] is not None and raw[5]:
+    if base_name == "native_batch_norm" and raw[3] is not None and raw[4] is not None and raw[5]:
         # It changes what its schema does not say.
         return _with_side_effects(c, torch.ops.aten._native_batch_norm_legit_functional.default, raw, (3, 4), env,
                                   lookup, origin)  # fmt: skip
@@ -461,8 +461,7 @@ def _mutate(c: Converter, node: Any, target: Any, raw: Any, env: dict[Any, Any],
     base_name = name.split(".")[1]
     out_form = all(arguments[i].is_out for i in written)
     functional_op = getattr(getattr(torch.ops.aten, f"{base_name}_functional", None), "default", None)
-    outs_given = any(arguments[i].is_out for i in written)
-    if name.startswith("aten.") and functional_op is not None and not outs_given and not base_name.endswith("_"):
+    if name.startswith("aten.") and functional_op is not None and not out_form and not base_name.endswith("_"):
         return _with_side_effects(c, functional_op, raw, written, env, lookup, origin)
     if not name.startswith("aten.") or not (out_form or (base_name.endswith("_") and written == [0])):
         raise CaptureError(f"{name} changes tensors in a way that can't be captured", at=origin.where,
@@ -557,8 +556,12 @@ def _standing(value: Any, env: dict[Any, Any]) -> Any:
 def _with_side_effects(
     c: Converter, op: Any, raw: Any, written: Sequence[int], env: dict[Any, Any], lookup: Any, origin: Origin
 ) -> Any:
-    """An op that has results and changes some arguments: its form that returns their new values behind the results."""
+    """An op that has results and changes some arguments: its form that returns their new values behind the results.
+
+    Results go to where `out` arguments are, if those are given behind the others.
+    """
     names = [a.name for a in schema(op).arguments]
+    rooms, written = [env[n] for n in raw[len(names) :]], [i for i in written if i < len(names)]
     args, spare = tuple(plain(lookup(a)) for a in raw[: len(names)]), [_standing(a, env) for a in raw[: len(names)]]
     some, kwargs = spread(op_name(op), tuple(spare))
     outs = tuple(spec_of(t) for t in op(*some, **kwargs))
@@ -567,7 +570,9 @@ def _with_side_effects(
     for k, i in enumerate(written):
         alias = env[raw[i]]
         c.write(alias, _as(c, Ref(ref.name, first + k), outs[first + k], alias.spec, origin), origin)
-    return [c.fresh(Ref(ref.name, i), outs[i]) for i in range(first)]
+    for i, room in enumerate(rooms):
+        c.write(room, _as(c, Ref(ref.name, i), outs[i], room.spec, origin), origin)
+    return rooms or [c.fresh(Ref(ref.name, i), outs[i]) for i in range(first)]
 
 
 def _as(c: Converter, ref: Any, have: TensorSpec, want: TensorSpec, origin: Origin) -> Ref:
