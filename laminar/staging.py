@@ -513,16 +513,18 @@ def _trained(graph: Graph) -> Graph:
 
 
 def _is_mean(graph: Graph, node: Node) -> bool:
-    """Whether an op only makes a sum or mean over samples of which the loss is a linear function."""
-    if node.op not in MEANS or any(o is not None and o.shape for o in node.outs):
+    """Whether an op only makes a sum or mean over samples of which the loss is a linear function, or adds to one."""
+    if node.op not in (*MEANS, *LINEAR) or any(o is not None and o.shape for o in node.outs):
         return False
     todo = [node]
+    weights = {o.ref for o in graph.outputs if o.name == "loss_weight"}
     while todo:
         here = todo.pop()
         for i in range(len(here.outs)):
             for user in graph.users.get(Ref(here.name, i), ()):
                 if user.phase == "forward":
-                    if user.op not in LINEAR and not _by_number(user):
+                    by_weight = user.op == "aten.div.Tensor" and user.args[1] in weights
+                    if user.op not in LINEAR and not _by_number(user) and not by_weight:
                         return False
                     todo.append(user)
     return True
@@ -538,7 +540,7 @@ def refuse_coupled(graph: Graph) -> None:
     found = coupled_ops(graph)
     if found:
         raise PlanError(
-            f"{found[0].said}, so micro-batches would give other numbers",
+            f"{found[0].said}, so micro-batches {'would' if found[0].linear else 'may'} give other numbers",
             at=found[0].where,
             also=f"{len(found) - 1} more such ops" if len(found) > 1 else "",
             next='couple="microbatch" if it may see one micro-batch at a time, or microbatches=1',

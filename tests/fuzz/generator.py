@@ -52,7 +52,11 @@ def drawn(seed: int, way: str | None = None) -> Program:
 def _trained(program: Program, rng: random.Random, way: str | None) -> Program:
     """How it is trained."""
     way = way or rng.choices(["alone", "lockstep", "stages", "ranks"], [10, 8, 1, 1.5])[0]
-    if way == "stages" and {"coupled", "state"} & program.traits:  # micro-batches are no whole batch there
+    apart = random.Random(program.seed + 1)  # so that other programs stay what they were
+    alone = bool({"state", "draws"} & program.traits)
+    if way == "stages" and "coupled" in program.traits and (alone or apart.random() < 0.5):
+        way = "lockstep"  # micro-batches are no whole batch there: some show that they are refused
+    if way == "stages" and "state" in program.traits:
         way = "lockstep"
     options: dict[str, Any] = {
         "way": way,
@@ -70,6 +74,8 @@ def _trained(program: Program, rng: random.Random, way: str | None) -> Program:
     elif way != "lockstep":
         if "coupled" not in program.traits and "state" not in program.traits:
             options["micro_batches"] = rng.choice([1, 1, 2, 3])
+        elif not alone:  # a warning is expected, and the numbers of accumulated gradients
+            options["micro_batches"] = apart.choice([1, 1, 2, 3])
         if program.dtype == "float32" and rng.random() < 0.5:
             options["precision"] = rng.choice(PRECISIONS)
     return replace(program, options=options)

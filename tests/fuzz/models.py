@@ -93,7 +93,8 @@ def counts(found: dict[int, Outcome]) -> str:
 def report(found: dict[int, Outcome]) -> str:
     """Counts, and what was refused or invalid, by message."""
     lines = [counts(found)]
-    for kind in ("refused", "invalid"):
+    lines += [f"  ill-conditioned: {s}: {o.why}" for s, o in found.items() if o.kind == "ill-conditioned"]
+    for kind in ("refused", "invalid", "warned"):
         told = Counter(_like(o.why) for o in found.values() if o.kind == kind)
         lines += [f"  {kind} {n} times: {why}" for why, n in told.most_common(25)]
     return "\n".join(lines)

@@ -6,10 +6,12 @@ in this process, as `verify` runs it), `ranks` (the same job on processes).
 What can come of it:
 
     equal     losses, weights and buffers are those of plain PyTorch, after two or three steps
+    warned    they are those of gradients accumulated in plain PyTorch, and a warning has named the op
     refused   a LaminarError
     wrong     other numbers
+    ill-conditioned  other numbers, but plain PyTorch's are about as far off from weights that differ in a last bit
     crash     any other exception, or the end of the process
-    invalid   plain PyTorch does not train it either
+    invalid   plain PyTorch does not train it either, or not in that precision
 """
 
 from __future__ import annotations
@@ -33,13 +35,15 @@ from laminar.api import inputs_of, micro_batches
 from laminar.capture.slots import slots_of
 from laminar.errors import GraphError, LaminarError, RankError
 from laminar.runtime import lockstep
-from laminar.runtime.eager import Keyed
 from laminar.runtime.shards import assemble
 from laminar.search.draw import random_plan
+from tests.fuzz.plain import Trained, in_its_precision, model_of, optimizer_of, plain, size, state_of
 from tests.fuzz.program import Program
 
 TOLERANCE = {"float64": 1e-7, "float32": 3e-3}
 """Of what a tensor has moved; differences of rounding have been seen to grow to a hundredth of that."""
+DRAWS, AS_MUCH = 4, 10.0
+"""Perturbations of the last bit, and how many times as far as they plain PyTorch may be from what is right."""
 SMALL = 1e-2
 """Share of the largest move in a model below which another's is rounding, of the optimizer's quotients too."""
 
@@ -53,101 +57,71 @@ class Outcome:
 
 
 class Different(Exception):
-    """Other numbers than plain PyTorch's."""
+    """Other numbers than plain PyTorch's; by how much, where that is known."""
+
+    def __init__(self, text: str, wrong: Mapping[str, float] | None = None) -> None:
+        super().__init__(text)
+        self.wrong = wrong or {}
 
 
-def optimizer_of(name: str) -> Any:
-    """A function that makes it; epsilons are large, so that a gradient of rounding alone moves nothing."""
-    o = torch.optim
-    return {
-        "sgd": lambda p, **k: o.SGD(p, lr=0.05, **k),
-        "momentum": lambda p, **k: o.SGD(p, lr=0.03, momentum=0.9, weight_decay=0.01, **k),
-        "nesterov": lambda p, **k: o.SGD(p, lr=0.03, momentum=0.8, nesterov=True, **k),
-        "adam": lambda p, **k: o.Adam(p, lr=0.02, eps=1e-2, **k),
-        "adamw": lambda p, **k: o.AdamW(p, lr=0.02, eps=1e-2, **k),
-        "adagrad": lambda p, **k: o.Adagrad(p, lr=0.02, eps=1e-1, **k),
-        "rmsprop": lambda p, **k: o.RMSprop(p, lr=0.01, eps=1e-1, **k),
-        "adamax": lambda p, **k: o.Adamax(p, lr=0.02, eps=1e-1, **k),
-        "nadam": lambda p, **k: o.NAdam(p, lr=0.02, eps=1e-2, **k),
-    }[name]
-
-
-def model_of(space: Mapping[str, Any], program: Program) -> nn.Module:
-    """The program's model, always the same."""
-    torch.manual_seed(program.seed % 2**31)
-    return space["Model"]().to(getattr(torch, program.dtype))  # type: ignore[no-any-return]
-
-
-def state_of(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of its parameters and buffers."""
-    return {s.name: s.now.detach().clone() for s in slots_of(model) if isinstance(s.now, Tensor)}
-
-
-def value_of(result: Any) -> Tensor:
-    """A loss as one number."""
-    return result.total / result.weight if isinstance(result, laminar.Loss) else result
-
-
-def plain(space: Mapping[str, Any], program: Program) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
-    """Losses of an ordinary loop, and the model's tensors before and after."""
-    model, o = model_of(space, program), program.options
-    before = state_of(model)
-    optimizer = optimizer_of(o["optimizer"])(model.parameters(), foreach=False)
-    losses = []
-    for i, batch in enumerate(space["batches"](o["steps"])):
-        with Keyed(torch.tensor([0, i])).running() if "draws" in program.traits else contextlib.nullcontext():
-            loss = value_of(space["loss"](model, batch))
-        optimizer.zero_grad()
-        loss.backward()
-        if o["clip_norm"] is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), o["clip_norm"], foreach=False)
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    return losses, before, state_of(model)
-
-
-def compare(
-    program: Program,
-    losses: list[float],
-    after: Mapping[str, Tensor],
-    want: tuple[list[float], dict[str, Tensor], dict[str, Tensor]],
-) -> None:
+def compare(program: Program, losses: list[float], after: Mapping[str, Tensor], want: Trained) -> None:
     """Raise what is not as in plain PyTorch: losses by their size, tensors by how far they have moved."""
-    tol = TOLERANCE[program.dtype]
-    wanted, before, state = want
-    if not all(map(math.isfinite, wanted)):
+    if not all(map(math.isfinite, want.losses)):
         return
     if program.options["precision"] != "f32":
-        if abs(losses[0] - wanted[0]) > 0.3 * (abs(wanted[0]) + 1):
+        if abs(losses[0] - want.losses[0]) > 0.3 * (abs(want.losses[0]) + 1):
             raise Different(
-                f"the first loss is {losses[0]:.6g}, not {wanted[0]:.6g}, in {program.options['precision']}"
+                f"the first loss is {losses[0]:.6g}, not {want.losses[0]:.6g}, in {program.options['precision']}"
             )
         return
-    for i, (a, b) in enumerate(zip(losses, wanted, strict=True)):
-        if not abs(a - b) <= tol * (abs(b) + 0.1):
-            raise Different(f"the loss of step {i} is {a:.12g}, not {b:.12g}")
-    moved = {
-        k: size(v.double() - before[k].double()) for k, v in state.items() if k in before and v.is_floating_point()
-    }
-    largest = max(moved.values(), default=0.0)
-    for name, b in state.items():
-        if name not in after:
-            continue
-        a = after[name]
-        if a.shape != b.shape:
-            raise Different(f"{name} is {tuple(a.shape)}, not {tuple(b.shape)}")
-        if not b.is_floating_point():
-            if not torch.equal(a, b):
-                raise Different(f"{name} is {a.tolist()}, not {b.tolist()}")
-            continue
-        error = size(a.double() - b.double())
-        if not error <= tol * max(moved.get(name, 0.0), SMALL * largest, 1e-4 * size(b)) + 1e-14:
-            raise Different(f"{name} is off by {error:.3g} after it has moved by {moved.get(name, 0.0):.3g}")
+    largest = max((size(v.double() - want.before[k].double()) for k, v in want.after.items() if _real(v)), default=0.0)
+    tol, found = TOLERANCE[program.dtype], errors(losses, after, want)
+    wrong: dict[str, float] = {}
+    told = ""
+    for name, error in found.items():
+        if name.startswith("loss"):
+            b = want.losses[int(name[4:])]
+            allowed, how = tol * (abs(b) + 0.1), f"the {name} is {losses[int(name[4:])]:.12g}, not {b:.12g}"
+        else:
+            b = want.after[name]
+            moved = size(b.double() - want.before[name].double()) if _real(b) and name in want.before else 0.0
+            allowed = tol * max(moved, SMALL * largest, 1e-4 * size(b)) + 1e-14 if _real(b) else 0.0
+            how = f"{name} is off by {error:.3g} after it has moved by {moved:.3g}"
+        if not error <= allowed:
+            wrong[name], told = error, told or how
+    if wrong:
+        raise Different(told, wrong)
 
 
-def size(t: Tensor) -> float:
-    """The largest element."""
-    return float(t.abs().max()) if t.numel() else 0.0
+def errors(losses: list[float], after: Mapping[str, Tensor], want: Trained) -> dict[str, float]:
+    """By how much each loss and each tensor is off; infinitely, if it has another shape."""
+    out = {f"loss{i}": abs(a - b) for i, (a, b) in enumerate(zip(losses, want.losses, strict=True))}
+    for name, b in want.after.items():
+        if name in after:
+            a = after[name]
+            wide = torch.complex128 if b.is_complex() else torch.float64
+            out[name] = size(a.to(wide) - b.to(wide)) if a.shape == b.shape else math.inf
+    return out
+
+
+def _real(t: Tensor) -> bool:
+    return t.is_floating_point()
+
+
+def ill_conditioned(program: Program, wrong: Mapping[str, float], want: Trained, parts: int) -> str:
+    """What plain PyTorch itself does to all that is wrong if weights differ in their last bit, where that explains it.
+
+    A gradient that is zero in exact arithmetic has no digits, and optimizers divide by it.
+    """
+    moved: dict[str, float] = {}
+    for draw in range(DRAWS):
+        other = plain(program, parts, ulps=1, draw=draw)
+        for name, error in errors(other.losses, other.after, want).items():
+            if math.isfinite(error):
+                moved[name] = max(error, moved.get(name, 0.0))
+    if all(error <= AS_MUCH * moved.get(name, 0.0) for name, error in wrong.items()):
+        return ", ".join(f"{n} by {e:.2g}, plain PyTorch by {moved[n]:.2g}" for n, e in list(wrong.items())[:3])
+    return ""
 
 
 # --- through Laminar -----------------------------------------------------------------------------
@@ -173,7 +147,11 @@ def cache() -> Iterator[None]:
                 os.environ["LAMINAR_CACHE"] = before
 
 
-def through_job(program: Program) -> tuple[list[float], dict[str, Tensor]]:
+Found = tuple[list[float], dict[str, Tensor], bool]
+"""Losses, the model's tensors, and whether a warning has said that micro-batches are not the whole batch."""
+
+
+def through_job(program: Program) -> Found:
     """A job on as many ranks as this process is one of; `again`: the second of two, with what the first has kept."""
     if program.options.get("again"):
         plain_once = replace(program, options={**program.options, "again": False})
@@ -183,18 +161,21 @@ def through_job(program: Program) -> tuple[list[float], dict[str, Tensor]]:
     space, o = program.compiled(), program.options
     model = model_of(space, program)
     data = space["batches"](o["steps"])
-    job = laminar.parallelize(
-        model, space["loss"], optimizer_of(o["optimizer"]), batch=data[0], plan=plan_of(program), device="cpu",
-        micro_batches=o["micro_batches"], precision=o["precision"], clip_norm=o["clip_norm"],
-    )  # fmt: skip
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        job = laminar.parallelize(
+            model, space["loss"], optimizer_of(o["optimizer"]), batch=data[0], plan=plan_of(program), device="cpu",
+            micro_batches=o["micro_batches"], precision=o["precision"], clip_norm=o["clip_norm"],
+        )  # fmt: skip
+    warned = any(str(w.message).startswith("micro_batches=") for w in heard)
     losses = [job.step(batch).loss for batch in data]
     whole = {k: v.detach().clone() for k, v in job.state_dict().items()}
     if o["ranks"] == 1:
         whole = state_of(model) | whole
-    return losses, whole
+    return losses, whole, warned
 
 
-def in_lock_step(program: Program) -> tuple[list[float], dict[str, Tensor]]:
+def in_lock_step(program: Program) -> Found:
     """A plan on several ranks in this process; the update is plain PyTorch's."""
     space, o = program.compiled(), program.options
     model = model_of(space, program)
@@ -230,7 +211,7 @@ def in_lock_step(program: Program) -> tuple[list[float], dict[str, Tensor]]:
         if o["clip_norm"] is not None:
             nn.utils.clip_grad_norm_(model.parameters(), o["clip_norm"], foreach=False)
         optimizer.step()
-    return losses, {n: t.detach().clone() for n, t in held.items()}
+    return losses, {n: t.detach().clone() for n, t in held.items()}, False
 
 
 def through_stages(program: Program) -> None:
@@ -249,27 +230,58 @@ def outcome(program: Program, ranks: Any = None) -> Outcome:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            want = plain(program.compiled(), program)
+            whole = plain(program)
         except Exception as error:
             return Outcome("invalid", _line(error))
         try:
-            if program.options["way"] == "ranks":
-                for found in ranks.run(_caught, program):
-                    if isinstance(found, Outcome):
-                        return found
-                    compare(program, *found, want)
-            elif program.options["way"] == "stages":
-                through_stages(program)
-            else:
-                run = in_lock_step if program.options["way"] == "lockstep" else through_job
-                compare(program, *run(program), want)
-        except Different as error:
-            return Outcome("wrong", str(error))
+            return _judged(program, whole, ranks)
         except LaminarError as error:
             return Outcome(_kind(error), _line(error))
         except Exception as error:
-            return Outcome("crash", _line(error))
-    return Outcome("equal")
+            return _invalid(program) or Outcome("crash", _line(error))
+
+
+def _judged(program: Program, whole: Trained, ranks: Any) -> Outcome:
+    """By numbers: those of the whole batch, or of its parts in plain PyTorch where a warning has said so."""
+    way, want, parts = program.options["way"], whole, 1
+    try:
+        if way == "stages":
+            through_stages(program)
+            return Outcome("equal")
+        if way == "ranks":
+            found = ranks.run(_caught, program)
+            for one in found:
+                if isinstance(one, Outcome):
+                    return one
+        else:
+            found = [(in_lock_step if way == "lockstep" else through_job)(program)]
+        if any(warned for _, _, warned in found):
+            parts = program.options["micro_batches"]
+            want = plain(program, parts)
+        for losses, after, _ in found:
+            compare(program, losses, after, want)
+    except Different as error:
+        explained = ill_conditioned(program, error.wrong, want, parts) if error.wrong else ""
+        return Outcome("ill-conditioned", explained) if explained else Outcome("wrong", str(error))
+    return Outcome("equal") if parts == 1 else Outcome("warned", _for_nothing(program, found[0], whole))
+
+
+def _for_nothing(program: Program, found: Found, whole: Trained) -> str:
+    """Whether the numbers that were warned of are those of the whole batch."""
+    try:
+        compare(program, *found[:2], whole)
+    except Different:
+        return "and other numbers than the whole batch's"
+    return f"for nothing, of {sorted(program.traits)}"
+
+
+def _invalid(program: Program) -> Outcome | None:
+    """Whether plain PyTorch raises something too, part by part and in the precision asked for."""
+    try:
+        in_its_precision(program)
+    except Exception as error:
+        return Outcome("invalid", f"in {program.options['precision']}: {_line(error)}")
+    return None
 
 
 def _kind(error: LaminarError) -> str:
@@ -285,6 +297,8 @@ def _caught(program: Program) -> Any:
             return through_job(program)
         except LaminarError as error:
             return Outcome(_kind(error), _line(error))
+        except Exception as error:
+            return _invalid(program) or Outcome("crash", _line(error))
 
 
 def _line(error: BaseException) -> str:

@@ -13,7 +13,8 @@ import torch
 from laminar.train import optimizer as optim
 from tests.fuzz.generator import drawn
 from tests.fuzz.models import report
-from tests.fuzz.oracle import Outcome, outcome
+from tests.fuzz.oracle import Outcome, errors, ill_conditioned, outcome
+from tests.fuzz.plain import plain
 from tests.fuzz.program import Program, Statement
 from tests.fuzz.shrinking import shrink
 from tests.ranks import Ranks
@@ -87,3 +88,45 @@ def test_crashes_refusals_and_nonsense_are_told_apart() -> None:
     assert outcome(invalid).kind == "invalid"
     unknown = replace(program, options={**program.options, "plan": 3})
     assert outcome(unknown).kind in ("crash", "refused")
+
+
+def changed(code: str, **options: object) -> Program:
+    """The planted program with other lines for `c`."""
+    other = Statement("c", (-1, 3), (*code.split("\n"),), ("b",))
+    statements = tuple(other if s.out == "c" else s for s in planted().statements)
+    return replace(planted(), statements=statements, options={**planted().options, **options})
+
+
+CLAMPED = "c = torch.tanh(b)\nc.register_hook(lambda g: g.clamp(-0.01, 0.01))"
+
+
+def test_what_is_warned_of_is_judged_by_parts_and_what_is_not_by_the_whole_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A hook that clamps the gradients of a total is not the whole batch's: right with a warning, wrong without."""
+    counted = replace(changed(CLAMPED), loss="counted")
+    assert outcome(counted) == Outcome("warned", "and other numbers than the whole batch's")
+    assert outcome(changed("c = torch.tanh(b) - b.mean(0)")).why == "and other numbers than the whole batch's"
+    assert outcome(replace(changed(CLAMPED.replace("clamp(-0.01, 0.01)", "relu()")), loss="counted")).kind == "equal"
+    assert outcome(changed(CLAMPED)).kind == "equal"
+    assert outcome(changed(CLAMPED, way="stages", ranks=2, steps=1, clip_norm=None, optimizer="sgd")).kind == "refused"
+    monkeypatch.setattr("laminar.train.job.warn_if_coupled", lambda graph, parts: None)
+    assert outcome(counted).kind == "wrong"
+
+
+def test_what_plain_pytorch_has_no_kernel_for_is_invalid() -> None:
+    """In half precision some ops don't run at all, in PyTorch: that is no crash of ours."""
+    program = replace(changed("c = b.quantile(0.5, dim=-1, keepdim=True) + b", micro_batches=1), dtype="float32")
+    assert outcome(program).kind == "equal"
+    assert outcome(replace(program, options={**program.options, "precision": "bf16-pure"})).kind == "invalid"
+
+
+def test_only_what_plain_pytorch_does_by_itself_is_ill_conditioned() -> None:
+    """Weights off by a last bit move a loop by so much; three times that is rounding, a thousand times is not."""
+    program = changed("c = torch.tanh(b)", micro_batches=1)
+    want, nudged = plain(program), plain(program, ulps=1)
+    moved = {k: e for k, e in errors(nudged.losses, nudged.after, want).items() if k in ("w", "last.weight")}
+    assert len(moved) == 2 and all(moved.values())
+    assert ill_conditioned(program, {k: 3 * e for k, e in moved.items()}, want, 1)
+    assert not ill_conditioned(program, {k: 1e3 * e for k, e in moved.items()}, want, 1)
+    assert not ill_conditioned(program, {"w": moved["w"], "last.weight": 1e3 * moved["last.weight"]}, want, 1)
