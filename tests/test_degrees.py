@@ -18,6 +18,8 @@ from laminar.ir.graph import SCALE
 from laminar.rules import degrees
 from laminar.runtime.reference import constants_of, run_graph
 from laminar.staging import coupled_ops
+from tests.suites import hf
+from tests.zoo import FEW, specimen
 
 Hook = Callable[[Tensor], Tensor]
 
@@ -208,3 +210,19 @@ def test_every_pointwise_op_of_torch_is_known() -> None:
             if made and not listed and not name.startswith("special_"):
                 missing.append(name)
     assert missing == []
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_the_zoo_has_no_op_that_hangs_on_the_size_of_the_loss(name: str) -> None:
+    """Autograd is linear, whatever it is made of: a false alarm would refuse pipelines of ordinary models."""
+    graph = specimen(name).graph
+    assert degrees.breaks(graph) == []
+    assert bool(coupled_ops(graph)) == (name in ("moe.py:tiny", "resnet.py:tiny"))  # a balance loss, batch norm
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", hf.FAMILIES)
+def test_no_architecture_of_hugging_face_has_one(name: str) -> None:
+    """Backward of everything that people train, as it is traced."""
+    case = hf.find(name)
+    assert degrees.breaks(laminar.capture(case.make(), case.loss, case.batch)) == []
