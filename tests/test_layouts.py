@@ -267,3 +267,32 @@ def test_ddp_lays_weights_out_as_their_gradients(two: Ranks) -> None:
     """A weight with gaps in memory has a gradient without."""
     assert _through_ddp() < 1e-12
     assert max(two.run(_through_ddp)) < 1e-12
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+def test_a_number_that_was_expanded_may_be_a_constant_a_buffer_and_a_batch(dtype: torch.dtype) -> None:
+    """One element with no stride counts as contiguous, yet torch shows no bytes of it; digests and wires ask."""
+    outside = torch.tensor(1.5, dtype=dtype).expand(1, 1).conj()
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.arange(3.0, dtype=torch.float64))
+            self.register_buffer("gain", torch.tensor(0.5, dtype=dtype).expand(1, 1))
+
+        def forward(self, batch: dict[str, Tensor]) -> Tensor:
+            out: Tensor = (batch["x"] * self.weight * outside * self.gain + batch["shift"]).abs().sum()
+            return out
+
+    def batch() -> dict[str, Tensor]:
+        x = torch.randn(4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        return {"x": x, "shift": torch.tensor(0.3, dtype=dtype).expand(1, 1)}
+
+    plain = Scaled()
+    (plain(batch()) * 0.1).backward()
+    assert plain.weight.grad is not None
+    job = laminar.parallelize(Scaled(), lambda m, b: m(b) * 0.1, lambda p: torch.optim.SGD(p, 1.0), batch=batch())
+    job.step(batch())
+    assert job.hash()
+    torch.testing.assert_close(job.state_dict()["weight"], plain.weight.detach() - plain.weight.grad)
+    job.close()

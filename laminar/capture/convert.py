@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from laminar.capture.bits import as_bytes
 from laminar.capture.origins import Origin
 from laminar.capture.private import schema
 from laminar.capture.refuse import refuse_computed, refuse_shared
@@ -286,8 +287,7 @@ LARGEST_CONSTANT = 64 << 20
 
 def constant_of(name: str, tensor: torch.Tensor) -> Constant:
     """A real tensor as a constant."""
-    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
-    return Constant(name, spec_of(tensor), data)
+    return Constant(name, spec_of(tensor), as_bytes(tensor.cpu()).numpy().tobytes())
 
 
 def _call(c: Converter, node: Any, env: dict[Any, Any], origin: Origin) -> Any:

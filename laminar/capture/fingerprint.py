@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from laminar.cache import sources
+from laminar.capture.bits import as_bytes
 from laminar.capture.private import OpOverload, OpOverloadPacket
 from laminar.capture.slots import OWN, slots_of
 
@@ -206,7 +207,7 @@ class Walk:
         """A tensor that is none of the model's is a constant of the graph."""
         if t.is_meta or t.layout != torch.strided or t.is_quantized or t.nbytes > MOST_BYTES:
             raise Opaque
-        data = t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if t.numel() else b""
+        data = as_bytes(t.cpu()).numpy().tobytes()
         self.add(t.dtype, tuple(t.shape), t.stride(), t.requires_grad, hashlib.sha256(data).hexdigest())
 
     def _class(self, cls: type) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from laminar.capture.bits import as_bytes
 from laminar.capture.private import FakeTensor, disable_current_modes
 
 OURS = "GeneratedBackwardFor_laminar"
@@ -43,8 +44,7 @@ def _layout(value: Tensor) -> list[Any]:
 
 def _digest(value: Tensor) -> str:
     with disable_current_modes():
-        flat = value.detach().cpu().contiguous().reshape(-1)
-        return hashlib.sha256(flat.view(torch.uint8).numpy().tobytes()).hexdigest() if flat.numel() else ""
+        return hashlib.sha256(as_bytes(value.cpu()).numpy().tobytes()).hexdigest() if value.numel() else ""
 
 
 def hidden_backward(root: Tensor) -> bool:

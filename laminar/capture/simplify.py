@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from laminar.capture.bits import as_bytes
 from laminar.capture.convert import constant_of
 from laminar.capture.peephole import peephole
 from laminar.capture.torch_ops import caller, constant_tensor, unplain
@@ -120,8 +121,7 @@ def fold(graph: Graph) -> Graph:
 
 def _all_alike(value: torch.Tensor) -> bool:
     """Whether all elements have the same bits: zeros of both signs differ, and some dtypes can't be compared."""
-    flat = torch.empty(value.numel(), dtype=value.dtype, device=value.device).copy_(value.reshape(-1))
-    rows = flat.view(torch.uint8).view(value.numel(), -1)
+    rows = as_bytes(value).view(value.numel(), -1)
     return bool((rows == rows[:1]).all())
 
 

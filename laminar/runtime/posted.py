@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from laminar.capture.bits import as_bytes
 from laminar.errors import PeerError
 from laminar.runtime.edges import Layout, Slots, Wire
 
@@ -65,7 +66,7 @@ class PostedSender:
             return
         slot = n % self.registers
         if len(tensors) == 1 and tensors[0].is_contiguous() and not tensors[0].is_cuda:
-            flat = tensors[0].detach().reshape(-1).view(torch.uint8)
+            flat = as_bytes(tensors[0])
         else:
             if self._slots is None:
                 self._slots = Slots(registers_of(self.registers, self.nbytes, self.pinned))

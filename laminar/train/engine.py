@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from laminar.capture.batches import flatten, refuse_empty, samples_in, unflatten
+from laminar.capture.bits import as_bytes
 from laminar.capture.capture import capture
 from laminar.capture.kept import kept_graph
 from laminar.capture.losses import Metrics, identity, with_metrics
@@ -108,8 +109,7 @@ class Leaves:
         """A few digits of the values: equal batches have equal ones, others hardly ever do."""
         crc = 0
         for t in self.tensors.values():
-            some = t.detach().reshape(-1)[:SOME].cpu().contiguous()
-            crc = zlib.crc32(some.view(torch.uint8).numpy().tobytes(), crc) if some.numel() else crc
+            crc = zlib.crc32(as_bytes(t.detach().reshape(-1)[:SOME].cpu()).numpy().tobytes(), crc)
         return f"{crc:08x}"
 
     @property

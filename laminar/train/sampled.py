@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from laminar.capture.bits import as_bytes
+
 SOME = 64
 """Elements of each leaf that are looked at in a step."""
 STRIDE = 2_654_435_761
@@ -54,6 +56,5 @@ def _picked(x: Tensor, at: Any) -> Tensor:
 def _sum(values: list[Tensor]) -> str:
     crc = 0
     for t in values:
-        t = torch.view_as_real(t) if t.is_complex() else t
-        crc = zlib.crc32(t.contiguous().reshape(-1).view(torch.uint8).numpy().data, crc)
+        crc = zlib.crc32(as_bytes(t).numpy().data, crc)
     return f"{crc:08x}"

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from laminar.capture.bits import as_bytes
 from laminar.capture.slots import Slot, slots_of
 from laminar.errors import StateError
 from laminar.ir.sbp import B, NdSbp, Split
@@ -210,9 +211,8 @@ def digest(job: Job | DdpJob) -> str:
 
 
 def _digest(x: Tensor) -> str:
-    x = x.detach().cpu().contiguous()
     head = f"{x.dtype}{tuple(x.shape)}".encode()
-    return hashlib.sha256(head + x.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+    return hashlib.sha256(head + as_bytes(x.cpu()).numpy().tobytes()).hexdigest()
 
 
 @dataclass(frozen=True)
