@@ -18,7 +18,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 VISION := $(shell grep '^torchvision==' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint bench fuzz fuzz-models prove
+.PHONY: help setup demo test lint bench fuzz fuzz-models prove sweep
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
@@ -44,9 +44,12 @@ lint: setup ## ruff (lint and format), mypy --strict, who-may-import-whom
 test: lint ## lint, then every test that needs neither a GPU nor minutes
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not gpu and not slow'
 
-prove: setup ## tests that take minutes: training as plain PyTorch does, every model, layout, optimizer and precision
+prove: setup ## tests that take minutes (an hour on two cores): training in every layout, optimizer and precision; parts of a sweep
 	@echo "random examples of seed $(FRESH); again with SEED=$(FRESH)"
-	LAMINAR_SEED=$(FRESH) $(BIN)/python -m pytest -n 2 --dist worksteal -m 'slow and not gpu' --ignore=tests/fuzz --hypothesis-seed=$(FRESH)
+	LAMINAR_SEED=$(FRESH) $(BIN)/python -m pytest -n 2 --dist worksteal -m 'slow and not sweep and not gpu' --ignore=tests/fuzz --hypothesis-seed=$(FRESH)
+
+sweep: setup ## all of torch's operators and modules, transformers' and torchvision's models, in every way; hours, on JOBS cores
+	LAMINAR_SEED=$(FRESH) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m sweep
 
 fuzz: setup ## random plans and edited files; PLANS=1000 says how many, SEED=... which
 	@echo "random examples of seed $(FRESH); again with SEED=$(FRESH)"

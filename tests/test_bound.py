@@ -44,7 +44,7 @@ from laminar.search.draw import random_plan
 from laminar.search.micro import micro
 from laminar.search.minsum import Factor, MinSum, floor
 from laminar.staging import pipeline
-from tests.marks import slow
+from tests.marks import slow, some
 
 FORWARD: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "one": lambda x, a, b: x @ a,
@@ -226,10 +226,12 @@ def test_no_plan_that_a_descent_ends_in_is_faster_than_the_bound(name: str, spec
     assert all(0 < s <= best for s in least.values()), (best, least)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("spec", "dp", "tp"), [*CASES, ("4xh100@pcie", 4, 1), ("2x2xh100@pcie+eth100", 2, 2)])
-@pytest.mark.parametrize("name", list(FORWARD))
-@pytest.mark.parametrize("shape", [(8192, 4096), (512, 4096), (65536, 256), (1000, 520)])
+SHAPES = [(8192, 4096), (512, 4096), (65536, 256), (1000, 520)]
+PLACES = [*(getattr(c, "values", c) for c in CASES), ("4xh100@pcie", 4, 1), ("2x2xh100@pcie+eth100", 2, 2)]
+MANY = [(name, *place, shape) for shape in SHAPES for name in FORWARD for place in PLACES]
+
+
+@pytest.mark.parametrize(("name", "spec", "dp", "tp", "shape"), some(16, MANY, "descents"))
 def test_no_plan_that_many_descents_end_in_is_faster_than_the_bound(
     name: str, spec: str, dp: int, tp: int, shape: tuple[int, int]
 ) -> None:

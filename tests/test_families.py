@@ -1,6 +1,7 @@
 """Models that people use train as in plain PyTorch; docs/models.md is the whole list.
 
-The normal run looks at a few, one for each thing that is special about them; `make prove` at all of them in every way.
+The normal run looks at a few, one for each thing that is special about them; `make prove` at some in every way,
+`make sweep` at all of them.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.marks import some
 from tests.ranks import Ranks
 from tests.suites import families, hf, vision
 from tests.suites.harness import against
@@ -47,10 +49,9 @@ def everything() -> list[Any]:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if metafunc.function is test_a_model_trains_in_every_way:
-        metafunc.parametrize(("suite", "name"), everything())
+        metafunc.parametrize(("suite", "name"), some(8, everything(), "families"))
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_model_trains_in_every_way(suite: str, name: str, two: Ranks) -> None:
     """In one process and on real ranks, under every preset."""

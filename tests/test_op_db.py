@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.marks import some
 from tests.ranks import Ranks
 from tests.suites.harness import Outcome, against
 from tests.suites.op_cases import FORMS, cases, differentiable, entries
@@ -42,23 +43,21 @@ def _samples(task: str) -> int:
 
 
 def test_what_was_found_stays_right_and_so_do_all_families() -> None:
-    """One task for each kind of mistake the database has shown, and a few of each family; `make prove` runs all."""
+    """One task for each kind of mistake the database has shown, and a few of each family; `make sweep` runs all."""
     assert set(FOUND) | set(FAMILIES) <= set(tasks())
     assert {name.rpartition("/")[2] for name in FAMILIES} == set(FORMS)
     assert against(REFUSED, swept([*FOUND, *FAMILIES], samples=_samples)) == []
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("part", some(2, range(PARTS), "op_db"))
 def test_the_whole_database(part: int) -> None:
     """Every entry in every form it has."""
     assert against(REFUSED, swept(tasks()[part::PARTS])) == []
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize("part", range(8))
+@pytest.mark.parametrize("part", some(1, range(8), "op_db compiled"))
 def test_a_sample_through_the_compiler(part: int) -> None:
     """Inductor has kernels of its own for most of these ops, and forms of its own for many of ours."""
     assert against(REFUSED, swept(tasks(forms=("function",))[part::64], ways=("compiled",))) == []
@@ -91,9 +90,8 @@ def test_a_few_on_real_ranks(two: Ranks) -> None:
     assert _agreed(two, ["fft.rfft/function", "unsafe_split/function", "diagonal/function", "matmul/complex"]) == []
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize("part", range(8))
+@pytest.mark.parametrize("part", some(2, range(8), "op_db on ranks"))
 def test_a_sample_on_real_ranks(two: Ranks, part: int) -> None:
     """Data and tensor parallel, and a random plan, two ranks each."""
     assert _agreed(two, tasks(forms=("function", "complex"))[part::48]) == []
