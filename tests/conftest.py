@@ -6,6 +6,7 @@ steps that take a second take half a minute where the other core is busy.
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 
@@ -20,12 +21,14 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from laminar.runtime import processes
-from tests.ranks import CONTEXT, Ranks
+from tests.ranks import CONTEXT, SELDOM, Ranks
 from tests.seeds import SEED
 
 for profile, steady in (("steady", True), ("fresh", False)):
     settings.register_profile(profile, derandomize=steady, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("fresh" if SEED else "steady")
+
+gc.set_threshold(*SELDOM)
 
 
 def pytest_report_header() -> str | None:
