@@ -10,6 +10,7 @@ axis too. Small all-reduces inside the step are merged where all their inputs ar
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -197,7 +198,8 @@ def _replace(program: Program, runs: list[list[Instr]], what: str, where: Callab
 def _small_reductions(program: Program) -> Program:
     """Merge small all-reduces whose inputs are all ready when the first of them is issued."""
     instrs = list(program.instrs)
-    if sum(i.op == "box.all_reduce" and i.bytes < SMALL_BYTES for i in instrs) < 2:
+    small = [k for k, i in enumerate(instrs) if i.op == "box.all_reduce" and i.bytes < SMALL_BYTES]
+    if len(small) < 2:
         return program
     renamed: dict[Ref, Ref] = {}
     out: list[Instr] = []
@@ -208,9 +210,9 @@ def _small_reductions(program: Program) -> Program:
             continue
         run = [instr]
         if instr.kind == "all_reduce" and instr.bytes < SMALL_BYTES:
-            for other in instrs[k + 1 : k + REACH]:
-                fits = other.kind == "all_reduce" and other.bytes < SMALL_BYTES and other.name not in taken
-                if fits and _key(other) == _key(instr) and all(r.name in made for r in other.refs):
+            near = small[bisect_right(small, k) : bisect_left(small, k + REACH)]
+            for other in (instrs[at] for at in near if instrs[at].name not in taken):
+                if _key(other) == _key(instr) and all(r.name in made for r in other.refs):
                     run.append(other)
         if len(run) > 1:
             instr = _join(run, "small tensors at once")
