@@ -66,6 +66,7 @@ def test_a_model_of_billions_is_captured_without_allocating_it() -> None:
     assert mb < 500
 
 
+@pytest.mark.slow
 def test_gpt3_is_captured_in_a_minute_and_two_gigabytes() -> None:
     """175 billion parameters, 96 layers: the size that planning is for."""
     model, loss, batch = gpt(layers=96, d=12288, heads=96, vocab=50257, tokens=2048, batch=32)

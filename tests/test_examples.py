@@ -223,7 +223,7 @@ BY_NUMBERS = 0.6
 @pytest.mark.parametrize(
     ("name", "steps", "bound"),
     [
-        ("gpt.py:demo", 40, BY_FREQUENCY),
+        slow("gpt.py:demo", 40, BY_FREQUENCY),
         slow("moe.py:small", 40, BY_FREQUENCY),
         slow("bert.py:small", 260, BY_FREQUENCY),
         pytest.param("resnet.py:small", 50, 0.75 * math.log(10), marks=pytest.mark.slow),

@@ -33,9 +33,9 @@ STEPS = 4
 MACHINES = ("2xcpu", "2xh100", "4xcpu", "2x2xa100@eth25", "8xh100", "2x4xa100@eth25", "2x8xh100", "16xh100")
 """Memory that ranks share, one node, nodes, and nodes that a slow network joins."""
 SAMPLE = [
-    ("mlp.py:tiny", "16xh100"), ("resnet.py:tiny", "4xcpu"), slow("gpt.py:tiny", "2x8xh100"),
+    ("mlp.py:tiny", "16xh100"), slow("resnet.py:tiny", "4xcpu"), slow("gpt.py:tiny", "2x8xh100"),
     slow("llama.py:tiny", "8xh100"), ("bert.py:tiny", "2x2xa100@eth25"), ("moe.py:tiny", "2xh100"),
-    ("lstm.py:tiny", "2xcpu"),
+    slow("lstm.py:tiny", "2xcpu"),
 ]  # fmt: skip
 
 

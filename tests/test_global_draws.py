@@ -96,7 +96,7 @@ def drawn(graph: Any, inputs: Any) -> dict[int, Tensor]:
     return out
 
 
-@pytest.mark.parametrize("sizes", [(3, 3), (4, 1, 2), (1,) * 6, (6,)])
+@pytest.mark.parametrize("sizes", [(3, 3), (4, 1, 2), slow((1,) * 6), slow((6,))])
 def test_parts_of_a_batch_draw_bit_for_bit_what_the_batch_draws(sizes: tuple[int, ...]) -> None:
     """Of every site: the samples' numbers where it holds samples, the same numbers where it holds none."""
     made, batch = model(), batch_of(sum(sizes))
@@ -183,7 +183,7 @@ def close(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
         torch.testing.assert_close(got[name], w, rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize("micro", [1, 2, 3, 10, (1, 7, 2), (5, 5)], ids=str)
+@pytest.mark.parametrize("micro", [slow(1), slow(2), 3, slow(10), (1, 7, 2), slow((5, 5))], ids=str)
 def test_a_job_in_micro_batches_is_the_whole_batch_in_plain_pytorch(micro: int | tuple[int, ...]) -> None:
     """Even, uneven, given, one sample at a time: weights after two steps with dropout are the same to rounding."""
     close(_trained(micro, {}), _plain())

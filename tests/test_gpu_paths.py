@@ -295,11 +295,10 @@ def _broken() -> nn.Module:
     raise RuntimeError("out of something")
 
 
-@pytest.fixture
-def lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+@pytest.fixture(scope="module")
+def lines(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Three small trials and one that fails, timed on the CPU through the code that times a GPU."""
     plain = partial(compiled.Compiled, compiler=compiled.uncompiled)
-    monkeypatch.setattr(compiled, "Compiled", plain)
     few = [
         gpu_trials.GpuTrial(
             f"net{width}", lambda width=width: nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Linear(width, 4)),
@@ -308,8 +307,9 @@ def lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any
         for width in (8, 16, 32)
     ]  # fmt: skip
     few.insert(1, gpu_trials.GpuTrial("broken", _broken, trials._classes, trials._labelled((4, 8), 4)))
-    path = tmp_path / "trials.jsonl"
-    with one_thread():
+    path = tmp_path_factory.mktemp("trials") / "trials.jsonl"
+    with one_thread(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiled, "Compiled", plain)
         gpu_trials.run(path, 600.0, few, "cpu", turn_s=0.0)
     return [json.loads(text) for text in path.read_text().splitlines()]
 

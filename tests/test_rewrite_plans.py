@@ -161,7 +161,7 @@ def test_simulation_takes_the_captured_graph() -> None:
 # --- numbers ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["data", "tensor", "zero3", "stages", "stages at"])
+@pytest.mark.parametrize("how", ["data", slow("tensor"), slow("zero3"), slow("stages"), "stages at"])
 def test_plans_with_rewrites_are_verified_against_the_model_as_it_was_written(how: str) -> None:
     """Against one device that computes the captured graph, not the rewritten one."""
     model, loss, batches = wide()
