@@ -43,6 +43,13 @@ def pytest_runtest_setup() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _what_is_kept_is_looked_at_once() -> None:
+    """Graphs that earlier tests keep are millions of objects, and whoever collects garbage would look at them again."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="module")
 def two() -> Iterator[Ranks]:
     """Two ranks."""
