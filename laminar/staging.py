@@ -17,7 +17,7 @@ in backward that hang on the size of the loss: a hook that clamps gradients.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -30,15 +30,16 @@ from laminar.ir.graph import Graph, Node
 from laminar.ir.mesh import Mesh, Place
 from laminar.ir.patterns import as_patterns, known
 from laminar.ir.plan import Choice, Plan
-from laminar.ir.program import Instr
-from laminar.ir.sbp import B, NdSbp, Partial
+from laminar.ir.sbp import B, NdSbp, Partial, Sbp
 from laminar.ir.staged import Staged, StagePlan
 from laminar.lower.lower import written
 from laminar.lower.offload import refuse_stages
 from laminar.lower.split import Split, light_ops, split
 from laminar.rules.degrees import breaks
-from laminar.rules.notation import calls_in
+from laminar.rules.notation import call_of, calls_in
 from laminar.rules.samples import samples_of
+from laminar.rules.signing import blocks_in, options, probed_signatures
+from laminar.rules.table import RULES
 from laminar.search import presets
 
 Inner = Mesh | Plan | Callable[[Graph], Plan] | None
@@ -489,14 +490,41 @@ def _mixing(graph: Graph) -> list[Coupled]:
             continue
         if instr.phase == "forward" and not _is_mean(graph, node):
             forward.setdefault(node.name, Coupled(node.op, node.where))
-        elif node.phase == "backward" and phase.get(instr.refs[0].name) == "backward" and not _adds_up(node, instr):
-            backward.setdefault(node.name, Coupled(node.op, node.where))
+        elif node.phase == "backward" and phase.get(instr.refs[0].name) == "backward":
+            lies = instr.ins[0].nd[0]
+            if isinstance(lies, Partial):
+                mixes = [] if _adds_up(node) else [node]
+            else:
+                mixes = [] if forward else list(_needing_all(graph, node, instr.refs[0], lies, ranks))
+            backward.update({n.name: Coupled(n.op, n.where) for n in mixes})
     return list(forward.values()) or list(backward.values())
 
 
-def _adds_up(node: Node, instr: Instr) -> bool:
-    """Whether an op reads a gradient that is summed over the batch, and might as well be done before that sum."""
-    return "P(" in instr.why.split(" to ")[0] and (node.op in LINEAR or "_backward" in node.op)
+def _adds_up(node: Node) -> bool:
+    """Whether an op that reads a gradient summed over the batch might as well be done before that sum."""
+    return node.op in (*LINEAR, "aten.linalg_matrix_exp") or "_backward" in node.op
+
+
+def _needing_all(graph: Graph, node: Node, ref: Ref, lies: Sbp, ranks: int) -> Iterator[Node]:
+    """Ops from `node` on that need all samples of a gradient; of ops without a rule nothing is known.
+
+    A plan may put samples together before they are needed, where that costs the same.
+    """
+    blocks, probed = blocks_in(graph), probed_signatures(graph)
+    todo, seen = [(node, ref, lies)], {node.name}
+    while todo:
+        here, read, placed = todo.pop()
+        if read not in here.ins:  # what an op is written out to
+            continue
+        at = here.ins.index(read)
+        ways = options(call_of(here, graph.specs), ranks, blocks, probed.get(here.name, ()))
+        kept = [s.outs for s in ways if s.ins[at] == placed]
+        if not kept and here.op in RULES:
+            yield here
+        for i, out in enumerate(kept[0] if kept else ()):
+            users = graph.users.get(Ref(here.name, i), ()) if out != B and not isinstance(out, Partial) else ()
+            todo += [(u, Ref(here.name, i), out) for u in users if u.name not in seen]
+            seen.update(u.name for u in users)
 
 
 def _trained(graph: Graph) -> Graph:
