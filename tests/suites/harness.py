@@ -301,3 +301,12 @@ def against(path: Path, found: Mapping[tuple[str, str], Outcome]) -> list[str]:
         if got.kind == "equal" and on:
             problems.append(f"works now, take it off the list: {name} [{way}] (line {' '.join(on[0])!r})")
     return problems
+
+
+def idle(path: Path, found: Mapping[tuple[str, str], Outcome]) -> list[str]:
+    """Lines of a list that match nothing refused, given the outcomes of a whole suite."""
+    refused = [key for key, got in found.items() if got.kind == "refused"]
+    lines = [
+        (w, n) for w, n in listed(path) if not any(_matches(w, way) and _matches(n, name) for name, way in refused)
+    ]
+    return [f"nothing is refused that this line matches: {way} {name}" for way, name in lines]

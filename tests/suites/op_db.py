@@ -37,7 +37,7 @@ from laminar.runtime.eager import Keyed
 from laminar.runtime.reference import run_graph
 from laminar.runtime.shards import assemble
 from laminar.search.draw import random_plan
-from tests.suites.harness import BAD, Outcome, against, isolated, listed
+from tests.suites.harness import BAD, Outcome, against, idle, isolated, listed
 from tests.suites.op_cases import FORMS, OpCase, cases, differentiable, entries, forms_of, loss
 
 REFUSED = Path(__file__).with_name("op_db_refused.txt")
@@ -272,6 +272,8 @@ def main() -> int:
     equal, all_of_them = share(found)
     print(dict(Counter(o.kind for o in found.values())), f"{equal} of {all_of_them} differentiable entries equal")
     problems = against(REFUSED, found)
+    if len(some) == len(tasks()):
+        problems += idle(REFUSED, found)
     print("\n".join(problems), file=sys.stderr)
     return 1 if problems else 0
 
