@@ -357,6 +357,12 @@ LAYERS: dict[str, tuple[Make, Any]] = {
                    w=nn.Parameter(draw(5, 2))),
         draw(6, 8),
     ),
+    "complex solve from the right": (
+        lambda: Fn(lambda m, x: torch.view_as_real(torch.linalg.solve(
+            torch.view_as_complex(m.w) + 3 * torch.eye(4), torch.view_as_complex(x), left=False).resolve_conj()),
+                   w=nn.Parameter(draw(4, 4, 2))),
+        draw(6, 4, 2),
+    ),
 }  # fmt: skip
 """What users build models of: a model and its batch."""
 

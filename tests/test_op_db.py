@@ -24,7 +24,7 @@ FOUND = """cumsum/inplace polygamma.polygamma_n_1/inplace square/inplace arange/
     _segment_reduce.lengths/function nn.functional.fractional_max_pool2d/function narrow/function to_sparse/function
     block_diag/function matmul/complex std/complex norm/complex H/complex nanquantile/function
     masked_select/complex linalg.matrix_rank/out lu/out unbind_copy/out resize_as_/function
-    native_batch_norm/out""".split()
+    native_batch_norm/out linalg.lu_solve/complex""".split()
 """What was once wrong, obscure or refused for no good reason."""
 FAMILIES = """add/noncontiguous xlogy/inplace erfinv/method abs/complex amax/noncontiguous cumprod/complex
     sort/noncontiguous gather/function scatter_add/inplace cat/function expand/method where/noncontiguous

@@ -146,6 +146,20 @@ def _without_gaps(value: Any) -> Any:
     return value if last is not None and value.is_contiguous(memory_format=last) else value.contiguous()
 
 
+LAZY = ("aten.linalg_lu_solve", "aten._linalg_solve_ex")
+"""Ops that may give a conjugate as a bit on a tensor that holds the other values: no collective looks at that bit."""
+
+
+def resolved(op: Callable[..., Any]) -> Callable[..., Any]:
+    """The op with results that hold their values."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        out = op(*args, **kwargs)
+        return out.resolve_conj() if isinstance(out, torch.Tensor) else tuple(t.resolve_conj() for t in out)
+
+    return call
+
+
 def caller(name: str) -> Callable[..., Any]:
     """A function of the positional arguments of an op; canonical ops are plain functions."""
     if name.startswith("laminar."):
@@ -154,7 +168,7 @@ def caller(name: str) -> Callable[..., Any]:
         return getattr(kernels, name.removeprefix("laminar."))  # type: ignore[no-any-return]
     if name in ("aten.view", "aten._unsafe_view"):  # strides may differ from those traced
         return torch.reshape
-    op = dense(find_op(name)) if name in DENSE else find_op(name)
+    op = dense(find_op(name)) if name in DENSE else resolved(find_op(name)) if name in LAZY else find_op(name)
 
     def call(*args: Any) -> Any:
         some, kwargs = spread(name, args)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from laminar.capture import kernels, private
-from laminar.capture.torch_ops import DENSE, dense, find_op, spread, unplain
+from laminar.capture.torch_ops import DENSE, LAZY, dense, find_op, resolved, spread, unplain
 from laminar.ir.codec import Ref
 from laminar.ir.mesh import Mesh
 from laminar.ir.program import Instr
@@ -42,7 +42,7 @@ BOUND |= {
     "aten.slice.Tensor": find_op("aten.slice.Tensor"),
     "aten.nll_loss2d_backward": nll_loss2d_backward,
 }
-BOUND |= {name: dense(find_op(name)) for name in DENSE}
+BOUND |= {name: dense(find_op(name)) for name in DENSE} | {name: resolved(find_op(name)) for name in LAZY}
 """Fast spellings. Views become reshapes, because boxing may have changed strides."""
 
 SQUEEZES = ("aten.squeeze", "aten.squeeze.dim", "aten.squeeze.dims")
