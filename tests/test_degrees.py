@@ -81,6 +81,7 @@ STEADY: dict[str, Hook] = {
     "the two largest": lambda g: torch.zeros_like(g).scatter(-1, g.topk(2, -1).indices, g.topk(2, -1).values),
     "off its features' mean": lambda g: g - g.mean(-1, keepdim=True),
     "a root of squares": lambda g: g.square().sum(-1, keepdim=True).sqrt() * g.sign(),
+    "a logarithm and back": lambda g: (g.abs().log() + 3).exp() * g.sign(),
     "a deviation": lambda g: g * 0.5 + g.std(-1, keepdim=True),
 }
 UNSTEADY: dict[str, tuple[Hook, str]] = {
@@ -96,6 +97,7 @@ UNSTEADY: dict[str, tuple[Hook, str]] = {
     "rounded": (lambda g: (g * 100).round() / 100, "round"),
     "a softmax": (lambda g: g.softmax(-1), "softmax"),
     "whole numbers": (lambda g: (g * 100).long().to(g.dtype), "_to_copy"),
+    "a logarithm": (lambda g: (g.abs().log() + 3).clamp(min=-1.0).exp(), "clamp"),
     "filled": (lambda g: g.masked_fill(g > 0, 1.0), "masked_fill"),
 }
 BATCH = {"x": torch.randn(6, 4, dtype=torch.float64), "y": torch.randint(0, 3, (6,))}
@@ -130,6 +132,7 @@ def test_custom_functions_are_named_if_they_are_not_linear() -> None:
     """What stands in a backward function is as free as a hook, and most of them are linear."""
     assert named(Hooked(None, Cubed.apply)) == []
     assert named(Hooked(None, Signed.apply)) == ["aten.sign"]
+    assert named(Hooked(None, lambda t: t.logcumsumexp(-1) + torch.xlogy(t, t.square() + 1))) == []
     assert named(Hooked(None, lambda t: torch.linalg.matrix_exp(t[:, :, None] * t[:, None]).sum(-1))) == []
 
 

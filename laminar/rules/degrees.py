@@ -31,6 +31,10 @@ BROKEN, BLOCKS = math.inf, -math.inf
 """Of what has no degree; of a tensor whose blocks have several, as the backward of a matrix exponential makes them."""
 LOST = 10.0
 """A gradient without a degree counts so much more than one that is of degree 2."""
+LOG = 100.0
+"""Of the logarithm of a value of degree 1, by which torch's backward of `logcumsumexp` goes."""
+HUGE = 1e30
+"""Numbers beyond it stand for infinity: zero, behind an exponential."""
 TRIED = 100
 """So many constants at most are tried at degree 0."""
 
@@ -64,6 +68,11 @@ COMPARED = _names("eq.Tensor ne.Tensor lt.Tensor le.Tensor gt.Tensor ge.Tensor e
 TIMES = {"aten.sqrt": 0.5, "aten.rsqrt": -0.5, "aten.reciprocal": -1.0, "aten.square": 2.0, "aten.var.correction": 2.0}
 """Degrees are so many times those of the input."""
 PRODUCTS = _names("mul.Tensor mul.Scalar mm bmm mv dot vdot outer _trilinear convolution linalg_cross")
+LINEAR_IN_FIRST = _names("xlogy.Tensor xlogy.Scalar_Other special_xlog1py special_xlog1py.other_scalar")
+CARRIED = _names(
+    "log logcumsumexp logsumexp flip view permute t transpose.int expand slice.Tensor select.int index.Tensor"
+)
+"""What a logarithm goes through on its way to an exponential."""
 UNSTEADY = _names("""equal float_power.Scalar float_power.Tensor_Scalar float_power.Tensor_Tensor
     __lshift__.Scalar __lshift__.Tensor __rshift__.Scalar __rshift__.Tensor __xor__.Scalar __xor__.Tensor acos
     acosh asin asinh atan atanh bitwise_and.Scalar bitwise_and.Scalar_Tensor bitwise_and.Tensor
@@ -147,14 +156,17 @@ class _World:
         """Whether an op made something else of a value of degree 1."""
         made = [self.at[Ref(node.name, i)] for i, o in enumerate(node.outs) if o is not None]
         read = [self.at[r] for r in node.ins]
-        had = (1.0 in read or BLOCKS in read) and BROKEN not in read
-        return had and not any(d in (None, 1.0, BLOCKS) for d in made)
+        good = (1.0, BLOCKS, LOG)
+        had = any(d in good for d in read) and BROKEN not in read
+        return had and not any(d is None or d in good for d in made)
 
     def _made(self, node: Node) -> Degree:
         op, args = node.op, node.args
         each = [self.at[r] for r in node.ins if r in self.floats or self.at[r] == BROKEN]
         if BROKEN in each:
             return BROKEN
+        if LOG in each or (op == "aten.log" and each == [1.0]):
+            return _logarithm(node, each)
         if op in FREE or all(d == 0.0 for d in each) or _cast_to(node, "bool"):
             return 0.0
         if BLOCKS in each:
@@ -185,15 +197,28 @@ class _World:
             return _equal([base, None if a is None else a - (b or 0.0)])
         if op == "aten.lerp.Tensor":
             return BROKEN if each[2] else _equal(each[:2])
+        if op in LINEAR_IN_FIRST and not any(each[1:]):
+            return each[0]
         if op == "aten.linalg_matrix_exp" or op in UNSTEADY or op.startswith("aten.special_") or _cast_to_whole(node):
             return BROKEN if any(each) else 0.0
         return None if each[0] is None else _sum(each)
 
 
+def _logarithm(node: Node, each: list[Degree]) -> Degree:
+    """Of what is made from the logarithm of a gradient: c times the gradient adds the same number everywhere."""
+    if node.op == "aten.exp":
+        return 1.0
+    if node.op in ("aten.add.Tensor", "aten.sub.Tensor"):
+        return LOG if each[0] == LOG and not any(each[1:]) else BROKEN
+    if node.op in SAME:
+        return _equal([*each, *_numbers(node)])
+    return LOG if node.op in CARRIED else BROKEN
+
+
 def _number(value: Any) -> Degree:
     """Of a number, or what is none: zeros and infinities stay what they are."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return 0.0 if number and value != 0 and not math.isinf(value) else None
+    return 0.0 if number and value != 0 and abs(value) < HUGE else None
 
 
 def _numbers(node: Node) -> list[Degree]:
