@@ -27,7 +27,7 @@ from tests.suites.harness import Case
 WHERE = Path(sys.prefix) / "vision"
 CLASSES, N = 5, 4
 SIDES = {"inception_v3": 299, "maxvit_t": 224, "mvit_v1_b": 32, "mvit_v2_s": 32, "s3d": 224, "swin3d_t": 64,
-         "swin3d_s": 64, "swin3d_b": 64, "alexnet": 64, "squeezenet1_0": 64, "squeezenet1_1": 64,
+         "swin3d_s": 64, "swin3d_b": 64, "alexnet": 64, "mnasnet1_3": 64, "squeezenet1_0": 64, "squeezenet1_1": 64,
          "googlenet": 64, "densenet121": 64, "densenet161": 64, "densenet169": 64, "densenet201": 64}  # fmt: skip
 """Pixels of a side, where 32 are too few; and the attention of some is made for one size."""
 FRAMES = {"s3d": 14}
