@@ -510,6 +510,32 @@ def test_what_only_tracing_can_not_do_is_a_capture_error() -> None:
     has_next(message, "it runs in plain PyTorch")
 
 
+@torch.library.custom_op("laminar_tests::narrow_minded", mutates_args=())
+def narrow_minded(x: Tensor) -> Tensor:
+    """An op whose shape function refuses everything."""
+    return x.sin()
+
+
+@narrow_minded.register_fake
+def _(x: Tensor) -> Tensor:
+    raise ValueError("expected another stride")
+
+
+def test_a_shape_function_that_refuses_what_its_kernel_takes_is_named_with_a_way_out() -> None:
+    """Torch has such ops. As a part that runs as it is, which needs no shape function, it is captured."""
+    message = refused(lambda m, y: narrow_minded(y.detach()))
+    assert "shape function" in message and "expected another stride" in message
+    has_next(message, "laminar.eager")
+
+    @laminar.eager
+    def part(y: Tensor) -> Tensor:
+        out: Tensor = narrow_minded(y)
+        return out
+
+    graph = laminar.capture(Model(lambda m, y: y + part(y.detach())), total, X)
+    assert any(n.op == "laminar.eager" for n in graph.nodes)
+
+
 def test_a_failed_step_leaves_the_model_as_it_was() -> None:
     """Finding out whose mistake it is runs the step, and a step changes buffers."""
 

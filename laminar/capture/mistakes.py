@@ -8,6 +8,7 @@ or one of which this process holds a piece), an error that a line of the user's 
 
 from __future__ import annotations
 
+import os
 import traceback
 import warnings
 from collections.abc import Callable
@@ -20,6 +21,8 @@ from laminar.capture.draws import Draws
 from laminar.capture.origins import blame, is_users
 from laminar.capture.slots import Slot, swapped
 from laminar.errors import CaptureError
+
+_FAKE = os.path.join("torch", "_subclasses", "fake_tensor.py")
 
 
 def whose(
@@ -44,10 +47,22 @@ def whose(
     raised = in_plain_pytorch(model, step, slots, leaves, set_leaves)
     if raised is not None:
         return _noted(raised, module)
+    if _in_a_shape_function(error):
+        return CaptureError(
+            f"an op's shape function refuses what its kernel takes: {what}", at=blame(error), module=module,
+            next="put it into a module or function of its own, marked with laminar.eager: such a part runs as it is",
+        )  # fmt: skip
     return CaptureError(
         f"the model could not be traced: {what}", at=blame(error), module=module,
         next="it runs in plain PyTorch, so this op needs a report; meanwhile keep this part out of the model",
     )  # fmt: skip
+
+
+def _in_a_shape_function(error: Exception) -> bool:
+    """Whether it was raised by what says which shapes an op gives (torch's own, or `register_fake`), beneath the op."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    asked = [i for i, f in enumerate(frames) if f.f_code.co_filename.endswith(_FAKE)]
+    return bool(asked) and asked[-1] < len(frames) - 1
 
 
 def in_plain_pytorch(
