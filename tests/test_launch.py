@@ -468,7 +468,7 @@ def test_a_port_in_use_is_said_at_once(here: Path, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("recipe", "words"),
     [
-        ("none", "RecipeError: "),
+        slow("none", "RecipeError: "),
         ("without", "has no optimizer"),
     ],
 )

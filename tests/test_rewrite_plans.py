@@ -329,6 +329,7 @@ def test_the_rewrite_of_a_micro_batch_is_the_micro_batch_of_the_rewrite() -> Non
     assert replayed(part, done)[0].hash == micro(made, 2).hash
 
 
+@pytest.mark.slow
 def test_merging_is_worth_a_search_where_products_are_small() -> None:
     """Query, key and value in one product, gate and up in another: both are found, together and by themselves."""
     graph, request = llama(6), Request(Cluster.preset("8xh100"))
@@ -384,6 +385,7 @@ def test_without_time_only_the_captured_graph_is_vouched_for() -> None:
     assert any(text.startswith("rewrites of the graph") for text in found.certificate.outside)
 
 
+@pytest.mark.slow
 def test_where_time_ends_early_what_was_found_has_a_bound_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """The plan is one of a rewritten graph, which then is part of what the certificate is about."""
     monkeypatch.setattr("laminar.planner.find._Search.left", lambda self: -1.0)

@@ -60,9 +60,7 @@ def train(job: Any, scheduler: Any, steps: range) -> list[float]:
     return rates
 
 
-@pytest.mark.parametrize(
-    "kind", [k if k in ("cosine", "milestones") else pytest.param(k, marks=pytest.mark.slow) for k in KINDS]
-)
+@pytest.mark.parametrize("kind", [k if k == "cosine" else pytest.param(k, marks=pytest.mark.slow) for k in KINDS])
 def test_a_scheduler_goes_on_where_it_stood(kind: str, tmp_path: Path) -> None:
     """It was begun anew, at the rate of the checkpoint: neither the old schedule nor a new one."""
     gc.collect()
