@@ -42,7 +42,7 @@ lint: setup ## ruff (lint and format), mypy --strict, who-may-import-whom
 	$(BIN)/lint-imports
 
 test: lint ## lint, then every test that needs neither a GPU nor minutes
-	$(BIN)/python -m pytest -n 3 --dist worksteal -m 'not gpu and not slow'
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not gpu and not slow'
 
 prove: setup ## tests that take minutes (an hour on two cores): training in every layout, optimizer and precision; parts of a sweep
 	@echo "random examples of seed $(FRESH); again with SEED=$(FRESH)"

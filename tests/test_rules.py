@@ -133,7 +133,8 @@ def test_every_signature_on_one_axis(cases: Cases, chance: torch.Generator, caps
     assert len(overloads) >= ENOUGH
 
 
-@pytest.mark.parametrize("sizes", [pytest.param((2, 2), marks=pytest.mark.slow), (2, 3)], ids=str)
+@pytest.mark.slow  # random plans on meshes of several axes are in the normal run
+@pytest.mark.parametrize("sizes", [(2, 2), (2, 3)], ids=str)
 def test_signatures_compose_on_two_axes(cases: Cases, chance: torch.Generator, sizes: tuple[int, int]) -> None:
     """The second axis sees what the first left, so a rule for one axis serves any mesh."""
     draw = random.Random(4)
