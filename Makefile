@@ -44,7 +44,7 @@ lint: setup ## ruff (lint and format), mypy --strict, who-may-import-whom
 test: lint ## lint, then every test that needs neither a GPU nor minutes
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not gpu and not slow'
 
-prove: setup ## tests that take minutes (an hour on two cores): training in every layout, optimizer and precision; parts of a sweep
+prove: setup ## tests that take minutes: training in every layout, optimizer and precision; parts of a sweep drawn by the seed
 	@echo "random examples of seed $(FRESH); again with SEED=$(FRESH)"
 	LAMINAR_SEED=$(FRESH) $(BIN)/python -m pytest -n 2 --dist worksteal -m 'slow and not sweep and not gpu' --ignore=tests/fuzz --hypothesis-seed=$(FRESH)
 
