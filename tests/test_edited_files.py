@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import laminar
-from laminar.errors import LaminarError, PlanError
+from laminar.errors import ClusterError, LaminarError, PlanError
 from laminar.forecast import predict
 from laminar.ir.cluster import Cluster
 from laminar.ir.graph import Graph
@@ -154,3 +154,20 @@ def test_an_op_with_too_few_placements_is_named() -> None:
     name = next(n for n, c in plan().ops.items() if len(c.ins) > 1)
     said = edited(lambda d: d["ops"][name][0].pop())
     assert f"that %{name} reads" in said and "allowed" in said
+
+
+def test_a_stage_that_does_not_place_its_loss_is_named() -> None:
+    """Stages have plans of their own, which are looked at before anything is made of them."""
+    data = json.loads(json.dumps(staged().to_json()))
+    data["stages"][-1]["plan"]["outputs"].pop("loss:loss")
+    with pytest.raises(PlanError, match="does not place output loss:loss"):
+        use_staged(data)
+
+
+def test_a_rate_that_is_no_number_is_named() -> None:
+    """Before rates are put in order, which a text and a number can't be."""
+    data = json.loads(json.dumps(cluster().to_json()))
+    family = next(iter(data["device"]["efficiency"]))
+    data["device"]["efficiency"][family][0][0] = "fast"
+    with pytest.raises(ClusterError, match=rf"efficiency\[{family}\].*is not a point"):
+        use_cluster(data)
