@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any
 
+from laminar.errors import GraphError
 from laminar.ir.codec import Ref
 from laminar.ir.graph import Graph, Node
 from laminar.ir.sbp import PSUM, B, Partial, Sbp, Split, no_rank_empty, split_size
@@ -211,20 +212,28 @@ def parse_rule(text: str) -> tuple[tuple[Dims, ...], tuple[Dims, ...]]:
 
 
 def factor_sizes(rule: Rule, call: Call) -> dict[str, int]:
-    """The size of every factor; a rule that contradicts the shapes is a bug, and says so."""
+    """The size of every factor; a rule and shapes that contradict each other are refused."""
     ins, outs = parse_rule(rule.text)
     if len(ins) != len(call.ins) or len(outs) != len(call.outs):
-        raise AssertionError(f"rule {rule.text!r} for {call.op}: {len(call.ins)} tensors read, {len(call.outs)} made")
+        raise _contradiction(rule, call, f"{len(call.ins)} tensors are read and {len(call.outs)} made")
     sizes = dict(rule.sizes)
     for dims, spec in zip((*ins, *outs), (*call.ins, *call.outs), strict=True):
         if spec is None:
             continue
         if len(dims) != len(spec.shape):
-            raise AssertionError(f"rule {rule.text!r} for {call.op}: {dims} is not {spec}")
+            raise _contradiction(rule, call, f"{' '.join('*'.join(d) for d in dims)} is not {spec}")
         for factors, n in zip(dims, spec.shape, strict=True):
             if len(factors) == 1 and _splits(factors[0]) and sizes.setdefault(factors[0], n) != n:
-                raise AssertionError(f"rule {rule.text!r} for {call.op}: {factors[0]} is {sizes[factors[0]]} and {n}")
+                raise _contradiction(rule, call, f"{factors[0]} is {sizes[factors[0]]} and {n}")
     return sizes
+
+
+def _contradiction(rule: Rule, call: Call, why: str) -> GraphError:
+    return GraphError(
+        f"{call.op} was captured with shapes that it can't have: its rule is '{rule.text}', and {why}",
+        next="torch's shape function for it is wrong (x.norm(dim=-1) over one element, before torch 2.13) or the rule"
+        " is: put the op into a function marked with laminar.eager, where it runs as it is",
+    )
 
 
 def signatures(rule: Rule, call: Call, parts: int, circulating: Mapping[int, Iterable[int]] = {}) -> list[Signature]:
