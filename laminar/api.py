@@ -11,7 +11,7 @@ from typing import Any
 
 from laminar.errors import LaminarError, PlanError, RecipeError
 from laminar.ir.cluster import Cluster
-from laminar.ir.graph import RNG, Graph
+from laminar.ir.graph import RNG, SCALE, Graph
 from laminar.ir.mesh import Mesh
 from laminar.ir.plan import Plan
 from laminar.ir.sbp import Sbp
@@ -313,7 +313,7 @@ def inputs_of(
     from laminar.capture.capture import check_batch, state_of
 
     key = torch.tensor([seed, step, first, samples])
-    given = {**state_of(model), **check_batch(graph, batch), RNG: key}
+    given = {**state_of(model), **check_batch(graph, batch), RNG: key, SCALE: torch.ones((), dtype=torch.float64)}
     return {i.name: given[i.name][: i.spec.numel] if i.kind == "rng" else given[i.name] for i in graph.inputs}
 
 
@@ -356,9 +356,11 @@ def _verify_staged(model: Any, loss: Any, batches: list[Any], plan: Staged, dtyp
     import json
 
     from laminar.capture.batches import unflatten
+    from laminar.capture.capture import capture as trace
     from laminar.planner.batch import refuse_other
     from laminar.rules.samples import in_parts, places_of, samples_of
-    from laminar.runtime.verify import verify_stages
+    from laminar.runtime.probe import probe
+    from laminar.runtime.verify import verify_stages, weighted
     from laminar.train.engine import Leaves
     from laminar.train.oracle import against_eager
 
@@ -367,7 +369,8 @@ def _verify_staged(model: Any, loss: Any, batches: list[Any], plan: Staged, dtyp
 
     def traced(samples: int) -> Graph:
         stand_ins = leaves.like(samples)
-        return capture(model, loss, unflatten(json.loads(stand_ins.tree), stand_ins.tensors))
+        batch = unflatten(json.loads(stand_ins.tree), stand_ins.tensors)
+        return probe(trace(model, loss, batch, scaled=weighted(whole)))  # gradients of totals add up
 
     cut = [micro_batches(batch, plan.micro_batches) for batch in batches]
     sizes = [m.samples for m in leaves.split(plan.micro_batches)]

@@ -19,7 +19,7 @@ import torch
 
 from laminar.capture.torch_ops import find_op
 from laminar.cost.work import may_alias
-from laminar.errors import GraphError
+from laminar.errors import CaptureError
 from laminar.ir.sbp import Partial
 from laminar.lower.lower import LOCAL_DIM
 from laminar.rules.expand import EXPANSIONS
@@ -157,7 +157,7 @@ def caught(one: Case, wrong: Rule, chance: torch.Generator) -> bool:
     for parts in PARTS:
         try:
             found = signatures(wrong, one.call, parts, dict(blocks_for(one.call)))
-        except GraphError:  # it contradicts the shapes
+        except CaptureError:  # it contradicts the shapes
             return True
         if check_axis(one, parts, chance, found)[1]:
             return True
@@ -273,7 +273,7 @@ def test_shapes_that_an_op_cant_have_are_refused_with_a_way_out() -> None:
     wrong = replace(norm, outs=norm.ins)
     rule = rule_for(wrong)
     assert rule is not None
-    with pytest.raises(GraphError, match=r"linalg_vector_norm was captured with shapes[\s\S]*laminar\.eager"):
+    with pytest.raises(CaptureError, match=r"linalg_vector_norm was captured with shapes[\s\S]*laminar\.eager"):
         signatures(rule, wrong, 2)
 
 

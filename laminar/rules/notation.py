@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any
 
-from laminar.errors import GraphError
+from laminar.errors import CaptureError
 from laminar.ir.codec import Ref
 from laminar.ir.graph import Graph, Node
 from laminar.ir.sbp import PSUM, B, Partial, Sbp, Split, no_rank_empty, split_size
@@ -228,8 +228,8 @@ def factor_sizes(rule: Rule, call: Call) -> dict[str, int]:
     return sizes
 
 
-def _contradiction(rule: Rule, call: Call, why: str) -> GraphError:
-    return GraphError(
+def _contradiction(rule: Rule, call: Call, why: str) -> CaptureError:
+    return CaptureError(
         f"{call.op} was captured with shapes that it can't have: its rule is '{rule.text}', and {why}",
         next="torch's shape function for it is wrong (x.norm(dim=-1) over one element, before torch 2.13) or the rule"
         " is: put the op into a function marked with laminar.eager, where it runs as it is",

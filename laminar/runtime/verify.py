@@ -173,7 +173,7 @@ def verify_stages(
 
     `whole` is the graph of a batch, `parts` are graph and plan of each of its micro-batches and `samples` their sizes,
     `batches` and `micro` their inputs. Where ops may see one micro-batch at a time, one device runs the same
-    micro-batches.
+    micro-batches. If the loss is a total over a weight, gradients of micro-batches are those of totals (`scaled`).
     """
     wide, tol = dtype == "f64", TOLERANCE[dtype] if tolerance is None else tolerance
     one, staged = widen(whole) if wide else whole, parts[0][1]
@@ -189,17 +189,18 @@ def verify_stages(
     for batch, given in zip(batches, micro, strict=True):
         fed = [widened(m) if wide else {k: v.detach() for k, v in m.items()} for m in given]
         alone: list[dict[str, Tensor]] = []
-        if staged.coupled or any(weighted(subject) for subject, _ in each):
+        if staged.coupled:
             for (subject, _), m in zip(each, fed, strict=True):  # a buffer is as the last micro-batch has left it
                 left = {k.partition(":")[2]: v for k, v in (alone[-1] if alone else {}).items() if k[:7] == "buffer:"}
                 alone.append(run_graph(subject, {**m, **left}, constants_of(subject, wide)))
-        counts = [float(r.get("metric:loss_weight", n)) for r, n in zip(alone or [{}] * len(fed), samples, strict=True)]
-        weights = [c / sum(counts) for c in counts]
+        weights = [1.0 if weighted(one) else n / sum(samples) for n in samples]
         constants = [constants_of(subject, wide) for subject, _ in each]
         got = loopback_stages.run([found for _, found in each], fed, weights, constants)
+        got = _by_weight(got) if weighted(one) else got
         if staged.coupled:
             want = {k: torch.stack([r[k] * w for r, w in zip(alone, weights, strict=True)]).sum(0) for k in alone[0]}
             want |= {k: v for k, v in alone[-1].items() if k.startswith("buffer:")}
+            want = _by_weight(want) if weighted(one) else want
         else:
             want = run_graph(one, widened(batch) if wide else batch, constants_of(one, wide))
         sized = Sizes(one, widened(batch) if wide else batch, constants_of(one, wide))
@@ -214,6 +215,13 @@ def verify_stages(
     report.worst, report.max_rel_error = max(report.errors.items(), key=lambda e: e[1], default=("nothing", 0.0))
     report.ok = report.max_rel_error <= tol
     return report
+
+
+def _by_weight(summed: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The loss and gradients that totals of micro-batches come to; one of them may weigh nothing."""
+    weight = summed["metric:loss_weight"]
+    out = {k: v / weight if k.startswith("grad:") else v for k, v in summed.items()}
+    return out | {"loss:loss": summed["metric:loss_total"] / weight}
 
 
 def weighted(graph: Graph) -> bool:

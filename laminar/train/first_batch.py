@@ -309,10 +309,11 @@ def check_staged(job: StagedJob) -> None:
             job._micros, job._alone = micros, False
             for name, t in kept.items():
                 job._held[name].copy_(t)
-        values = dict(zip(pipe.values, pipe.actors.sums[1:], strict=True))
+        sums = torch.tensor(pipe.actors.sums[1:], dtype=torch.float64, device=job.device)  # a tensor: weights may be 0
+        values = dict(zip(pipe.values, sums, strict=True))
         part = count if pipe.weighted else 1
         loss = values["metric:loss_total"] / values["metric:loss_weight"] if pipe.weighted else values["loss:loss"]
-        out = {"loss:loss": torch.tensor(loss, dtype=torch.float64, device=job.device)}
+        out = {"loss:loss": loss}
         for name in sorted({n for n, _ in job._graded}):
             kind = DTYPES[job._grad_specs[name].dtype]
             out[f"grad:{name}"] = job._whole(name, grads.get(name), job._owned_nd, kind) / part

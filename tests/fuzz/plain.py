@@ -62,13 +62,14 @@ def value_of(result: Any) -> Tensor:
 def plain(program: Program, parts: int = 1, ulps: int = 0, draw: int = 0) -> Trained:
     """An ordinary loop. In `parts`: gradients are accumulated, as docs/train.md says.
 
-    `ulps`: every floating parameter is moved by so many units in its last place, up or down as `draw` says.
+    `ulps`: every floating parameter is moved by so many units in the last place of what the program rounds to, up or
+    down as `draw` says.
     """
     space, o = program.compiled(), program.options
     model = model_of(space, program)
     before = state_of(model)
     if ulps:
-        _nudge(model, ulps, draw)
+        _nudge(model, ulps * torch.finfo(getattr(torch, program.rounded)).eps, draw)
     optimizer = optimizer_of(o["optimizer"])(model.parameters(), foreach=False)
     losses = []
     for i, batch in enumerate(space["batches"](o["steps"])):
@@ -106,24 +107,25 @@ def _accumulated(space: Mapping[str, Any], model: nn.Module, batches: list[Any])
     return total / weights
 
 
-def _nudge(model: nn.Module, ulps: int, draw: int) -> None:
+def _nudge(model: nn.Module, share: float, draw: int) -> None:
     generator = torch.Generator().manual_seed(draw)
     with torch.no_grad():
         for p in model.parameters():
             if p.is_floating_point():
                 up = torch.randint(0, 2, p.shape, generator=generator) * 2 - 1
-                p.add_(p.abs() * (up * ulps * torch.finfo(p.dtype).eps))
+                p.add_(p.abs() * (up * share))
 
 
-def in_its_precision(program: Program) -> None:
-    """A first step of plain PyTorch in the precision that the program is trained in; raises what it raises."""
+def in_its_precision(program: Program) -> float:
+    """The first loss of plain PyTorch in the precision that the program is trained in; raises what it raises."""
     space, policy = program.compiled(), Precision.of(program.options["precision"])
     model = model_of(space, program)
     if policy.weights is not None:
         model.to(policy.weights)
-    cpu = torch.device("cpu")
-    for batch in micro_batches(space["batches"](1)[0], program.options["micro_batches"]):
-        value_of(policy.around(space["loss"], cpu)(model, {k: policy.leaf(v) for k, v in batch.items()})).backward()
+    loss = policy.around(space["loss"], torch.device("cpu"))
+    parts = micro_batches(space["batches"](1)[0], program.options["micro_batches"])
+    parts = [{k: policy.leaf(v) for k, v in part.items()} for part in parts]
+    return _accumulated({"loss": loss}, model, parts)
 
 
 def size(t: Tensor) -> float:

@@ -84,6 +84,12 @@ class Program:
         """Those of all statements."""
         return {t for s in self.statements for t in s.traits}
 
+    @property
+    def rounded(self) -> str:
+        """The narrowest type that its numbers go through on their way."""
+        narrows = any(".float()" in line for s in self.statements for line in s.code)
+        return "float32" if narrows else self.dtype
+
     def source(self) -> str:
         """The model, its loss and its batches as Python code."""
         init = [line for s in self.statements for line in s.init] or ["self.nothing = nn.Parameter(torch.ones(()))"]

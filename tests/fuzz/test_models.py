@@ -5,6 +5,7 @@ make fuzz-models PROGRAMS=10000        # fresh ones, in parallel
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -13,8 +14,8 @@ import torch
 from laminar.train import optimizer as optim
 from tests.fuzz.generator import drawn
 from tests.fuzz.models import report
-from tests.fuzz.oracle import Outcome, errors, ill_conditioned, outcome
-from tests.fuzz.plain import plain
+from tests.fuzz.oracle import Different, Outcome, compare, errors, ill_conditioned, outcome
+from tests.fuzz.plain import in_its_precision, plain
 from tests.fuzz.program import Program, Statement
 from tests.fuzz.shrinking import shrink
 from tests.ranks import Ranks
@@ -119,6 +120,23 @@ def test_what_plain_pytorch_has_no_kernel_for_is_invalid() -> None:
     program = replace(changed("c = b.quantile(0.5, dim=-1, keepdim=True) + b", micro_batches=1), dtype="float32")
     assert outcome(program).kind == "equal"
     assert outcome(replace(program, options={**program.options, "precision": "bf16-pure"})).kind == "invalid"
+
+
+def test_half_precision_is_judged_by_what_plain_pytorch_makes_of_it() -> None:
+    """A model may have no finite loss in it, which is right as long as PyTorch's own is not finite either."""
+    program = changed("c = torch.logit(torch.sigmoid(b * 0.01 + 8))", micro_batches=1)
+    half = replace(program, dtype="float32", options={**program.options, "precision": "bf16"})
+    assert math.isnan(in_its_precision(half)) and all(map(math.isfinite, plain(half).losses))
+    assert outcome(half).kind == "equal"
+    want = plain(half)
+    for loss in (math.inf, 2 * want.losses[0] + 2):
+        with pytest.raises(Different, match="the first loss is"):
+            compare(half, [loss], {}, want)
+
+
+def test_numbers_that_go_through_float32_are_judged_as_such() -> None:
+    """A gradient is rounded on its way back, scaled before or after: ten million of its last places of float64."""
+    assert changed("c = b.float().to(b.dtype)").rounded == "float32" and planted().rounded == "float64"
 
 
 def test_only_what_plain_pytorch_does_by_itself_is_ill_conditioned() -> None:

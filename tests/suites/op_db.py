@@ -58,12 +58,17 @@ def eager(case: OpCase, keyed: bool) -> Values:
     model = case.make()
     trained, before = dict(model.named_parameters()), {k: v.clone() for k, v in model.named_buffers()}
     with Keyed(torch.tensor([0, 0])).running() if keyed else torch.enable_grad():
-        value = loss(model, deepcopy(case.batch))  # a clone would lie in memory otherwise
+        value = loss(model, _copied(case.batch))
     grads = torch.autograd.grad(value, list(trained.values()), allow_unused=True)
     out = {"loss:loss": value.detach()}
     out |= {f"grad:{k}": g for k, g in zip(trained, grads, strict=True) if g is not None}
     changed = {k: b.detach() for k, b in model.named_buffers() if not torch.equal(b, before[k])}
     return out | {f"buffer:{k}": b for k, b in changed.items()}
+
+
+def _copied(values: Values) -> Values:
+    """Lying in memory as they do, which clones don't; sparse ones can only be cloned."""
+    return {k: deepcopy(v) if v.layout == torch.strided else v.clone() for k, v in values.items()}
 
 
 def tolerance_of(graph: Graph) -> float:
@@ -136,7 +141,7 @@ def stepped(case: OpCase, plan: Any, compiled: bool = False) -> str:
     graph = job.graph
     optimizer = torch.optim.SGD(plain.parameters(), RATE, foreach=False)
     with Keyed(torch.tensor([0, 0])).running() if graph.of_kind("rng") else torch.enable_grad():
-        value = loss(plain, deepcopy(case.batch))
+        value = loss(plain, _copied(case.batch))
     value.backward()
     optimizer.step()
     got = {k: v.detach() for k, v in job.state_dict().items()}
@@ -149,12 +154,12 @@ def _planned(case: OpCase) -> str:
     graph = laminar.capture(model, loss, case.batch)
     want, tolerance = eager(case, bool(graph.of_kind("rng"))), tolerance_of(graph)
     given = {k: v.detach() for k, v in inputs_of(graph, model, case.batch).items()}
-    if why := differs(run_graph(graph, deepcopy(given)), want, tolerance):
+    if why := differs(run_graph(graph, _copied(given)), want, tolerance):
         return f"graph: {why}"
     # A sum of terms that are zero times infinity is no sum, and random plans make terms of anything.
     finite = all(bool(t.isfinite().all()) for t in given.values() if t.dtype in (torch.float64, torch.complex128))
     for name, make in plans_of(graph, SEEDS if finite else 0):
-        if why := differs(placed(graph, make(), deepcopy(given)), want, tolerance):
+        if why := differs(placed(graph, make(), _copied(given)), want, tolerance):
             return f"{name}: {why}"
     why = stepped(case, "data")
     return f"job: {why}" if why else ""
