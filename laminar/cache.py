@@ -84,7 +84,7 @@ def _sources(packages: frozenset[str], loaded: int) -> dict[str, Any]:
         file = getattr(module, "__file__", None)
         if not isinstance(file, str) or file.startswith(own):
             continue
-        if not os.path.realpath(file).startswith(_installed()):
+        if not _lies_installed(file):
             mine.add(file)
         elif name.partition(".")[0] in packages:
             theirs.add(file)
@@ -99,6 +99,19 @@ def _sources(packages: frozenset[str], loaded: int) -> dict[str, Any]:
             versions[name] = metadata.version(name)
     code = sorted(_digest([Path(f)]) for f in mine if os.path.isfile(f))
     return {"code": code, "versions": versions, "installed": stamps.hexdigest()}
+
+
+@cache
+def _lies_installed(file: str) -> bool:
+    """Whether it lies where packages do, wherever links lead."""
+    if os.path.islink(file):
+        return os.path.realpath(file).startswith(_installed())
+    return (_real_folder(os.path.dirname(file)) + os.sep).startswith(_installed())
+
+
+@cache
+def _real_folder(path: str) -> str:
+    return os.path.realpath(path)
 
 
 @cache

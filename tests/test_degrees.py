@@ -226,6 +226,7 @@ def test_the_zoo_has_no_op_that_hangs_on_the_size_of_the_loss(name: str) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.torch.jit.script.:DeprecationWarning")  # by importing some of them
 @pytest.mark.parametrize("name", hf.FAMILIES)
 def test_no_architecture_of_hugging_face_has_one(name: str) -> None:
     """Backward of everything that people train, as it is traced."""

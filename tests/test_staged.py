@@ -15,7 +15,7 @@ import laminar
 from laminar.ir.mesh import Mesh
 from laminar.ir.staged import Staged
 from laminar.lower.split import light_ops
-from laminar.lower.stages import stages
+from laminar.lower.stages import KEPT, stages
 from laminar.runtime import loopback_stages
 from laminar.runtime.loopback import WAYS
 from laminar.runtime.reference import run_graph
@@ -89,6 +89,26 @@ def test_more_random_staged_plans_give_the_numbers_of_one_device(name: str) -> N
     rng = dice(f"more staged {name}")
     for _ in range(12):
         check(specimen(name, "f64"), rng)
+
+
+def test_parts_leave_each_other_what_they_take() -> None:
+    """Written, not run, so there can be many: what forward sends is made by forward, from nothing that backward makes,
+    and a value that is sent and kept too has two names where it lies in two ways."""
+    one, rng, twice = specimen("moe.py:tiny", "f64"), random.Random("more staged moe.py:tiny 1794850662"), 0
+    for _ in range(8):
+        made = stages(one.graph, drawn(one, rng))
+        for own in made.parts:
+            there = {i.name for part in own for i in part.program.inputs if i.kind == "given"}
+            for part in own:
+                assert part.takes <= there, f"{part.name} takes {part.takes - there}"
+                outs = [(o.name, o.ref) for o in part.program.outputs if o.kind in ("sent", KEPT)]
+                assert len({name for name, _ in outs}) == len(set(outs)), part.name
+                twice += any(name.endswith("_kept") for name, _ in outs)
+                there |= part.gives
+        for edge in (wire.edge for wire in made.wires if wire.edge.phase == "forward"):
+            forward = made.parts[edge.src][0].program
+            assert edge.name in {o.name for o in forward.outputs if o.kind == "sent"}, edge
+    assert twice
 
 
 class Fork(nn.Module):

@@ -111,7 +111,7 @@ def contest(
 
 
 def _summed(row: list[float], first: list[float]) -> Measured:
-    low, middle, high = statistics.quantiles(row, n=4) if len(row) > 1 else (row[0],) * 3
+    low, middle, high = statistics.quantiles(row, n=4, method="inclusive") if len(row) > 1 else (row[0],) * 3
     ratios = [a / b for a, b in zip(row, first, strict=True)]
     return Measured(middle, low, high, statistics.median(ratios), len(row))
 

@@ -59,6 +59,8 @@ class _Writer:
     """Nodes of forward that only cast or view parameters that were gathered for them."""
     boxed: Counter[str] = field(default_factory=Counter)
     """Boxing steps written for each node so far."""
+    late: set[str] = field(default_factory=set)
+    """Boxing steps written for nodes of backward: what forward gives can't be made from them."""
 
     def again(self, ref: Ref, plan: Plan) -> Ref:
         """A cast or view of a gathered parameter, made anew for backward: kept, it would be whole all that time."""
@@ -80,6 +82,8 @@ class _Writer:
             if node.phase == "recompute":  # its parameters serve backward too
                 node = replace(node, phase="backward")
             at = self.have.setdefault((ref, node.phase), dict(at))
+        if self.late and node.phase == "forward":
+            at = {nd: r for nd, r in at.items() if r.name not in self.late}
         want = self._plain(want)
         if want in at:
             return at[want]
@@ -104,6 +108,8 @@ class _Writer:
         reader = node.name.replace(".", "_")
         self.boxed[reader] += 1
         name = f"box_{reader}_{self.boxed[reader]}"  # by its reader: a change elsewhere does not rename it
+        if node.phase != "forward":
+            self.late.add(name)
         self.instrs.append(
             Instr(
                 name,

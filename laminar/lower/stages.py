@@ -188,16 +188,22 @@ def _part(
 ) -> Program:  # fmt: skip
     """One part as a program of its own."""
     mine = {i.name for i in lines}
+    sent = {o.name: o.ref for o in program.outputs if o.kind == "sent"}
     renamed: dict[Ref, Ref] = {}
+
+    def called(ref: Ref) -> str:
+        name = value_name(ref)  # the same value may be sent too, and lie otherwise there
+        return name if sent.get(name, ref) == ref else f"{name}_kept"
+
     kept: dict[Ref, ProgramInput] = {}
     read = [r for i in lines for r in i.refs] + [o.ref for o in ends]
     for ref in read:
         if ref.name in where and ref.name not in mine and ref not in kept:
-            kept[ref] = ProgramInput(value_name(ref), KEPT, specs[ref])
-            renamed[ref] = Ref(value_name(ref))
+            kept[ref] = ProgramInput(called(ref), KEPT, specs[ref])
+            renamed[ref] = Ref(called(ref))
     names = {r.name for r in read}
     made = dict.fromkeys(r for r in later if r.name in mine)
-    outs = [*ends, *(ProgramOutput(value_name(r), KEPT, r, specs[r]) for r in made)]
+    outs = [*ends, *(ProgramOutput(called(r), KEPT, r, specs[r]) for r in made)]
 
     def now(ref: Ref) -> Ref:
         return renamed.get(ref, ref)

@@ -32,6 +32,7 @@ from laminar.capture.kept import kept_graph
 from laminar.capture.losses import Metrics, identity, with_metrics
 from laminar.capture.sizes import Predictor
 from laminar.capture.torch_ops import constant_tensor, spec_of
+from laminar.cost.uncollected import uncollected
 from laminar.errors import BatchError
 from laminar.events import emit
 from laminar.ir.graph import RNG, SCALE, Graph
@@ -246,6 +247,7 @@ class Engine:
             return graph
         return in_parts(graph, self._sampled(graph, leaves, backward))
 
+    @uncollected()
     def _traced(self, leaves: Leaves, backward: bool) -> Graph:
         emit("phase", name="capturing")
         batch = unflatten(json.loads(leaves.tree), leaves.tensors)
@@ -341,6 +343,7 @@ class Engine:
         self._ready[captured.hash] = self._ready.pop(captured.hash)
         return self._ready[captured.hash]
 
+    @uncollected()
     def compile(self, graph: Graph, plan: Plan) -> Ready:
         """Lower a plan and turn it into code."""
         emit("phase", name="compiling")

@@ -16,6 +16,7 @@ import json
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -35,6 +36,7 @@ from laminar.runtime.eager import run_eager
 from laminar.runtime.module import Step
 from laminar.train import storage
 from laminar.train.check import TOLERANCE, beyond_rounding, narrowest, nudged, off, raise_for
+from laminar.train.coupled import depends_on_the_count, losses_of_parts
 from laminar.train.engine import Leaves
 from laminar.train.sharded import allowed
 from laminar.train.world import World
@@ -70,6 +72,8 @@ class FirstBatch:
     """Runs the model itself, on these whole tensors; if told so with numbers changed by a share, at random by seed."""
     old: Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
     """Buffers before the step."""
+    parts: Callable[[Mapping[str, Tensor], str], str]
+    """What is to be said of micro-batches, given the narrowest dtype (`coupled.py`); or it raises."""
 
     def run(self) -> None:
         """Check it, or say why not; all ranks raise alike."""
@@ -84,10 +88,10 @@ class FirstBatch:
             return
         emit("phase", name="checking the first batch")
         got, whole = self.program(), self.weights()
-        told = self._judged(got, whole) if first else ("", "")
+        told = self._judged(got, whole) if first else ("", "", "")
         prints = {k: _norms(v) for k, v in got.items()}
         everyone = self.world.gather_objects((told, prints))
-        error, skipped = everyone[0][0]
+        error, skipped, warning = everyone[0][0]
         if skipped:
             self._leave_out(skipped)
             return
@@ -100,7 +104,9 @@ class FirstBatch:
                     raise CheckError(f"rank {rank} has another {key.replace(':', ' ')} than rank 0 after the same step",
                                      next="please report it, with the model and the plan")  # fmt: skip
         emit("check", done=True, outputs=len(got))
-        if known is not None:
+        if warning and first:
+            warnings.warn(warning, stacklevel=6)
+        elif known is not None:
             kept("checks", known, lambda: True, bool, bool)
 
     def _too_large(self) -> str:
@@ -117,16 +123,16 @@ class FirstBatch:
         if self.world.rank == 0 and why != KNOWN:
             log.warning("the first batch is not checked against plain PyTorch: %s", why)
 
-    def _judged(self, got: dict[str, Tensor], whole: dict[str, Tensor]) -> tuple[str, str]:
-        """What is wrong, or why nothing can be said."""
+    def _judged(self, got: dict[str, Tensor], whole: dict[str, Tensor]) -> tuple[str, str, str]:
+        """What is wrong, or why nothing can be said, or what is to be said."""
         narrow = narrowest(self.graph, self.device)
         try:
             want = self.eager(whole, None)
         except torch.OutOfMemoryError:
-            return "", "the model as it is does not fit into memory"
+            return "", "the model as it is does not fit into memory", ""
         except Exception as error:
             said = str(error).partition("\n")[0]
-            return "", f"the model can't be run as it is here: {type(error).__name__}: {said}"
+            return "", f"the model can't be run as it is here: {type(error).__name__}: {said}", ""
         got, want = ({k: v for k, v in each.items() if not k.startswith("metric:")} for each in (got, want))
         old = self.old(whole)
         mine = {**{k: v for k, v in old.items() if k in want}, **got}
@@ -135,9 +141,9 @@ class FirstBatch:
         found = beyond_rounding(found, want, lambda share, seed: self.eager(whole, (share, seed)), narrow)
         try:
             raise_for(found, (float(got["loss:loss"]), float(want["loss:loss"])))
+            return "", "", self.parts(whole, narrow)
         except CheckError as error:
-            return str(error), ""
-        return "", ""
+            return str(error), "", ""
 
 
 def _norms(x: Tensor) -> tuple[float, float]:
@@ -223,6 +229,15 @@ class _Own:
         with allowed():
             return run_eager(job._model, job._engine.loss, batch, key=key, scale=self.scale, whole=taken, wide=True)
 
+    def parts(self, whole: Mapping[str, Tensor], narrow: str) -> str:
+        """See `FirstBatch.parts`."""
+        job = self.job
+        leaves = {n: whole.get(f"leaf:{n}", t).to(job.device) for n, t in self.micro.tensors.items()}
+        batch = Leaves(leaves, self.micro.tree, False)
+        taken = {n: t for n, t in whole.items() if not n.startswith("leaf:")}
+        losses = losses_of_parts(job._model, job._engine.loss, batch, taken)
+        return depends_on_the_count(losses, batch.samples, narrow)
+
     def old(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """See `FirstBatch.old`."""
         buffers = (s for s in self.job._slots if s.kind == "buffer")
@@ -264,6 +279,10 @@ def check(job: Job, micro: Leaves) -> None:
             whole |= {f"leaf:{i.name}": t for i, t in zip(items, leaves, strict=True)}
         return whole
 
+    def parts(whole: Mapping[str, Tensor], narrow: str) -> str:
+        told = "" if job._coupled else own.parts(whole, narrow)
+        return f"micro_batches={engine.micro_batches}: {told}" if told else ""
+
     about = {"graph": ready.graph.hash, "plan": ready.plan.hash, "precision": job.precision.name,
              "device": str(job.device), "step": type(ready.step).__name__,
              "values": engine.captures.digest()}  # fmt: skip
@@ -271,7 +290,7 @@ def check(job: Job, micro: Leaves) -> None:
     job._set_tape(None)
     try:
         FirstBatch(
-            job._world, ready.graph, job.device, about, own.missing_bytes, program, weights, own.run, own.old
+            job._world, ready.graph, job.device, about, own.missing_bytes, program, weights, own.run, own.old, parts
         ).run()
     finally:
         job._set_tape(tape)
@@ -327,11 +346,22 @@ def check_staged(job: StagedJob) -> None:
     def eager(whole: Mapping[str, Tensor], moved: tuple[float, int] | None) -> dict[str, Tensor]:
         return {k: v for k, v in own.run(whole, moved).items() if not k.startswith("buffer:")}
 
+    def parts(whole: Mapping[str, Tensor], narrow: str) -> str:
+        told = own.parts(whole, narrow) if count > 1 and not job.plan.coupled else ""
+        if told:
+            raise CheckError(
+                f"this plan runs a batch in {count} micro-batches: {told}",
+                next='or a plan with couple="microbatch", if that is what is wanted',
+            )
+        return ""
+
     about = {"graph": graph.hash, "plan": job.plan.hash, "precision": job.precision.name, "device": str(job.device),
              "step": job._compile, "values": job._engine.captures.digest()}  # fmt: skip
     job._set_tape(None)
     try:
-        FirstBatch(job._world, graph, job.device, about, own.missing_bytes, program, weights, eager, own.old).run()
+        FirstBatch(
+            job._world, graph, job.device, about, own.missing_bytes, program, weights, eager, own.old, parts
+        ).run()
     finally:
         job._set_tape(tape)
         job._engine.captures.settle()

@@ -128,9 +128,12 @@ class Job(Recorded, storage.Stored, Logs):
             graph = self._engine.begin(leaves.split(micro_batches)[0])
         except CaptureError as error:
             raise CaptureError(f'{error}\n  or    train it as it is, with plan="ddp"') from error
+        self._coupled = micro_batches == 1
+        """Whether parts of a batch are known not to be the whole, or there is one part."""
         if micro_batches > 1 and self.rank == 0:
             first = leaves.split(micro_batches)[0]
-            warn_if_coupled(graph if first.samples > 1 else self._engine.capture(first.like(2)), micro_batches)
+            graph_of_some = graph if first.samples > 1 else self._engine.capture(first.like(2))
+            self._coupled = warn_if_coupled(graph_of_some, micro_batches)
         emit("phase", name="planning")
         self.plan: Plan = choose.chosen(plan, graph, self.mesh, self.device)
         self._engine.plan = self.plan

@@ -174,8 +174,8 @@ def through_job(program: Program) -> Found:
             model, space["loss"], optimizer_of(o["optimizer"]), batch=data[0], plan=plan_of(program), device="cpu",
             micro_batches=o["micro_batches"], precision=o["precision"], clip_norm=o["clip_norm"],
         )  # fmt: skip
+        losses = [job.step(batch).loss for batch in data]
     warned = any(str(w.message).startswith("micro_batches=") for w in heard)
-    losses = [job.step(batch).loss for batch in data]
     whole = {k: v.detach().clone() for k, v in job.state_dict().items()}
     if o["ranks"] == 1:
         whole = state_of(model) | whole
