@@ -230,3 +230,6 @@ def test_a_gradient_that_is_missing_is_off_and_rounding_is_not() -> None:
     assert not off({"grad:a": torch.ones(100) * (1 + 1e-6)}, want, 1e-4)
     small = {"grad:a": torch.ones(100), "grad:b": torch.full((4,), 1e-3)}
     assert [o.name for o in off({"grad:a": torch.ones(100)}, small, 1e-4)] == ["grad:b"]
+    nothing = {"loss:loss": torch.tensor(1.0).double(), "grad:a": torch.full((4,), 4e-17).double()}
+    assert not off({**nothing, "grad:a": -nothing["grad:a"]}, nothing, 1e-8)
+    assert off({**nothing, "grad:a": torch.full((4,), 1e-14).double()}, nothing, 1e-8)

@@ -64,7 +64,9 @@ def narrowest(graph: Graph, device: torch.device) -> str:
 def off(got: Mapping[str, Tensor], want: Mapping[str, Tensor], tolerance: float) -> list[Off]:
     """Outputs that differ by more than a tolerance, the worst first. One that is missing on one side counts as zero."""
     grads = [w for k, w in want.items() if k.startswith("grad:")]
-    floor = SHARE * math.sqrt(sum(_norm(g) ** 2 for g in grads if _finite(g)))
+    whole = math.sqrt(sum(_norm(g) ** 2 for g in grads if _finite(g)))
+    nothing = NOISE * EPSILON["f64"] * _norm(want["loss:loss"], finite=True) if "loss:loss" in want else 0.0
+    floor = max(SHARE * whole, nothing / tolerance if tolerance and whole <= nothing else 0.0)  # it hangs on no weight
     found = []
     for key in dict.fromkeys((*want, *got)):
         if is_metric(key):

@@ -305,9 +305,13 @@ def against(path: Path, found: Mapping[tuple[str, str], Outcome]) -> list[str]:
 
 
 def idle(path: Path, found: Mapping[tuple[str, str], Outcome]) -> list[str]:
-    """Lines of a list that match nothing refused, given the outcomes of a whole suite."""
+    """Lines of a list that match nothing refused, given the outcomes of a whole suite in some of its ways."""
     refused = [key for key, got in found.items() if got.kind == "refused"]
+    ways = {way for _, way in found}
     lines = [
-        (w, n) for w, n in listed(path) if not any(_matches(w, way) and _matches(n, name) for name, way in refused)
+        (w, n)
+        for w, n in listed(path)
+        if any(_matches(w, way) for way in ways)
+        and not any(_matches(w, way) and _matches(n, name) for name, way in refused)
     ]
     return [f"nothing is refused that this line matches: {way} {name}" for way, name in lines]
