@@ -105,7 +105,7 @@ WEIGHTS = torch.randn(6, 3, dtype=torch.float64)
 LOSSES: dict[str, Callable[..., Any]] = {
     "cross entropy": lambda m, b: F.cross_entropy(m(b["x"]), b["y"]),
     "squares": lambda m, b: (m(b["x"]) - 0.3).square().mean(),
-    "total": lambda m, b: laminar.Loss(m(b["x"]).square().sum(), torch.tensor(6.0)),
+    "total": lambda m, b: laminar.Loss(m(b["x"]).square().sum(), torch.tensor(float(len(b["x"])))),
     "sum": lambda m, b: m(b["x"]).sum(),
     "weighed by constants": lambda m, b: (m(b["x"]) * WEIGHTS).sum() + m(b["x"]).mean(),
 }
