@@ -95,7 +95,7 @@ def interesting(case: Case) -> bool:
         return True
 
 
-def recorded(watched: Collection[str], each: int = 16, samples: int = 100) -> dict[str, list[Case]]:
+def recorded(watched: Collection[str], each: int = 16, samples: int = 30) -> dict[str, list[Case]]:
     """Cases by op from torch's operator database."""
     from torch.testing._internal.common_methods_invocations import op_db
 

@@ -163,7 +163,7 @@ def test_micro_batches_that_fit_go_through_the_pipe_there_is(two: Ranks) -> None
 @pytest.mark.parametrize(
     "options",
     [
-        {"stages": 4, "window": 2, "stash": 2.0},
+        slow({"stages": 4, "window": 2, "stash": 2.0}),
         slow({"stages": 2, "inner": Mesh({"dp": 2})}),
         {"stages": 2, "inner": Mesh({"tp": 2}), "window": 2, "stash": 2.0},
         {"stages": 2, "inner": [Mesh({"dp": 1}), Mesh({"dp": 3})]},
@@ -223,7 +223,7 @@ def test_too_many_sizes_and_sizes_that_do_not_add_up_are_refused(two: Ranks) -> 
         assert "at least one in each" in empty
 
 
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("count", [slow(2), 4])
 def test_uneven_micro_batches_are_verified_in_this_process(count: int) -> None:
     """All places here, gradients against one device on the whole batch, dropout included: 11 samples in 4 parts."""
     for window, options in ((0, {}), (2, {"inner": Mesh({"dp": 2})})):
