@@ -22,7 +22,7 @@ from laminar.ir.patterns import apart, as_patterns, known
 from laminar.ir.plan import Plan
 from laminar.ir.sbp import B, NdSbp, Partial, Sbp, Split, no_rank_empty
 from laminar.ir.tensor import TensorSpec
-from laminar.rules.signing import follow
+from laminar.rules.signing import Placing, follow
 from laminar.search.complete import Pins, Seeds, completed, match, storable
 
 PRODUCTS = {"aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten.convolution", "aten.convolution_backward",
@@ -244,19 +244,25 @@ def data_pins(graph: Graph, mesh: Mesh, axis: int) -> Pins:
             pins.read[ref] = B
     # Otherwise a small batch would make the solver move activations instead of gradients, which can be
     # cheaper but is not what data parallel means.
-    _follow_inputs(graph, pins, parts, sums=True)
+    placings = _follow_inputs(graph, pins, parts, sums=True)
+    for p in placings:  # rows of a table looked up for every sample are samples, however few there are
+        for ref, nd in zip(p.node.ins, p.ins, strict=True):
+            if isinstance(nd[0], Split) and p.node.phase != "backward":
+                pins.read.pop(ref, None)
     return pins
 
 
-def _follow_inputs(graph: Graph, pins: Pins, parts: int, sums: bool) -> None:
+def _follow_inputs(graph: Graph, pins: Pins, parts: int, sums: bool) -> list[Placing]:
     """Pin what comes out if every op simply follows its inputs: who works on a part, and which values are sums."""
     given: dict[Ref, NdSbp] = {Ref(i.name): (pins.inputs.get(i.name, B),) for i in graph.inputs}
     given |= {Ref(c.name): (B,) for c in graph.constants}
-    for p in follow(graph.nodes, given, graph.specs, (parts,)):
+    placings = follow(graph.nodes, given, graph.specs, (parts,))
+    for p in placings:
         if p.node.op not in FREE and any(isinstance(nd[0], Split) for nd in (*p.ins, *p.outs)):
             pins.spread.add(p.node.name)
         if sums and any(isinstance(nd[0], Partial) for nd in p.outs):
             pins.sums.add(p.node.name)
+    return placings
 
 
 def tensor_pins(graph: Graph) -> Pins:

@@ -8,14 +8,15 @@ A hook that clamps gradients sees the whole batch's: the loss of each part is mu
 Where the share is not known by then, of a `laminar.Loss` that is divided by its weight in the end, it sees others.
 
 A number that is made from how many samples there are (a loss that is a sum, `x / len(x)`) is a constant of the graph,
-and nothing says where it comes from. `losses_of_parts` sees it: the model itself, on a batch and on its halves.
+and nothing says where it comes from. `losses_of_parts` sees it: the model itself, on two parts and on both together.
+So it sees a mean over labels of which each part has another number.
 """
 
 from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from laminar.ir.graph import Graph
 from laminar.runtime.eager import untouched
 from laminar.staging import coupled_ops
 from laminar.train.check import TOLERANCE
-from laminar.train.engine import Leaves
+from laminar.train.engine import Leaves, joined
 from laminar.train.sharded import allowed
 
 
@@ -60,47 +61,48 @@ def warn_if_coupled(graph: Graph, parts: int) -> bool:
 
 
 def losses_of_parts(
-    model: nn.Module, loss: Callable[[Any, Any], Any], batch: Leaves, whole: Mapping[str, Tensor]
+    model: nn.Module, loss: Callable[[Any, Any], Any], parts: Sequence[Leaves], whole: Mapping[str, Tensor]
 ) -> tuple[float, float] | None:
-    """The loss of a batch and what the losses of its halves come to, in evaluation mode.
+    """The loss of a batch and what the losses of its parts come to, in evaluation mode.
 
-    Nothing, where that tells nothing: a single sample, a model that draws or has no loss in evaluation mode.
+    Nothing, where that tells nothing: a model that draws or has no loss in evaluation mode.
     """
-    if batch.samples < 2:
-        return None
     slots = slots_of(model)
     device = next((s.tensor.device for s in slots), torch.device("cpu"))
 
-    def run(part: Leaves) -> tuple[float, float]:
+    def run(part: Leaves, backward: bool) -> tuple[float, float]:
         before = _generator(device)
-        with allowed(), untouched(model, slots, whole):  # with gradients: the loss may be made from some
+        with allowed(), untouched(model, slots, whole), torch.set_grad_enabled(backward):
             model.eval()
             value, total, metrics = read_loss(loss(model, unflatten(json.loads(part.tree), part.tensors)))
             if not torch.equal(before, _generator(device)):
-                raise LookupError  # halves draw other numbers
+                raise LookupError  # parts draw other numbers
         if "loss_weight" in metrics:
             return float(total.detach()), float(metrics["loss_weight"])
         return float(value.detach()) * part.samples, part.samples
 
-    try:
-        (total, weight), *halves = [run(part) for part in (batch, *batch.split(2))]
-    except Exception:  # whatever it is: it is the training step that has to run, and that does
-        return None
-    totals, weights = map(sum, zip(*halves, strict=True))
-    return (total / weight, totals / weights) if weight and weights else None
+    for backward in (False, True):  # a loss may be made from gradients
+        try:
+            (total, weight), *each = [run(part, backward) for part in (joined(parts), *parts)]
+        except Exception:  # whatever it is: it is the training step that has to run, and that does
+            continue
+        totals, weights = map(sum, zip(*each, strict=True))
+        return (total / weight, totals / weights) if weight and weights else None
+    return None
 
 
 def _generator(device: torch.device) -> Tensor:
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
-def depends_on_the_count(losses: tuple[float, float] | None, samples: int, narrow: str) -> str:
+def depends_on_the_count(losses: tuple[float, float] | None, parts: Sequence[Leaves], narrow: str) -> str:
     """What to say where the loss of a batch is not what its parts' come to; empty where it is."""
     if losses is None or not abs(losses[0] - losses[1]) > 10 * TOLERANCE[narrow] * max(map(abs, losses)):
         return ""
     return (
-        f"the loss of {samples} samples is {losses[0]:.6g}, and that of their halves together {losses[1]:.6g} (in "
-        "evaluation mode). A plain scalar is taken for the mean over the samples of its part, and this one is not, or "
+        f"the loss of {sum(p.samples for p in parts)} samples is {losses[0]:.6g}, and those of "
+        f"{' and '.join(str(p.samples) for p in parts)} of them come to {losses[1]:.6g} (in evaluation mode). A plain "
+        "scalar is taken for the mean over the samples of its part, and this one is not (labels that are ignored?), or "
         "something on the way depends on how many samples there are. Ways out: return a mean over samples; "
         "laminar.Loss(total, weight) where counts are uneven; a number that does not come from len(batch)"
     )

@@ -147,6 +147,16 @@ class Leaves:
         return [Leaves({k: p[i] for k, p in pieces.items()}, self.tree, self.local) for i in range(parts)]
 
 
+def joined(parts: Sequence[Leaves]) -> Leaves:
+    """Micro-batches as one; what belongs to no sample is the first one's."""
+    first = parts[0]
+
+    def whole(name: str, t: Tensor) -> Tensor:
+        return torch.cat([p.tensors[name] for p in parts]) if t.dim() and t.shape[0] == first.samples else t
+
+    return Leaves({n: whole(n, t) for n, t in first.tensors.items()}, first.tree, first.local)
+
+
 @dataclass
 class Ready:
     """A graph, its plan, its program, and the code that runs it on this rank."""

@@ -206,9 +206,14 @@ class _Own:
     """The model of a job, to be run as it is on a micro-batch."""
 
     job: Job | StagedJob
-    micro: Leaves
+    micros: Sequence[Leaves]
     scale: float | None
     draws: bool
+
+    @property
+    def micro(self) -> Leaves:
+        """The first one."""
+        return self.micros[0]
 
     @property
     def missing_bytes(self) -> int:
@@ -232,11 +237,15 @@ class _Own:
     def parts(self, whole: Mapping[str, Tensor], narrow: str) -> str:
         """See `FirstBatch.parts`."""
         job = self.job
-        leaves = {n: whole.get(f"leaf:{n}", t).to(job.device) for n, t in self.micro.tensors.items()}
-        batch = Leaves(leaves, self.micro.tree, False)
+        parts = [m.mapped(lambda t: t.to(job.device)) for m in self.micros[:2]]
+        if self.micro.local:  # only the first is whole here
+            leaves = {n: whole[f"leaf:{n}"] for n in self.micro.tensors}
+            batch = Leaves(leaves, self.micro.tree, False)
+            parts = batch.split(2) if batch.samples > 1 else []
+        if len(parts) < 2:
+            return ""
         taken = {n: t for n, t in whole.items() if not n.startswith("leaf:")}
-        losses = losses_of_parts(job._model, job._engine.loss, batch, taken)
-        return depends_on_the_count(losses, batch.samples, narrow)
+        return depends_on_the_count(losses_of_parts(job._model, job._engine.loss, parts, taken), parts, narrow)
 
     def old(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """See `FirstBatch.old`."""
@@ -244,8 +253,9 @@ class _Own:
         return {f"buffer:{s.name}": whole.get(s.name, s.tensor.detach()) for s in buffers}
 
 
-def check(job: Job, micro: Leaves) -> None:
-    """Check what a job's program gives for a micro-batch; every rank calls this."""
+def check(job: Job, micros: Sequence[Leaves]) -> None:
+    """Check what a job's program gives for the first micro-batch; every rank calls this."""
+    micro = micros[0]
     ready, engine, tape = job._engine.ready(micro), job._engine, job._tape
     scale = min(job._scaler.scale if job._scaler else 1.0, SCALE) if engine.scaled else None
     shared = engine.share(ready, micro, job.device)
@@ -286,7 +296,7 @@ def check(job: Job, micro: Leaves) -> None:
     about = {"graph": ready.graph.hash, "plan": ready.plan.hash, "precision": job.precision.name,
              "device": str(job.device), "step": type(ready.step).__name__,
              "values": engine.captures.digest()}  # fmt: skip
-    own = _Own(job, micro, scale, RNG in ready.filled)
+    own = _Own(job, micros, scale, RNG in ready.filled)
     job._set_tape(None)
     try:
         FirstBatch(
@@ -341,7 +351,7 @@ def check_staged(job: StagedJob) -> None:
     def weights() -> dict[str, Tensor]:
         return {s.name: job._whole(s.name, job._held.get(s.name), job._lies) for s in job._slots}
 
-    own = _Own(job, micros[0], scale, bool(graph.of_kind("rng")))
+    own = _Own(job, micros, scale, bool(graph.of_kind("rng")))
 
     def eager(whole: Mapping[str, Tensor], moved: tuple[float, int] | None) -> dict[str, Tensor]:
         return {k: v for k, v in own.run(whole, moved).items() if not k.startswith("buffer:")}

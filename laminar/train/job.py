@@ -263,7 +263,7 @@ class Job(Recorded, storage.Stored, Logs):
         micros = leaves.split(self._engine.micro_batches)
         if self._unchecked:
             self._unchecked = False
-            first_batch.check(self, micros[0])
+            first_batch.check(self, micros)
         samples = [self._engine.together(m).samples for m in micros]
         ready = None
         grads: list[Tensor] = []
