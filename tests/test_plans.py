@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import laminar
 from laminar import B, Mesh, S
@@ -27,6 +28,7 @@ from laminar.ir.sbp import Split, local_spec
 from laminar.ir.tensor import TensorSpec
 from laminar.search import presets
 from laminar.search.micro import micro
+from laminar.staging import coupled_ops
 from tests.finds import gpt_of
 from tests.marks import slow
 from tests.test_examples import load
@@ -97,6 +99,26 @@ def test_data_parallel_moves_gradients_only(name: str) -> None:
     assert len(last & set(grads.values())) == 1
     assert all(i.placed.nd == (B,) for i in program.inputs if i.kind == "param")
     assert all(i.placed.nd == (S(0),) for i in program.inputs if i.kind == "batch")
+
+
+class Positions(nn.Module):
+    """Positions are looked up for every sample, in a table that is larger than what is looked up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.positions, self.head = nn.Embedding(20, 8), nn.Embedding(64, 8), nn.Linear(8, 20)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        places = torch.arange(ids.shape[1]).expand(ids.shape[0], -1)
+        return self.head(torch.tanh(self.words(ids) + self.positions(places + 2)))
+
+
+def test_a_table_looked_up_for_every_sample_is_split_by_sample() -> None:
+    """As BART and Whisper do it: nobody puts the batch together to add positions, and micro-batches are no matter."""
+    ids = torch.arange(20).view(4, 5)
+    graph = laminar.capture(Positions(), lambda m, b: m(b).square().mean(), ids)
+    program = laminar.lower(graph, laminar.plans.data_parallel(graph, Mesh({"dp": 2})))
+    assert {i.kind for i in program.instrs if i.moves} == {"all_reduce"} and not coupled_ops(graph)
 
 
 def test_a_bucket_has_a_size() -> None:
