@@ -9,9 +9,6 @@ PLANS  ?= 1000
 PROGRAMS ?= 1000
 JOBS   ?= $(shell nproc)
 
-# Tests start hundreds of processes: each would compile every module again where the environment says not to keep that.
-export PYTHONDONTWRITEBYTECODE :=
-
 FRESH := $(or $(SEED),$(shell date +%s))
 
 BIN   := .venv/bin

@@ -106,6 +106,28 @@ def test_a_loss_that_hangs_on_the_count_is_named(name: str) -> None:
     assert error < 1e-9 and not said
 
 
+def test_uneven_labels_are_named_in_low_precision_too() -> None:
+    """Bfloat16 has three digits: losses of parts that are far off are none of its doing, and rounding is."""
+
+    def loss(m: Any, b: Any) -> Tensor:
+        return F.cross_entropy(9 * m(b["x"]), b["y"])
+
+    said = []
+    x = 3 * batch()["x"].float()
+    right = model().float().eval()(x).argmax(1)
+    for y in (right, torch.cat([(right[:1] + 1) % 3, right[1:2], torch.full((2,), -100), right[4:]])):
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            job = laminar.parallelize(
+                model().float(), loss, lambda p: torch.optim.SGD(p, lr=1e-3), batch={"x": x, "y": y}, plan="data",
+                micro_batches=2, precision="bf16",
+            )  # fmt: skip
+            job.step({"x": x, "y": y})
+        said.append([str(w.message) for w in heard])
+    even, uneven = said
+    assert not even and any("the loss of 8 samples" in s for s in uneven), said
+
+
 def test_dropout_is_no_reason() -> None:
     """Halves draw other masks than the whole; they are compared without, and the model trains on as before."""
     made = model()

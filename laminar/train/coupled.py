@@ -32,6 +32,9 @@ from laminar.train.check import TOLERANCE
 from laminar.train.engine import Leaves, joined
 from laminar.train.sharded import allowed
 
+MOST = 0.05
+"""How far, as a share, the losses of parts may be from that of the whole in any precision: losses are means of many."""
+
 
 def warn_if_coupled(graph: Graph, parts: int) -> bool:
     """Name the first op that mixes samples, and the ways out; whether there is one."""
@@ -84,6 +87,8 @@ def losses_of_parts(
     for backward in (False, True):  # a loss may be made from gradients
         try:
             (total, weight), *each = [run(part, backward) for part in (joined(parts), *parts)]
+        except (LookupError, torch.OutOfMemoryError):
+            return None
         except Exception:  # whatever it is: it is the training step that has to run, and that does
             continue
         totals, weights = map(sum, zip(*each, strict=True))
@@ -97,7 +102,7 @@ def _generator(device: torch.device) -> Tensor:
 
 def depends_on_the_count(losses: tuple[float, float] | None, parts: Sequence[Leaves], narrow: str) -> str:
     """What to say where the loss of a batch is not what its parts' come to; empty where it is."""
-    if losses is None or not abs(losses[0] - losses[1]) > 10 * TOLERANCE[narrow] * max(map(abs, losses)):
+    if losses is None or not abs(losses[0] - losses[1]) > min(10 * TOLERANCE[narrow], MOST) * max(map(abs, losses)):
         return ""
     return (
         f"the loss of {sum(p.samples for p in parts)} samples is {losses[0]:.6g}, and those of "
