@@ -24,6 +24,7 @@ from laminar.capture.losses import Metrics, is_mean, reported
 from laminar.capture.private import foreach_add, foreach_copy, foreach_lerp
 from laminar.capture.slots import Slot
 from laminar.capture.torch_ops import spec_of
+from laminar.cost.uncollected import uncollected
 from laminar.errors import CaptureError, LaminarError
 from laminar.events import emit
 from laminar.ir.graph import RNG, Graph
@@ -60,6 +61,7 @@ CHECKS = 2
 class Job(Recorded, storage.Stored, Logs):
     """See `laminar.parallelize`."""
 
+    @uncollected()  # a collection walks through all that was imported, about a third of a second with transformers
     def __init__(
         self,
         model: nn.Module,
