@@ -16,7 +16,6 @@ from torch import Tensor
 
 import laminar
 from tests.ranks import Ranks
-from tests.suites.harness import NUDGES, TIMES, nudged
 from tests.test_job import adamw, batches, counted, gap, mean, net, plain
 from tests.test_training import cast, difference, material
 from tests.test_training import plain as plain_keyed
@@ -74,36 +73,28 @@ def test_two_ranks_on_one_gpu(two: Ranks, plan: str) -> None:
     assert max(two.run(compare, plan, 2, None, "mean")) < 1e-8
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["f64", "f32"])
+@pytest.mark.parametrize(("dtype", "steps", "limit"), [(torch.float64, 20, 1e-9), (torch.float32, 5, 1e-3)])
 @pytest.mark.parametrize("name", ["gpt.py:tiny", "resnet.py:tiny", "moe.py:tiny", "dlrm.py:tiny", "bert.py:tiny"])
-def test_models(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twenty steps of AdamW against the plain loop on the same GPU.
+def test_models(name: str, dtype: torch.dtype, steps: int, limit: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of AdamW against the plain loop on the same GPU.
 
-    In float32 batch norm and AdamW turn a last bit, which cuDNN does not promise, into a third digit now and then: what
-    is off by more is held against plain loops whose weights start off by their last bits.
+    Few in float32: after twenty, plain PyTorch from weights that are off by a last bit is now and then off by 2 % (one
+    ReLU of the convolutional net falls on the other side).
     """
-    model, loss, data = material(name, dtype)
-    first = copy.deepcopy(model).cuda()
+    model, loss, data = material(name, dtype, steps)
+    other = copy.deepcopy(model).cuda()
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
 
     def make(m: Any) -> Any:
         return torch.optim.AdamW(m.parameters(), lr=1e-3, eps=1e-6)
 
-    def alone(nudge: int = 0) -> dict[str, Tensor]:
-        other = nudged(copy.deepcopy(first), nudge)
-        with torch.device("cuda"):
-            plain_keyed(other, loss, make(other), [there(cast(b, dtype)) for b in data], 5)
-        return other.state_dict()
-
     job = laminar.parallelize(model, loss, make(model), batch=data[0], device="cuda", seed=5)
     for b in data:
         job.step(b)
-    want = alone()
-    worst, where = difference(job.state_dict(), want)
-    limit = 1e-9 if dtype == torch.float64 else 1e-3
-    if worst >= limit:
-        limit = max(limit, TIMES * max(difference(alone(nudge), want)[0] for nudge in NUDGES))
+    with torch.device("cuda"):
+        plain_keyed(other, loss, make(other), [there(cast(b, dtype)) for b in data], 5)
+    worst, where = difference(job.state_dict(), other.state_dict())
     assert worst < limit, where
 
 

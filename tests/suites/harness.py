@@ -81,15 +81,6 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
     return {s.name: s.now.detach().clone() for s in slots_of(model) if isinstance(s.now, Tensor)}
 
 
-def nudged(model: nn.Module, nudge: int) -> nn.Module:
-    """The model, with weights that are off by their last bits, at random, if there is a `nudge` to draw by."""
-    draw = torch.Generator().manual_seed(nudge)
-    with torch.no_grad():
-        for p in (p for p in model.parameters() if nudge and p.is_floating_point()):
-            p.mul_(1 + torch.finfo(p.dtype).eps * torch.randint(-1, 2, p.shape, generator=draw).to(p))
-    return model
-
-
 def plain(
     case: Case, draws: bool, steps: int = STEPS, nudge: int = 0
 ) -> tuple[list[Tensor], dict[str, Tensor], dict[str, Tensor]]:
@@ -98,7 +89,11 @@ def plain(
     model = case.make()
     initialise(model, case.loss, case.batch)
     before = _state(model)
-    nudged(model, nudge)
+    if nudge:
+        draw = torch.Generator().manual_seed(nudge)
+        with torch.no_grad():
+            for p in (p for p in model.parameters() if p.is_floating_point()):
+                p.mul_(1 + torch.finfo(p.dtype).eps * torch.randint(-1, 2, p.shape, generator=draw).to(p))
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, foreach=False)
     losses = []
     for i in range(steps):
