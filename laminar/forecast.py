@@ -349,28 +349,29 @@ def predict_staged(
     whole = staged.micro_batches * sum(i.spec.nbytes for i in graph.of_kind("batch"))
     # On GPUs what is loaded ahead waits in pinned memory of the host for the rank's share to be cut.
     net = with_loads(pipe.net, whole if cluster.kind == "cpu" else 0, prefetch)
-    ranks = {h.name: len({r for p, at in zip(staged.places, homes, strict=True) if at is h for r in p.ranks})
-             for h in {h.name: h for h in homes}.values()}  # fmt: skip
-    worlds = {h.name: machine(h, Mesh({"ranks": ranks[h.name]}), optimizer) for h in homes}
-    insides = {h.name: inside(h, ranks[h.name], optimizer) for h in homes}
+    # By the part itself: two that have the same name may be different machines.
+    ranks = {id(h): len({r for p, at in zip(staged.places, homes, strict=True) if at is h for r in p.ranks})
+             for h in homes}  # fmt: skip
+    worlds = {id(h): machine(h, Mesh({"ranks": ranks[id(h)]}), optimizer) for h in homes}
+    insides = {id(h): inside(h, ranks[id(h)], optimizer) for h in homes}
     part_s: dict[str, float] = {}
     errors: list[tuple[float, float]] = []
     held: dict[str, Memory] = {}
     alike: dict[Any, tuple[float, float, Memory]] = {}
     for part in pipe.made.by_name.values():
         home, plan = homes[staged.stages[part.stage].place], staged.stages[part.stage].plan
-        same = (home.name, *outline(part.program))
+        same = (id(home), *outline(part.program))
         if same not in alike:
-            made = part_schedule(part.program, insides[home.name])
-            sigma = _sigma(made, worlds[home.name].calibration)
+            made = part_schedule(part.program, insides[id(home)])
+            sigma = _sigma(made, worlds[id(home)].calibration)
             alike[same] = simulate(made.load).step / 1e9, sigma, part_memory(part.program, home, optimizer)
         part_s[part.name], sigma, held[part.name] = alike[same]
         errors.append((part_s[part.name], sigma))
-        behind = worlds[home.name].around(owned(part.program, plan), 0)[1]
+        behind = worlds[id(home)].around(owned(part.program, plan), 0)[1]
         if behind:
             part_s[f"O{part.stage}"] = sum(price.seconds for _, price in behind)
     for s in range(len(staged.stages)):
-        prices = insides[homes[staged.stages[s].place].name]
+        prices = insides[id(homes[staged.stages[s].place])]
         for name, program in _ends(pipe, s).items():
             made = schedule(program, prices, prices.cluster, None, None)
             part_s[name] = part_s.get(name, 0.0) + simulate(made.load).step / 1e9

@@ -133,7 +133,9 @@ def test_a_name_that_means_nothing_is_refused_by_its_part(text: str, says: str) 
 @pytest.mark.parametrize("text", PRESETS)
 def test_a_cluster_survives_a_file(text: str, tmp_path: Path) -> None:
     """Same value, same hash, and the file is what `json` calls JSON."""
-    cluster = Cluster.preset(text).with_profile({"ops": {"mm": [1, 2.5]}})
+    cluster = Cluster.preset(text).with_profile(
+        {"ops": {"cpu": {"device": "x", "versions": {}, "ops": {"mm": [1, 2.5, 3]}}}}
+    )
     cluster.save(tmp_path / "here.json")
     again = Cluster.load(tmp_path / "here.json")
     assert again == cluster
@@ -203,7 +205,7 @@ def changed(data: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
         ("levels.0.switch_bytes_per_s", [0, "measured"], "levels[0].switch_bytes_per_s: 0"),
         ("backend", "mpi", "backend: unknown 'mpi'"),
         ("collective_s", [-1, "assumed"], "collective_s: -1"),
-        ("profile", [], "profile: [] is not a table"),
+        ("profile", [], "profile: a list, not an object"),
     ],
 )
 def test_nonsense_is_refused_by_field(path: str, value: Any, says: str) -> None:

@@ -11,13 +11,14 @@ import json
 import random
 from collections.abc import Callable
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import laminar
 from laminar.errors import ClusterError, LaminarError, PlanError
-from laminar.forecast import predict
+from laminar.forecast import predict, predict_staged
 from laminar.ir.cluster import Cluster
 from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh
@@ -33,6 +34,7 @@ from tests.zoo import specimen
 
 NAME = "mlp.py:tiny"
 FEW, MANY = 150, 3000
+PROFILE = Path(__file__).parents[1] / "bench" / "results" / "profile_2.json"
 
 
 @cache
@@ -70,6 +72,18 @@ def use_cluster(data: Any) -> None:
     predict(specimen(NAME).graph, plan(), Cluster.from_json(data))
 
 
+def use_profile(data: Any) -> None:
+    plan = laminar.plans.data_parallel(specimen(NAME).graph, Mesh({"dp": 2}))
+    assert predict(specimen(NAME).graph, plan, Cluster.from_json(data)).seconds > 0
+
+
+def use_mixed(data: Any) -> None:
+    found = Cluster.from_json(data)
+    assert str(found) and found.hash
+    plan = laminar.plans.pipeline(specimen(NAME).graph, 2, 2, inner=Mesh({"dp": 4}))
+    assert predict_staged(specimen(NAME).graph, plan, found).seconds > 0
+
+
 def use_timeline(data: Any) -> None:
     found = Timeline.from_json(data)
     assert str(found) and json.dumps(found.to_chrome())
@@ -84,6 +98,8 @@ KINDS: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
     "plan": (lambda: plan().to_json(), use_plan),
     "staged plan": (lambda: staged().to_json(), use_staged),
     "graph": (lambda: specimen(NAME).graph.to_json(), use_graph),
+    "profile": (lambda: Cluster.load(PROFILE).to_json(), use_profile),
+    "mixed cluster": (lambda: Cluster.preset("4xh100+4xa100").to_json(), use_mixed),
     "cluster": (lambda: cluster().to_json(), use_cluster),
     "timeline": (lambda: predict(specimen(NAME).graph, plan(), cluster()).timeline.to_json(), use_timeline),
 }
@@ -171,3 +187,28 @@ def test_a_rate_that_is_no_number_is_named() -> None:
     data["device"]["efficiency"][family][0][0] = "fast"
     with pytest.raises(ClusterError, match=rf"efficiency\[{family}\].*is not a point"):
         use_cluster(data)
+    data["device"]["efficiency"][family] = 0.5
+    with pytest.raises(ClusterError, match=rf"efficiency\[{family}\].*is not a curve"):
+        use_cluster(data)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda p: p["collectives"][3].pop("seconds"), r"profile\.collectives\[3\]: no field 'seconds'"),
+        (
+            lambda p: p["collectives"][3].update(seconds=-1.0),
+            r"profile\.collectives\[3\]\.seconds: -1\.0, not a number",
+        ),
+        (lambda p: p["collectives"][3].update(level="moon"), r"profile\.collectives\[3\]\.level: 'moon'"),
+        (lambda p: p["overlap"][0].update(compute_left="much"), r"profile\.overlap\[0\]\.compute_left: 'much'"),
+        (lambda p: next(iter(p["calibration"].values()))["extra_s"].update(lines=-1e-6), r"extra_s\.lines: -1e-06"),
+        (lambda p: p.update(calibration=[]), r"profile\.calibration: a list, not an object"),
+    ],
+)
+def test_what_is_wrong_in_a_profile_is_named(change: Callable[[Any], None], said: str) -> None:
+    """One number of thousands, and everything that is priced with it would be nonsense."""
+    data = json.loads(PROFILE.read_text())
+    change(data["profile"])
+    with pytest.raises(ClusterError, match=said):
+        use_profile(data)

@@ -162,6 +162,17 @@ def test_every_place_is_priced_on_the_devices_it_stands_on() -> None:
     assert [row["device"] for row in mixed.account()["places"]] == ["h100", "h100", "a100-80g", "a100-80g"]
 
 
+def test_parts_of_one_name_are_priced_by_what_they_are() -> None:
+    """Two machines that were measured by people who both call theirs `here`."""
+    slow, fast = Cluster.preset("2xa100"), Cluster.preset("2xh100")
+    outer = Cluster.preset("2xh100+2xa100").outer  # type: ignore[attr-defined]
+    graph = micro(traced(4, batch=8, d=64), 2)
+    plan = pipeline(graph, 2, 2, inner=Mesh({"dp": 2}))
+    named = predict_staged(graph, plan, Mixed("both", [slow, fast], outer))
+    alike = [replace(part, name="here") for part in (slow, fast)]
+    assert predict_staged(graph, plan, Mixed("both", alike, outer)).part_s == named.part_s
+
+
 def test_a_place_on_two_kinds_is_refused_by_name() -> None:
     """So is a plan without stages that needs both."""
     graph = traced(2)

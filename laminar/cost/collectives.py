@@ -131,6 +131,8 @@ def _rows(cluster: Cluster) -> dict[_Key, dict[int, list[_Row]]]:
             continue
         if not (row["seconds"] > 0 and row["bytes"] > 0):
             raise ClusterError(f"profile.collectives[{k}]: {row}", allowed="seconds and bytes above 0")
+        if row.get("level", names[0]) not in names:
+            raise ClusterError(f"profile.collectives[{k}].level: {row['level']!r}", allowed="  ".join(names))
         level = names.index(row["level"]) if "level" in row else 0
         key = (row["kind"], level, bool(row.get("resident", False)))
         out.setdefault(key, {}).setdefault(row["ranks"], []).append(

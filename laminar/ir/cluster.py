@@ -25,6 +25,7 @@ from typing import Any
 from laminar.errors import ClusterError
 from laminar.ir.codec import content_hash
 from laminar.ir.mesh import Mesh
+from laminar.ir.profile import LONGEST_S, checked
 from laminar.ir.tensor import ITEM_BYTES
 
 VERSION = 1
@@ -292,7 +293,7 @@ class Cluster:
                 for dtype, f in _items(_get(d, "flops_per_s", "device."), "device.flops_per_s")
             },
             efficiency={
-                family: tuple(_point(p, f"device.efficiency[{family}]") for p in points)
+                family: _points(points, f"device.efficiency[{family}]")
                 for family, points in _items(d.get("efficiency", {}), "device.efficiency")
             },
             **{key: _figure(_get(d, key, "device."), f"device.{key}") for key in DEVICE_FIGURES},
@@ -306,7 +307,7 @@ class Cluster:
             device=device,
             levels=tuple(level_from(x, f"levels[{k}]") for k, x in enumerate(levels)),
             backend=_get(data, "backend", ""),
-            profile=dict(_items(data.get("profile", {}), "profile")),
+            profile=checked(data.get("profile", {})),
             collective_s=_figure(data.get("collective_s", [0.0, "assumed", ""]), "collective_s"),
         )
 
@@ -362,10 +363,6 @@ def _items(data: Any, path: str) -> Any:
     return data.items()
 
 
-LONGEST_S = 1e4
-"""No latency of a machine is longer; what is simulated is counted in nanoseconds."""
-
-
 def _figure(data: Any, path: str) -> Figure:
     if not isinstance(data, list) or len(data) not in (2, 3):
         raise ClusterError(f"{path}: {data!r} is not a figure", allowed="[value, source] or [value, source, note]")
@@ -373,6 +370,12 @@ def _figure(data: Any, path: str) -> Figure:
     if number and path.endswith("_s") and not path.endswith("_per_s") and data[0] > LONGEST_S:
         raise ClusterError(f"{path}: {data[0]} s", allowed=f"up to {LONGEST_S:.0f} s")
     return Figure(data[0], data[1], data[2] if len(data) == 3 else "")
+
+
+def _points(data: Any, path: str) -> tuple[tuple[float, float], ...]:
+    if not isinstance(data, list):
+        raise ClusterError(f"{path}: {data!r} is not a curve", allowed="a list of points, [size, fraction] each")
+    return tuple(_point(p, path) for p in data)
 
 
 def _point(data: Any, path: str) -> tuple[float, float]:
@@ -388,6 +391,9 @@ def _point(data: Any, path: str) -> tuple[float, float]:
 def _check(cluster: Cluster) -> None:
     """Refuse nonsense by the name of its field."""
     d = cluster.device
+    for path, name in (("name", cluster.name), ("device.name", d.name)):
+        if not isinstance(name, str):
+            raise ClusterError(f"{path}: {name!r}", allowed="a text")
     _one_of(d.kind, KINDS, "device.kind")
     _one_of(cluster.backend, BACKENDS, "backend")
     if not d.flops_per_s:
@@ -405,12 +411,7 @@ def _check(cluster: Cluster) -> None:
     if not cluster.levels:
         raise ClusterError("levels: none", next='for one device write one level of size 1, as preset("h200") does')
     for k, level in enumerate(cluster.levels):
-        _whole(level.size, f"levels[{k}].size")
-        _whole(level.shared, f"levels[{k}].shared")
-        _number(level.latency_s, f"levels[{k}].latency_s", least=0.0)
-        _number(level.bytes_per_s, f"levels[{k}].bytes_per_s")
-        if level.switch_bytes_per_s is not None:
-            _number(level.switch_bytes_per_s, f"levels[{k}].switch_bytes_per_s")
+        check_level(level, f"levels[{k}]")
         if level.shared > cluster.unit_devices[k]:
             raise ClusterError(
                 f"levels[{k}].shared: {level.shared} devices share a link of {level.name}, "
@@ -418,6 +419,18 @@ def _check(cluster: Cluster) -> None:
                 allowed=f"1 to {cluster.unit_devices[k]}",
             )
     _number(cluster.collective_s, "collective_s", least=0.0)
+
+
+def check_level(level: Level, path: str) -> None:
+    """Refuse nonsense in a level, which is at `path`."""
+    if not isinstance(level.name, str):
+        raise ClusterError(f"{path}.name: {level.name!r}", allowed="a text")
+    _whole(level.size, f"{path}.size")
+    _whole(level.shared, f"{path}.shared")
+    _number(level.latency_s, f"{path}.latency_s", least=0.0)
+    _number(level.bytes_per_s, f"{path}.bytes_per_s")
+    if level.switch_bytes_per_s is not None:
+        _number(level.switch_bytes_per_s, f"{path}.switch_bytes_per_s")
 
 
 def _one_of(value: Any, allowed: tuple[str, ...], path: str) -> None:

@@ -19,7 +19,7 @@ from itertools import accumulate, groupby
 from typing import Any
 
 from laminar.errors import ClusterError
-from laminar.ir.cluster import VERSION, Cluster, Device, Level, Reach, level_from, level_json
+from laminar.ir.cluster import VERSION, Cluster, Device, Level, Reach, check_level, level_from, level_json
 
 
 class Mixed(Cluster):
@@ -38,6 +38,7 @@ class Mixed(Cluster):
                 raise ClusterError(f"parts[{k}]: {part.name} is mixed itself", next="list its parts instead")
             if part.kind != kinds[0]:
                 raise ClusterError(f"parts[{k}]: {part.kind} beside {kinds[0]}", allowed="parts of one kind of backend")
+        check_level(outer, "outer")
         values = {
             "name": name,
             "own": tuple(parts),

@@ -252,7 +252,7 @@ def speeds_on(
     for plan in plans:
         part = cluster.on(range(first, first + plan.mesh.ranks))
         first += plan.mesh.ranks
-        key = (part.name, plan.hash)
+        key = (part.hash, plan.hash)
         if key not in known:
             found = predict_staged(graph, whole_at(graph, plan, micro), part, optimizer=optimizer)
             rates = module_rates(graph, found)
