@@ -43,15 +43,16 @@ def ratio(times: dict[str, list[float]], over: str, under: str) -> dict[str, flo
 
 
 def commit() -> str:
-    """The commit measured, marked where the tree has changes."""
+    """The commit measured, marked where the tree has changes other than results."""
     here = Path(__file__).parent
     try:
         head = subprocess.run(
             ["git", "rev-parse", "--short", "HEAD"], cwd=here, capture_output=True, text=True, check=True
         )
         dirty = subprocess.run(
-            ["git", "status", "--porcelain", "--untracked-files=no"], cwd=here, capture_output=True, text=True
-        )
+            ["git", "status", "--porcelain", "--untracked-files=no", "--", ":/", ":!results"],  # rows of this very run
+            cwd=here, capture_output=True, text=True,
+        )  # fmt: skip
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return head.stdout.strip() + ("+" if dirty.stdout.strip() else "")
