@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import laminar
-from laminar.errors import ClusterError, LaminarError, PlanError
+from laminar.errors import ClusterError, LaminarError, PlanError, TimelineError
 from laminar.forecast import predict, predict_staged
 from laminar.ir.cluster import Cluster
 from laminar.ir.graph import Graph
@@ -190,6 +190,15 @@ def test_a_rate_that_is_no_number_is_named() -> None:
     data["device"]["efficiency"][family] = 0.5
     with pytest.raises(ClusterError, match=rf"efficiency\[{family}\].*is not a curve"):
         use_cluster(data)
+
+
+@pytest.mark.parametrize("reason", [-2, 10**6])
+def test_a_reason_that_is_no_span_is_named(reason: int) -> None:
+    """Too large it would be an IndexError, below nothing another span's."""
+    data = json.loads(json.dumps(predict(specimen(NAME).graph, plan(), cluster()).timeline.to_json()))
+    data["spans"]["because"][7] = reason
+    with pytest.raises(TimelineError, match=rf"spans\.because\[7\]: {reason}, not the number of a span"):
+        use_timeline(data)
 
 
 @pytest.mark.parametrize(

@@ -262,6 +262,10 @@ class Timeline:
                 columns.append([v.whole(-MOST) for v in column.rows()])
         if len({len(column) for column in columns}) > 1:
             raise part["spans"].wrong("columns of different lengths")
+        reasons = columns[_COLUMNS.index("because")]
+        for row, reason in zip(part["spans"]["because"].rows(), reasons, strict=True):
+            if not -1 <= reason < len(reasons):
+                raise row.wrong(f"{reason}, not the number of a span")
         return cls(
             kind=part["kind"].text(),
             ranks=part["ranks"].whole(1),
