@@ -79,9 +79,10 @@ def staged_s(graph: Graph, cluster: Cluster, stages: int, microbatches: int, **o
 
 
 def skewed(graph: Graph, cluster: Cluster, stages: int, microbatches: int) -> list[float]:
-    """The default cut, and cuts that make the first stages heavier, which fill and empty a pipe sooner."""
+    """Schedules of the default cut, and cuts that make the first stages heavier, which fill and empty a pipe sooner."""
     work = work_s(micro(graph, microbatches))
-    found = [staged_s(graph, cluster, stages, microbatches)]
+    found = [staged_s(graph, cluster, stages, microbatches, schedule=how) for how in (None, "gpipe", "zero-bubble")]
+    found.append(staged_s(graph, cluster, stages, microbatches, window=2, stash=2.0))
     for lean in (0.9, 0.75, 0.6):  # of an op's seconds, what they are said to be at the place before
         told = [{name: s * lean ** (stages - 1 - p) for name, s in work.items()} for p in range(stages)]
         found.append(staged_s(graph, cluster, stages, microbatches, speeds=told))

@@ -30,7 +30,7 @@ OFFLOAD = "where a cell without stages has it: any number of blocks wait in the 
 SETS = (
     "branches with devices of their own: any placement on one axis, or on one across nodes and one inside; none again"
 )
-CUTS = "stages are stretches of the program, in its own order, with equal meshes"
+CUTS = "stages are stretches of the program, cut anywhere, with equal meshes, under any schedule"
 GATHERS = "parameters in pieces: once a step, or for forward and for backward"
 ALGORITHMS = "of each exchange the cheapest: ring, tree, halving and doubling, direct, by switch, by shared memory"
 

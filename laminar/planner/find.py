@@ -131,7 +131,7 @@ class _Search:
         self.request, self.progress = request, progress
         self.model = Model(graph, request)
         self.bounds, self.looker = Bounds(self.model), Looker(self.model)
-        self.outside = ["stages cut elsewhere, or of different meshes", "other schedules"]
+        self.outside = ["stages of different meshes"]
         self.branches: Branches | None = None
         """Of the captured graph."""
         self.scores: list[Score] = []
