@@ -21,14 +21,12 @@ A sum that no plan can undercut, minimised over all placements. What it adds up,
                gathered, which nothing hides, and ranks that hold pieces add up the norm of their gradients.
     fetching   Parameters in pieces are gathered for forward, and for backward again, or held in between. What that
                saves is bounded by the room there is.
-    stages     With S stages and M micro-batches the slowest stage, which has at least its share of the work, does it M
-               times, and stands still while the first micro-batch comes to it and the last one leaves. Besides, ranks
-               agree on the beginning and the end of the step.
+    stages     With S stages and M micro-batches some stage has at least its share of the work, wherever stages are cut,
+               and does it M times. What passes before its first one and behind its last is not counted: how much that
+               is hangs on the cuts. Besides, ranks agree on the beginning and the end of the step.
 
-Layers stand in a row, and one stands for all (`Least.repeated`); what lies outside of layers may lie anyhow.
-
-Taken for granted besides what `alone` says: stages are cut so that their work is nearly equal (`staging.balanced`).
-Were the first ones much heavier than the last, a pipe could fill and empty in less than is counted here.
+Layers stand in a row, and one stands for all (`Least.repeated`); what lies outside of layers may lie anyhow. What is
+taken for granted is said by `alone`.
 """
 
 from __future__ import annotations
@@ -98,10 +96,9 @@ class Bounds:
 
         Work takes no less in parts than in one, and every call is repeated for each micro-batch.
         """
-        parts = cell.micro_batches + (cell.stages - 1) / cell.virtual
-        devices = self.model.request.cluster.devices
+        each, _ = self._counts(cell)
         total_s, calls_s = self._alone_s
-        return (total_s - calls_s) / devices * parts / cell.micro_batches + calls_s * parts / cell.stages
+        return each * ((total_s - calls_s) / cell.ranks / cell.micro_batches + calls_s)
 
     def quick(self, cell: Cell) -> Bound:
         """A better one without exchanges: what work and updates take at least."""
@@ -141,15 +138,14 @@ class Bounds:
         stays = sum(
             i.spec.nbytes + (UPDATES[optimizer] * i.spec.numel if i.trainable else 0) for i in graph.of_kind("param")
         )
-        # The first stage keeps a micro-batch for every stage behind it.
-        under_way = min(cell.micro_batches, cell.stages) / cell.stages
-        return stays / (cell.ranks * cell.stages) + self.alone.kept_bytes(cell) * under_way / cell.ranks
+        # When the backward of a micro-batch begins, all places together keep all of it.
+        return (stays + self.alone.kept_bytes(cell)) / (cell.ranks * cell.stages)
 
     # --- how it adds up
 
     def _counts(self, cell: Cell) -> tuple[float, float]:
-        """How often the slowest stage does its share of a micro-batch, or stands still for it; its share of ends."""
-        return (cell.micro_batches + (cell.stages - 1) / cell.virtual) / cell.stages, 1 / cell.stages
+        """What the busiest place does at least of a micro-batch's work, and of what comes once a step: the mean."""
+        return cell.micro_batches / cell.stages, 1 / cell.stages
 
     def _means(self, cell: Cell, worth_s: float) -> Iterator[Bound]:
         """With one mean of the levels after the other, until one is good enough."""
@@ -162,16 +158,10 @@ class Bounds:
     def _bound(self, cell: Cell, shares: Shares, parts: int) -> Bound:
         """With exchanges of each level counting by its share.
 
-        What depends on placements is of the form: micro-batches' seconds, and a share t of what comes once a step. The
-        least of such a sum bends downwards in t, so it lies above the line between t = 0 and t = 1, which cells with
-        other numbers of virtual stages share. A batch in one (`parts` = 1) takes no longer than in parts.
+        A batch in one (`parts` = 1) takes no longer than in parts.
         """
         each, _ = self._counts(cell)
-        t = cell.micro_batches / (cell.micro_batches + (cell.stages - 1) / cell.virtual)
-        least = t * self._line(cell, shares, parts, 1.0)
-        if t < 1:
-            least += (1 - t) * self._line(cell, shares, parts, 0.0)
-        seconds = self._around_s(cell) + each / cell.micro_batches * least
+        seconds = self._around_s(cell) + each / cell.micro_batches * self._line(cell, shares, parts, 1.0)
         seconds = max(seconds, min(seconds + self._norm_sum_s(cell), self._whole_s(cell)))
         return Bound(seconds, 1.0, each * self.alone.kernels_s(cell))
 

@@ -3,14 +3,22 @@
 The space says which plans were meant: it is plain data with a hash. The bound is below the simulated time of every plan
 in it. Cells whose own bound is above the plan that was found are out of the question; those that are left, looked at
 or not, set the bound.
+
+Every plan that a search simulates is held against what was proved of its cell. One that is faster shows that the proof
+is wrong, and a wrong proof is worth nothing: the certificate is withdrawn, with an event and a sentence that says so.
+With LAMINAR_CHECK_BOUNDS=1 in the environment the search stops there instead, and asks for the best bound of every
+cell that it simulates a plan of.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from laminar.errors import LaminarError
+from laminar.events import emit
 from laminar.ir.codec import content_hash
 from laminar.ir.graph import Graph
 from laminar.planner.cells import Cell
@@ -22,7 +30,7 @@ OFFLOAD = "where a cell without stages has it: any number of blocks wait in the 
 SETS = (
     "branches with devices of their own: any placement on one axis, or on one across nodes and one inside; none again"
 )
-CUTS = "stages are stretches of the program, in its own order, with equal meshes"
+CUTS = "stages are stretches of the program, cut anywhere, with equal meshes, under any schedule"
 GATHERS = "parameters in pieces: once a step, or for forward and for backward"
 ALGORITHMS = "of each exchange the cheapest: ring, tree, halving and doubling, direct, by switch, by shared memory"
 
@@ -47,6 +55,38 @@ def space(graph: Graph, request: Request, cells: Sequence[Cell]) -> dict[str, An
     }
 
 
+ROUNDING = 1e-6
+"""What is simulated is counted in nanoseconds, what is proved in floating point."""
+
+
+@dataclass(frozen=True)
+class Contradiction:
+    """A plan that is simulated faster than what was proved of all plans of its kind."""
+
+    plan: str
+    step_s: float
+    bound_s: float
+
+    def __str__(self) -> str:
+        return f"{self.plan} is simulated at {self.step_s * 1e3:.6g} ms, below its bound of {self.bound_s * 1e3:.6g} ms"
+
+
+def checking() -> bool:
+    """Whether a contradiction is to end the search."""
+    return os.environ.get("LAMINAR_CHECK_BOUNDS", "") not in ("", "0")
+
+
+def contradicted(plan: str, step_s: float, bound_s: float) -> Contradiction | None:
+    """Whether a simulated plan lies below a bound; ends the search if that is wanted."""
+    if step_s >= bound_s * (1 - ROUNDING):
+        return None
+    found = Contradiction(plan, step_s, bound_s)
+    if checking():
+        raise LaminarError(f"a bound is wrong: {found}", next="report it, with the model and the cluster")
+    emit("certificate_withdrawn", plan=plan, step_s=step_s, bound_s=bound_s)
+    return found
+
+
 @dataclass(frozen=True)
 class Certificate:
     """No plan of the space is simulated to be faster than `bound_s`."""
@@ -66,6 +106,8 @@ class Certificate:
     """Of the plan's seconds on the machine, 90 %."""
     known: str = ""
     """What prices rest on."""
+    contradictions: tuple[Contradiction, ...] = ()
+    """Plans that show the bound to be wrong: nothing is proved then, and `bound_s` is 0."""
 
     @property
     def gap(self) -> float:
@@ -74,10 +116,15 @@ class Certificate:
 
     def __str__(self) -> str:
         low, high = (100 * (x / self.step_s - 1) for x in self.interval)
+        machine = f"Against the machine: {low:+.0f} to {high:+.0f} % (90 %), {self.known}."
+        if self.contradictions:
+            return (
+                f"Nothing is proved about this plan, {self.step_s * 1e3:.4g} ms: the certificate is withdrawn, because "
+                f"{self.contradictions[0]}. Please report it, with the model and the cluster. {machine}"
+            )
         return (
             f"No plan in space {self.space[:8]} is simulated faster than {self.bound_s * 1e3:.4g} ms; "
-            f"this one {self.step_s * 1e3:.4g} ms (gap {100 * self.gap:.1f} %). "
-            f"Against the machine: {low:+.0f} to {high:+.0f} % (90 %), {self.known}."
+            f"this one {self.step_s * 1e3:.4g} ms (gap {100 * self.gap:.1f} %). {machine}"
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -90,6 +137,7 @@ class Certificate:
             "cells": {"all": self.cells, "looked_at": self.looked_at, "pruned": self.pruned, "unfit": self.unfit,
                       "unfinished": self.unfinished},
             "outside": list(self.outside),
+            **({"withdrawn": [str(c) for c in self.contradictions]} if self.contradictions else {}),
             "sentence": str(self),
         }  # fmt: skip
 

@@ -36,7 +36,7 @@ from laminar.planner import fewest
 from laminar.planner.bound import Bounds
 from laminar.planner.branches import Branches
 from laminar.planner.cells import CHUNKS, Cell, cells
-from laminar.planner.certificate import Certificate, hashed, space
+from laminar.planner.certificate import Certificate, Contradiction, checking, contradicted, hashed, space
 from laminar.planner.chain import improve
 from laminar.planner.finals import Final, Found, Nothing, described
 from laminar.planner.leaner import mixes
@@ -131,7 +131,7 @@ class _Search:
         self.request, self.progress = request, progress
         self.model = Model(graph, request)
         self.bounds, self.looker = Bounds(self.model), Looker(self.model)
-        self.outside = ["stages cut elsewhere, or of different meshes", "other schedules"]
+        self.outside = ["stages of different meshes"]
         self.branches: Branches | None = None
         """Of the captured graph."""
         self.scores: list[Score] = []
@@ -369,8 +369,19 @@ class _Search:
             self.bias[plain] = min(self.bias.get(plain, math.inf), final.seconds / score.seconds)
         if feasible(now, self.request):
             self.finals.append(replace(final, score=now))
+            if checking():
+                contradicted(described(now), final.seconds, self.bounds.of(now.cell).seconds)
             if self.best_s == final.seconds:
                 self.progress(f"{final.seconds * 1e3:.3f} ms: {described(now)}")
+
+    def contradictions(self) -> list[Contradiction]:
+        """Plans of this graph that were simulated faster than what is proved of their cell."""
+        found = []
+        for final in self.finals:
+            cell = final.score.cell
+            if final.score.rewrites == self.steps and not final.score.apart and cell in self.at:
+                found.append(contradicted(described(final.score), final.seconds, self.at[cell]))
+        return [one for one in found if one is not None]
 
     def least_bytes(self, cell: Cell) -> float:
         """What a rank holds at least; where the batch at once leaves plenty of room, micro-batches do too."""
@@ -527,7 +538,12 @@ class _Search:
         left = unexplored + 1 + len(others) - len(sure)
         outside = [f"rewrites of the graph that were not searched to the end: {left}"] if left else []
         outside.append("branches on devices of their own" + (", dealt out in other ways" if ways else ""))
-        bound_s = min(*(s.bound_s for s in sure), *(f.seconds for f in finals), *ways.values())
+        wrong = [one for s in (self, *others) for one in s.contradictions()]
+        if ways:
+            apart = [f for f in finals if f.score.apart]
+            lowest_s = min(ways.values())
+            wrong += filter(None, (contradicted(described(f.score), f.seconds, lowest_s) for f in apart))
+        bound_s = 0.0 if wrong else min(*(s.bound_s for s in sure), *(f.seconds for f in finals), *ways.values())
         seen = self.branches.looked_at if self.branches else set()
         bounds = [(s, cell, at_s) for s in sure for cell, at_s in s.at.items()]
         known = best.account.get("known") or {}
@@ -545,6 +561,7 @@ class _Search:
             outside=(*outside, *self.outside),
             interval=interval(best.seconds, best.account.pop("sigma")),
             known="prices " + (", ".join(f"{v:.0%} {k}" for k, v in known.items() if v >= 0.01) or "from peaks"),
+            contradictions=tuple(wrong),
         )
         account = {
             **best.plan.account,

@@ -25,7 +25,7 @@ from laminar.ir.graph import Graph
 from laminar.ir.plan import Plan
 from laminar.ir.planned import Origin
 from laminar.ir.staged import Staged
-from laminar.planner.certificate import Certificate, hashed
+from laminar.planner.certificate import Certificate, contradicted, hashed
 from laminar.planner.explain import binding, counted, held, spent
 from laminar.planner.find import Found, find
 from laminar.planner.request import Request
@@ -274,10 +274,14 @@ class MixedSearch:
         }
         ruled_out = {c for c, bound_s in self.at.items() if bound_s >= step_s and c not in self.looked_at}
         inner = [f.certificate for f in self.parts.values()]
+        wrong = [c for one in inner for c in one.contradictions]
+        for final in self.finals:
+            cell = final.guess.cell
+            wrong += filter(None, [contradicted(cell.told(self.cluster), final.ran.seconds, self.at.get(cell, 0.0))])
         return Certificate(
             space=hashed(about),
             step_s=step_s,
-            bound_s=min([step_s, *self.at.values(), *alone]),
+            bound_s=0.0 if wrong else min([step_s, *self.at.values(), *alone]),
             cells=len(self.cells) + sum(c.cells for c in inner),
             looked_at=len(self.looked_at) + sum(c.looked_at for c in inner),
             pruned=len(ruled_out) + sum(c.pruned for c in inner),
@@ -286,6 +290,7 @@ class MixedSearch:
             outside=tuple(self.outside),
             interval=interval(step_s, sigma),
             known="prices of each part's own",
+            contradictions=tuple(wrong),
         )
 
 
