@@ -7,6 +7,7 @@
 PYTHON ?= python3
 PLANS  ?= 1000
 PROGRAMS ?= 1000
+EACH   ?= 4
 JOBS   ?= $(shell nproc)
 
 FRESH := $(or $(SEED),$(shell date +%s))
@@ -18,7 +19,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 VISION := $(shell grep '^torchvision==' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint bench fuzz fuzz-models prove sweep
+.PHONY: help setup demo test lint bench attack fuzz fuzz-models prove sweep
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
@@ -50,6 +51,9 @@ prove: setup ## tests that take minutes: training in every layout, optimizer and
 
 sweep: setup ## all of torch's operators and modules, transformers' and torchvision's models, in every way; hours, on JOBS cores
 	LAMINAR_SEED=$(FRESH) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m sweep
+
+attack: setup ## plans that may contradict a search, every model on every machine; EACH=4 seconds, on JOBS cores
+	PYTHONPATH=.:examples $(BIN)/python -m tests.attack --jobs $(JOBS) --seconds $(EACH) $(if $(SEED),--seed $(SEED))
 
 fuzz: setup ## random plans and edited files; PLANS=1000 says how many, SEED=... which
 	@echo "random examples of seed $(FRESH); again with SEED=$(FRESH)"

@@ -137,7 +137,7 @@ def test_offload_wins_where_a_block_computes_as_long_as_it_travels() -> None:
     assert isinstance(plan, Plan)
     away = pick(gpt(), plan.offload).blocks
     assert row["offloaded"] == len(away) > 0 and f"{len(away)} of 4 blocks offloaded" in row["plan"]
-    assert "host's memory" in found.space["offload"] and "recompute" in found.space
+    assert "host's memory" in found.space.data["offload"] and "recompute" in found.space.data
     assert Plan.from_json(plan.to_json()).offload == plan.offload
     assert "kept in the host's memory" in plan.explain()
 
@@ -163,10 +163,10 @@ def test_offload_is_a_dimension_and_can_be_pinned() -> None:
     room = cap(known, 0.5)
     found = searched(gpt(), 2, room, offload=0)
     assert isinstance(found.plan, Plan) and not found.plan.offload and found.plan.recompute
-    assert "offload" not in found.space
+    assert "offload" not in found.space.data
     found = searched(gpt(), 2, room, "data,offload")
     assert isinstance(found.plan, Plan) and found.plan.offload and not found.plan.recompute
-    assert "recompute" not in found.space
+    assert "recompute" not in found.space.data
     every = cells(asking(cluster(2)), 8, BLOCKS, True, True)
     pinned = cells(asking(cluster(2), pin={"offload": 1}), 8, BLOCKS, True, True)
     assert pinned == [c for c in every if c.plain and c.recompute]

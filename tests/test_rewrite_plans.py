@@ -372,7 +372,8 @@ def test_the_search_takes_a_rewrite_by_itself_and_is_faster_for_it() -> None:
     assert predict(graph, found.plan, cluster).seconds == pytest.approx(found.certificate.step_s, rel=1e-12)
     assert found.certificate.bound_s <= found.certificate.step_s
     assert any(f.plan.rewrites == () for f in found.finals), "the graph as captured is looked at too"
-    assert [list(a.to_json()) for a in found.plan.rewrites] in found.space["rewrites"] and [] in found.space["rewrites"]
+    searched = found.space.data["rewrites"]
+    assert [list(a.to_json()) for a in found.plan.rewrites] in searched and [] in searched
     assert any("rewrites of the graph that were not searched" in text for text in found.certificate.outside)
     assert found.certificate.cells == 3 * without.certificate.cells
 
@@ -381,7 +382,7 @@ def test_without_time_only_the_captured_graph_is_vouched_for() -> None:
     """What was not searched is outside, and counted there."""
     request = Request(Cluster.preset("8xh100"), pin=ONE_CELL, only=("data", "zero", "rewrite"), budget_s=0.0)
     found = find(llama(6), request)
-    assert found.space["rewrites"] == [[]] and not found.plan.rewrites
+    assert found.space.data["rewrites"] == [[]] and not found.plan.rewrites
     assert any(text.startswith("rewrites of the graph") for text in found.certificate.outside)
 
 
@@ -391,7 +392,7 @@ def test_where_time_ends_early_what_was_found_has_a_bound_all_the_same(monkeypat
     monkeypatch.setattr("laminar.planner.find._Search.left", lambda self: -1.0)
     request = Request(Cluster.preset("8xh100"), pin=ONE_CELL, only=("data", "zero", "rewrite"), budget_s=60.0)
     found = find(llama(6), request)
-    assert found.plan.rewrites and len(found.space["rewrites"]) == 2
+    assert found.plan.rewrites and len(found.space.data["rewrites"]) == 2
     assert 0 < found.certificate.bound_s <= found.certificate.step_s
     assert found.certificate.outside[0] == f"rewrites of the graph that were not searched to the end: {left_out()}"
 

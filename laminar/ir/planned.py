@@ -4,8 +4,9 @@ A plan carries an account, plain data that whoever made it wrote: `step_s`, `bou
 lost. It is saved with the plan. A plan that comes straight from a search also remembers its origin, the graph and what
 was asked; that is not saved, so a plan from a file is handed its graph again where a question needs one.
 
-Questions (`why`, `what_if`, `flags`, `dot`, `draw`) are answered by the planner, which stands above this room. It is
-looked up by name when someone asks: values stay plain data, and whoever only reads plans never loads it.
+Questions (`space`, `certificate`, `why`, `what_if`, `flags`, `dot`, `draw`) are answered by the planner, which stands
+above this room. It is looked up by name when someone asks: values stay plain data, and whoever only reads plans never
+loads it.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from laminar.ir.graph import Graph
 from laminar.ir.reading import WRONG, Part
 
 ANSWERS = {
+    "space": "laminar.planner.space",
+    "certificate": "laminar.planner.certificate",
     "why": "laminar.planner.why",
     "what_if": "laminar.planner.whatif",
     "flags": "laminar.planner.flags",
@@ -32,6 +35,8 @@ ANSWERS = {
 """Who answers what; each module has a function of that name, whose first argument is the plan."""
 SLIGHT_S = 0.002
 """Differences below this share of a step are not told."""
+OVER_S = 0.5
+"""Seconds beyond its budget that a search may take without a word."""
 LOOKED_AT = 4
 """Plans that were only looked at that are told."""
 
@@ -76,6 +81,16 @@ class Planned:
     def bound_s(self) -> float | None:
         """No plan in the space searched is faster than this, where known."""
         return self.account.get("bound_s")
+
+    @property
+    def space(self) -> Any:
+        """The plans that it was searched among, as a value: it prints, and `plan.space.contains(other)` says why."""
+        return self._asked("space")
+
+    @property
+    def certificate(self) -> Any:
+        """What was proved about them, as a value: it prints, and has `bound_s`, `gap` and `outside`."""
+        return self._asked("certificate")
 
     def _asked(self, question: str, *args: Any, **options: Any) -> Any:
         return getattr(import_module(ANSWERS[question]), question)(self, *args, **options)
@@ -184,7 +199,7 @@ def searched(account: Mapping[str, Any], price: float | None = None) -> list[str
         lines += ["", f"searched: {account.get('searched', mine['plan'])}", f"  {proof['sentence']}"]
         lines.append(
             f"  {cells['all']} cells: {cells['looked_at']} looked at, {cells['pruned']} ruled out by their bounds, "
-            f"{cells['unfit']} too large, {cells['unfinished']} left; {account['search_s']:.1f} s"
+            f"{cells['unfit']} too large, {cells['unfinished']} left; {account['search_s']:.1f} s" + _overrun(account)
         )
         lines += [f"  outside: {text}" for text in proof["outside"]]
     lines += _batches(account)
@@ -192,6 +207,12 @@ def searched(account: Mapping[str, Any], price: float | None = None) -> list[str
     lines += _lost(account)
     lines += _measured(account)
     return lines + costs(account, price)
+
+
+def _overrun(account: Mapping[str, Any]) -> str:
+    """How much longer than it was given a search took, where that is worth a word."""
+    over_s = account["search_s"] - account.get("budget_s", account["search_s"])
+    return f", {over_s:.1f} s over its budget: plans with a name are always priced" if over_s > OVER_S else ""
 
 
 def _batches(account: Mapping[str, Any]) -> list[str]:

@@ -24,15 +24,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from laminar.errors import PlanError
+from laminar.ir.codec import content_hash
 from laminar.ir.graph import Graph
 from laminar.ir.plan import Plan
 from laminar.ir.planned import Planned
 from laminar.ir.staged import Staged
 from laminar.planner.best import refused, tried
 from laminar.planner.cells import Cell, divisors
-from laminar.planner.certificate import hashed, space
 from laminar.planner.find import Nothing, promised
 from laminar.planner.request import Request
+from laminar.planner.space import Space
 from laminar.rules.samples import samples_of
 from laminar.search.micro import micro
 from laminar.search.presets import like
@@ -97,7 +98,7 @@ class Batches:
             graph = micro(self.graph, parts)
             if len(self.request.cluster.parts) == 1:
                 batch.bound_s, cells = promised(graph, self.request)
-                batch.space = hashed(space(graph, self.request, cells))
+                batch.space = Space.of(graph, self.request, cells).hash
                 batch.even = any(_even(cell, batch.samples) for cell in cells)
             batch.graph = graph
         except PlanError as error:
@@ -206,7 +207,7 @@ class Batches:
 
     def space(self) -> str:
         """The hash of all plans that are spoken of: for each batch, that of its own."""
-        return hashed({str(b.samples): b.space for b in self.proved()})
+        return content_hash({str(b.samples): b.space for b in self.proved()})
 
     def sentence(self, best: Batch, about_steps: str) -> str:
         """What is proved about samples a second."""

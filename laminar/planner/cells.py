@@ -1,10 +1,10 @@
 """The outer space as cells: stages, micro-batches, virtual stages, and a mesh for each stage.
 
 A cell leaves open how each tensor lies on the mesh; everything else is fixed. Meshes are factorisations of the ranks of
-a stage into two axes, `dp` outside and `tp` inside, where `tp` stays within the innermost level of the machine unless
-it has one level only: groups that move activations are never spread over a slower network than they need. A batch is
-cut into from one micro-batch per stage to `DEEPEST` per stage, so that every data parallel rank gets as many samples of
-each; there is a power of two of them, or a rank has a power of two of samples.
+a stage into two axes, `dp` outside and `tp` inside. With stages or micro-batches `tp` stays within the innermost level
+of the machine, unless it has one level only; a batch at once may also have `tp` over up to `ACROSS` nodes, or over all
+of them. A batch is cut into from one micro-batch per stage to `DEEPEST` per stage, so that every data parallel rank
+gets as many samples of each; there is a power of two of them, or a rank has a power of two of samples.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ DEEPEST = 16
 """Micro-batches per stage beyond which the bubble is below a sixteenth."""
 CHUNKS = (1, 2, 3, 4, 6)
 """Virtual stages per place."""
+ACROSS = 8
+"""Nodes that `tp` may span where it does not span all."""
 
 
 @dataclass(frozen=True, order=True)
@@ -98,11 +100,14 @@ def _cells(request: Request, samples: int, cuts: int, recompute: bool, offload: 
             dp = ranks // tp
             if tp != pin.get("tp", tp) or dp != pin.get("dp", dp):
                 continue
-            if (tp > inner and "tp" not in pin) or (tp > 1 and not request.allows("tensor")):
+            if tp > 1 and not request.allows("tensor"):
+                continue
+            across = tp > inner and "tp" not in pin
+            if across and not (stages == 1 and _whole_nodes(tp, inner, devices)):
                 continue
             if dp > 1 and not (request.allows("data") or request.allows("zero")):
                 continue
-            for micro in _micro_batches(request, samples, stages, dp):
+            for micro in (m for m in _micro_batches(request, samples, stages, dp) if m == 1 or not across):
                 for virtual in CHUNKS if stages > 1 else (1,):
                     if virtual != pin.get("virtual", virtual) or stages * virtual > max(cuts, stages):
                         continue
@@ -129,6 +134,11 @@ def _micro_batches(request: Request, samples: int, stages: int, dp: int) -> list
     if stages == 1 and 1 not in even:
         even = [1, *even]  # a batch that does not divide is run at once
     return even or [m for m in some if _power(m)]
+
+
+def _whole_nodes(tp: int, inner: int, devices: int) -> bool:
+    """Whether so many ranks are whole nodes, few of them or all."""
+    return tp % inner == 0 and (tp <= ACROSS * inner or tp == devices)
 
 
 def _power(n: int) -> bool:

@@ -1,8 +1,8 @@
 """What a search has proved, as data and in one sentence.
 
-The space says which plans were meant: it is plain data with a hash. The bound is below the simulated time of every plan
-in it. Cells whose own bound is above the plan that was found are out of the question; those that are left, looked at
-or not, set the bound.
+The space (`planner/space.py`) says which plans were meant. The bound is below the simulated time of every plan in it.
+Cells whose own bound is above the plan that was found are out of the question; those that are left, looked at or not,
+set the bound.
 
 Every plan that a search simulates is held against what was proved of its cell. One that is faster shows that the proof
 is wrong, and a wrong proof is worth nothing: the certificate is withdrawn, with an event and a sentence that says so.
@@ -13,47 +13,12 @@ cell that it simulates a plan of.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from laminar.errors import LaminarError
+from laminar.errors import LaminarError, PlanError
 from laminar.events import emit
-from laminar.ir.codec import content_hash
-from laminar.ir.graph import Graph
-from laminar.planner.cells import Cell
-from laminar.planner.request import Request
-
-PLACEMENTS = "every tensor in any placement that the rules allow, on one mesh for each stage"
-RECOMPUTE = "where a cell has it: any number of blocks of each stage, the first ones, whole or without their products"
-OFFLOAD = "where a cell without stages has it: any number of blocks wait in the host's memory, evenly spread"
-SETS = (
-    "branches with devices of their own: any placement on one axis, or on one across nodes and one inside; none again"
-)
-CUTS = "stages are stretches of the program, cut anywhere, with equal meshes, under any schedule"
-GATHERS = "parameters in pieces: once a step, or for forward and for backward"
-ALGORITHMS = "of each exchange the cheapest: ring, tree, halving and doubling, direct, by switch, by shared memory"
-
-
-def space(graph: Graph, request: Request, cells: Sequence[Cell]) -> dict[str, Any]:
-    """The plans that a search is about."""
-    return {
-        "graph": graph.hash,
-        "cluster": request.cluster.hash,
-        "optimizer": request.optimizer,
-        "memory_bytes": request.room_bytes,
-        "placements": PLACEMENTS,
-        "cuts": CUTS,
-        "sets": SETS,
-        **({"pinned": dict(request.place)} if request.place else {}),
-        **({"recompute": RECOMPUTE} if request.recomputes else {}),
-        **({"offload": OFFLOAD} if request.offloads else {}),
-        "zero": [0, 1, 2, 3] if request.allows("zero") else [0],
-        "gathers": GATHERS,
-        "algorithms": ALGORITHMS,
-        "cells": [cell.to_json() for cell in cells],
-    }
-
+from laminar.ir.planned import Planned
 
 ROUNDING = 1e-6
 """What is simulated is counted in nanoseconds, what is proved in floating point."""
@@ -106,8 +71,10 @@ class Certificate:
     """Of the plan's seconds on the machine, 90 %."""
     known: str = ""
     """What prices rest on."""
-    contradictions: tuple[Contradiction, ...] = ()
+    contradictions: tuple[Contradiction | str, ...] = ()
     """Plans that show the bound to be wrong: nothing is proved then, and `bound_s` is 0."""
+    said: str = ""
+    """The sentence, where somebody else wrote it: about samples a second, or about a plan outside of the space."""
 
     @property
     def gap(self) -> float:
@@ -115,6 +82,8 @@ class Certificate:
         return 1 - self.bound_s / self.step_s if self.step_s else 0.0
 
     def __str__(self) -> str:
+        if self.said:
+            return self.said
         low, high = (100 * (x / self.step_s - 1) for x in self.interval)
         machine = f"Against the machine: {low:+.0f} to {high:+.0f} % (90 %), {self.known}."
         if self.contradictions:
@@ -142,6 +111,22 @@ class Certificate:
         }  # fmt: skip
 
 
-def hashed(data: dict[str, Any]) -> str:
-    """The identity of a space."""
-    return content_hash(data)
+def certificate(plan: Planned) -> Certificate:
+    """What was proved about the space that a plan was searched in."""
+    found = plan.account.get("certificate")
+    if not isinstance(found, dict) or "sentence" not in found:
+        raise PlanError("this plan does not come from a search", next="laminar.plan(graph, cluster) searches")
+    cells = found["cells"]
+    return Certificate(
+        space=found["space"],
+        step_s=found["step_s"],
+        bound_s=found["bound_s"],
+        cells=cells["all"],
+        looked_at=cells["looked_at"],
+        pruned=cells["pruned"],
+        unfit=cells["unfit"],
+        unfinished=cells["unfinished"],
+        outside=tuple(found["outside"]),
+        contradictions=tuple(found.get("withdrawn", ())),
+        said=found["sentence"],
+    )

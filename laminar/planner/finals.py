@@ -11,6 +11,10 @@ from laminar.ir.plan import Plan
 from laminar.ir.staged import Staged
 from laminar.planner.certificate import Certificate
 from laminar.planner.score import Score
+from laminar.planner.space import Space
+
+USUAL = frozenset({"data", "typed", "kept", "inner", "tensor", "sequence", "sparing"})
+"""Styles of plans that have a name."""
 
 
 @dataclass(frozen=True)
@@ -26,10 +30,15 @@ class Final:
     """The whole simulation, for whoever explains it."""
 
     @property
+    def usual(self) -> bool:
+        """Whether it has a name that people know."""
+        return USUAL.issuperset(self.score.style) and not self.score.apart and not self.plan.rewrites
+
+    @property
     def simple(self) -> tuple[int, ...]:
         """The smaller, the simpler."""
         cell, style = self.score.cell, self.score.style
-        ways = ("data", "kept", "inner", "tensor", "sequence", "free", "hidden", "once", "sparing", "mixed")
+        ways = ("data", "typed", "kept", "inner", "tensor", "sequence", "free", "hidden", "once", "sparing", "mixed")
         steps = len(self.plan.rewrites)
         return (steps, cell.stages, bool(self.score.apart), cell.micro_batches > 1, cell.virtual,
                 max(map(ways.index, style)), cell.tp > 1, self.score.zero, cell.recompute,
@@ -55,7 +64,7 @@ class Found:
     """All that were simulated in full, best first."""
     scores: tuple[Score, ...]
     """All placements that were looked at, best first."""
-    space: dict[str, Any]
+    space: Space
 
 
 @dataclass(frozen=True)

@@ -24,27 +24,31 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
+from itertools import groupby
 
 from laminar.cost.calibrate import interval
 from laminar.cost.uncollected import uncollected
 from laminar.errors import LaminarError, PlanError
-from laminar.forecast import predict
+from laminar.forecast import predict, predict_staged
 from laminar.ir.graph import Graph
 from laminar.ir.plan import Plan
 from laminar.ir.rewrites import Steps
+from laminar.ir.staged import Staged
 from laminar.planner import fewest
 from laminar.planner.bound import Bounds
 from laminar.planner.branches import Branches
 from laminar.planner.cells import CHUNKS, Cell, cells
-from laminar.planner.certificate import Certificate, Contradiction, checking, contradicted, hashed, space
+from laminar.planner.certificate import Certificate, Contradiction, checking, contradicted
 from laminar.planner.chain import improve
-from laminar.planner.finals import Final, Found, Nothing, described
+from laminar.planner.finals import USUAL, Final, Found, Nothing, described
 from laminar.planner.leaner import mixes
-from laminar.planner.look import HOPELESS, Looker
-from laminar.planner.placing import KEPT
+from laminar.planner.look import HOPELESS, SHALLOW, Looker
+from laminar.planner.named import Named, named
+from laminar.planner.placing import KEPT, TYPED
 from laminar.planner.request import Request
 from laminar.planner.rewrites import Variants
 from laminar.planner.score import Model, Score, feasible, no_room, scored
+from laminar.planner.space import Space
 from laminar.rules.samples import samples_of
 from laminar.search.micro import micro
 from laminar.search.rewrite import carrying
@@ -124,7 +128,7 @@ class _Search:
     ) -> None:
         """`steps` made the graph of the captured one, with whose search this one shares its time and what is found."""
         self.began: float = captured.began if captured else time.process_time()
-        self.until_s = request.budget_s
+        self.until_s, self.extra_s = request.budget_s, 0.0
         self.below_s: float = captured.below_s if captured else below_s
         self.captured: Graph = captured.captured if captured else graph
         self.steps = steps
@@ -173,8 +177,8 @@ class _Search:
     # --- the loop
 
     def left(self) -> float:
-        """Processor seconds that are left."""
-        return self.until_s - (time.process_time() - self.began)
+        """Processor seconds that are left; those of plans with a name come on top of what was asked for."""
+        return self.until_s + self.extra_s - (time.process_time() - self.began)
 
     @property
     def best_s(self) -> float:
@@ -190,8 +194,10 @@ class _Search:
         """Better plans until nothing promises more or time is up, and then the bound."""
         for cell in self.cells:
             self.at[cell], self.known[cell] = self.bounds.rough(cell), 0
-        self.explore()
-        self.settle(math.inf)
+        # What a request for less would look at comes first: a wider one is to find nothing slower.
+        for some in ([c for c in self.cells if c.plain and c.tp == 1], self.cells):
+            self.explore(some)
+            self.settle(math.inf)
         self.mix()
         self.finalists()
         if self.settled:
@@ -247,9 +253,9 @@ class _Search:
         least = self.least_bytes(cell)
         return least if PLENTY * least < self.request.room_bytes else 0.0
 
-    def explore(self) -> None:
+    def explore(self, some: Sequence[Cell]) -> None:
         """Cells in the order of what they promise; before a cell is looked at, the cheapest questions come first."""
-        queue = [(self.at[cell], k, cell, 0) for k, cell in enumerate(self.cells)]
+        queue = [(self.at[cell], k, cell, 0) for k, cell in enumerate(some) if cell not in self.looked_at]
         heapq.heapify(queue)
         while queue:
             promise_s, k, cell, turn = heapq.heappop(queue)
@@ -415,44 +421,64 @@ class _Search:
         done = {f.score for f in self.finals}
         near = sorted((s for s in self.scores if feasible(s, self.request) and s not in done), key=lambda s: s.seconds)
         near = [s for s in near if s.seconds <= NEAR * self.best_s]
-        named = [s for s in near if set(s.style) <= {"data", "inner", "tensor", "sequence", KEPT}]
-        for score in dict.fromkeys([*near[:FINALISTS], *named[:FINALISTS]]):
+        usual = [s for s in near if set(s.style) <= USUAL]
+        for score in dict.fromkeys([*near[:FINALISTS], *usual[:FINALISTS]]):
             if self.left() > self.confirm_s or not self.settled:
                 self.confirmed(score)
-        for score in self.known_ways():
-            self.confirmed(score)
-        self.settle(math.inf)
+        if not self.steps:
+            begun = time.process_time()
+            self.try_named()
+            self.settle(math.inf)
+            self.extra_s = time.process_time() - begun
 
-    def known_ways(self) -> list[Score]:
-        """Plans with a name on one axis that may be faster than the best and fit, and have not been simulated.
+    def try_named(self) -> None:
+        """Simulate the plans with a name that may be faster than the best and fit, whatever time is left.
 
-        Whatever time is left: nobody is to be told a plan that is slower than what they would have written.
+        Nobody is to be told a plan that is slower than what they would have written.
         """
-        plain = [c for c in self.cells if c.plain and not c.recompute and 1 in (c.dp, c.tp)]
-        ways = [(c, ("data",), zero) for c in plain if c.tp == 1 for zero in self.looker.zeros(c)]
-        if self.request.allows("tensor"):
-            ways += [(c, ("tensor",), 0) for c in plain if c.tp > 1]
-        done = {(s.cell, s.style, s.zero) for s in self.done}
-        done |= {(f.score.cell, f.score.style[:-1], 3) for f in self.finals if f.score.style[-1] == KEPT}
-        known = {(s.cell, s.style, s.zero): s for s in self.scores}
-        out = []
-        for way in ways:
-            cell, style, zero = way
-            if way in done or self.room(cell) >= self.best_s:
-                continue
-            with suppress(LaminarError):
-                one = known.get(way)
-                if one is None:
-                    graph = self.model.small(1, self.model.keeps[-1])
-                    placer = self.model.placer(cell.mesh)
-                    pieces = placer.pieces(graph, placer.plan(graph, style), style, zero)
-                    if self.model.stays_bytes(pieces) > self.request.room_bytes:
-                        continue
-                    one = scored(self.model, cell, style, zero, pieces, HOPELESS * self.best_s)
-                large = one.peak_bytes > HOPELESS * self.request.room_bytes
-                if one.seconds <= NEAR * self.best_s and not large:
-                    out.append(replace(one, rewrites=self.steps))
-        return out
+        folded = self.model.small(1, self.model.keeps[-1])
+        for cell, ways in groupby(named(self.request, self.cells, folded), key=lambda one: one.cell):
+            far = self.model.layers > SHALLOW and self.looker.guess(cell) > HOPELESS * self.best_s
+            if self.room(cell) < self.best_s and not far:
+                for one in ways:
+                    if not self.hopeless(one):
+                        self.try_one(one)
+
+    def hopeless(self, one: Named) -> bool:
+        """Whether it was simulated already, or is much like one that is far slower, or that fits as it is."""
+        style = set(one.style) - {TYPED}
+        for score in (s for s in self.scores if set(s.style) - {TYPED} == style):
+            slower = score.seconds / self.best_s
+            if score.cell == one.cell and slower > (HOPELESS if min(score.zero, 2) == min(one.zero, 2) else 2):
+                return True
+            twin = one.cell.recompute and score.cell == replace(one.cell, recompute=False)
+            if twin and score.zero == one.zero and feasible(score, self.request):
+                return True
+        return any((s.cell, s.style, s.zero) == one.key for s in self.done)
+
+    def try_one(self, one: Named) -> None:
+        """Simulate a plan with a name, if its score says that it may be faster than the best."""
+        with suppress(LaminarError):
+            known = next((s for s in self.scores if (s.cell, s.style, s.zero) == one.key), None)
+            score = known or replace(scored(*one.asked(self.model), HOPELESS * self.best_s), rewrites=self.steps)
+            off = self.looker.off(one.cell, one.style)
+            if score.seconds <= off * self.best_s and not score.peak_bytes > off * self.request.room_bytes:
+                self.confirmed(score)
+            elif known is None:
+                self.scores.append(score)
+            if one.staged is not None and self.model.layers <= SHALLOW:
+                self.try_staged(score, one.staged(self.model.whole(one.cell.micro_batches)))
+
+    def try_staged(self, score: Score, plan: Staged) -> None:
+        """Simulate a pipeline as `laminar.plans` cuts it."""
+        deep, optimizer = self.model.whole(score.cell.micro_batches), self.request.optimizer
+        ran = predict_staged(deep, plan, self.request.cluster, optimizer=optimizer)
+        score = replace(score, style=(*score.style, TYPED), seconds=ran.seconds, peak_bytes=float(max(ran.peaks)))
+        if feasible(score, self.request):
+            account = {**plan.account, **ran.account(), "sigma": ran.sigma}
+            self.finals.append(Final(score, replace(plan, name="searched"), ran.seconds, max(ran.peaks), account, ran))
+            if self.best_s == ran.seconds:
+                self.progress(f"{ran.seconds * 1e3:.3f} ms: {described(score)}")
 
     def around(self) -> None:
         """Random moves from the best plan, as many as were asked for, if it has neither stages nor rewrites."""
@@ -514,30 +540,35 @@ class _Search:
         """What is known where no plan was found."""
         scores = [score for s in (self, *others) for score in (*s.scores, *s.apart)]
         sure = [self, *(s for s in others if s.through)]
-        about = space(self.model.graph, self.request, self.cells)
-        about["rewrites"] = [[step.to_json() for step in s.steps] for s in sure]
         ways = self.branches.at if self.branches else {}
-        about["branches"] = [way.to_json() for way in ways]
         return Nothing(
             no_room(self.request, min((s.peak_bytes for s in scores), default=math.inf)),
             min([s.bound_s if self.settled else min(s.at.values()) for s in sure] + list(ways.values())),
-            hashed(about),
+            self.space(sure).hash,
             not all(s.peak_bytes > self.request.room_bytes for s in scores),
             self.left() > 0 or not self.settled,
         )
 
+    def space(self, sure: Sequence[_Search], outside: Sequence[str] = ()) -> Space:
+        """The plans of these searches' graphs."""
+        rewrites = [[step.to_json() for step in s.steps] for s in sure]
+        branches = [way.to_json() for way in (self.branches.at if self.branches else {})]
+        about = {"rewrites": rewrites, "branches": branches, "outside": list(outside)}
+        return Space.of(self.model.graph, self.request, self.cells, self.model.blocks, **about)
+
     def result(self, others: Sequence[_Search] = (), unexplored: int = 0) -> Found:
         """The choice among plans of all graphs, and what is known about it; so many rewrites were not made at all."""
         finals = sorted(self.finals, key=lambda f: f.seconds)
-        best = min((f for f in finals if f.seconds <= EQUAL * finals[0].seconds), key=lambda f: (f.simple, f.seconds))
+        # Nothing that has a name may be faster than what is taken, be it by a little.
+        most_s = min([EQUAL * finals[0].seconds, *(f.seconds for f in finals if f.usual)])
+        best = min((f for f in finals if f.seconds <= most_s), key=lambda f: (f.simple, f.seconds))
         sure = [self, *(s for s in others if s.through or s.steps == best.plan.rewrites)]
-        about = space(self.model.graph, self.request, self.cells)
-        about["rewrites"] = [[step.to_json() for step in s.steps] for s in sure]
         ways = self.branches.at if self.branches else {}
-        about["branches"] = [way.to_json() for way in ways]
         left = unexplored + 1 + len(others) - len(sure)
         outside = [f"rewrites of the graph that were not searched to the end: {left}"] if left else []
         outside.append("branches on devices of their own" + (", dealt out in other ways" if ways else ""))
+        outside += self.outside
+        about = self.space(sure, outside)
         wrong = [one for s in (self, *others) for one in s.contradictions()]
         if ways:
             apart = [f for f in finals if f.score.apart]
@@ -548,7 +579,7 @@ class _Search:
         bounds = [(s, cell, at_s) for s in sure for cell, at_s in s.at.items()]
         known = best.account.get("known") or {}
         certificate = Certificate(
-            space=hashed(about),
+            space=about.hash,
             step_s=best.seconds,
             bound_s=bound_s,
             cells=len(bounds) + len(ways),
@@ -558,7 +589,7 @@ class _Search:
             unfit=sum(len(s.unfit) for s in sure),
             unfinished=sum(at_s < best.seconds and c not in s.looked_at for s, c, at_s in bounds)
             + sum(at_s < best.seconds and way not in seen for way, at_s in ways.items()),
-            outside=(*outside, *self.outside),
+            outside=tuple(outside),
             interval=interval(best.seconds, best.account.pop("sigma")),
             known="prices " + (", ".join(f"{v:.0%} {k}" for k, v in known.items() if v >= 0.01) or "from peaks"),
             contradictions=tuple(wrong),
@@ -568,9 +599,11 @@ class _Search:
             **best.account,
             "bound_s": bound_s,
             "certificate": certificate.to_json(),
+            "space": dict(about.data),
             "choice": best.row(),
             "runners_up": [f.row() for f in finals if f is not best],
             "search_s": time.process_time() - self.began,
+            "budget_s": self.request.budget_s,
         }
         scores = tuple(sorted((x for s in (self, *others) for x in (*s.scores, *s.apart)), key=lambda x: x.seconds))
         return Found(replace(best.plan, account=account), certificate, tuple(finals), scores, about)

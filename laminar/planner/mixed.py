@@ -25,12 +25,13 @@ from laminar.ir.graph import Graph
 from laminar.ir.plan import Plan
 from laminar.ir.planned import Origin
 from laminar.ir.staged import Staged
-from laminar.planner.certificate import Certificate, contradicted, hashed
+from laminar.planner.certificate import Certificate, contradicted
 from laminar.planner.explain import binding, counted, held, spent
 from laminar.planner.find import Found, find
 from laminar.planner.request import Request
 from laminar.planner.sides import Guess, Priced, Shop, Side, Sides, all_sides, guessed, room_bytes
 from laminar.planner.sides_bound import SidesBounds
+from laminar.planner.space import Space
 from laminar.staging import pipeline, refuse_coupled
 
 OUTSIDE = (
@@ -260,18 +261,24 @@ class MixedSearch:
             next="drop a pin, allow more memory, or take a smaller batch",
         )
 
-    def certificate(self, step_s: float, sigma: float) -> Certificate:
-        """What is proved about all pipelines over the parts, and about plans on one of them."""
-        alone = [self.parts[k].certificate.bound_s if k in self.parts else self.bounds.part_s(k)
-                 for k in range(len(self.rooms))]  # fmt: skip
-        about = {
+    @property
+    def space(self) -> Space:
+        """All pipelines over the parts, and plans on one of them."""
+        return Space({
             "graph": self.graph.hash,
             "cluster": self.cluster.hash,
+            "devices": self.cluster.devices,
             "optimizer": self.request.optimizer,
             "memory_bytes": self.rooms,
             "pipelines": [cell.to_json() for cell in self.cells],
             "alone": [self.parts[k].certificate.space if k in self.parts else "" for k in range(len(self.rooms))],
-        }
+            "outside": list(self.outside),
+        })  # fmt: skip
+
+    def certificate(self, step_s: float, sigma: float) -> Certificate:
+        """What is proved about all pipelines over the parts, and about plans on one of them."""
+        alone = [self.parts[k].certificate.bound_s if k in self.parts else self.bounds.part_s(k)
+                 for k in range(len(self.rooms))]  # fmt: skip
         ruled_out = {c for c, bound_s in self.at.items() if bound_s >= step_s and c not in self.looked_at}
         inner = [f.certificate for f in self.parts.values()]
         wrong = [c for one in inner for c in one.contradictions]
@@ -279,7 +286,7 @@ class MixedSearch:
             cell = final.guess.cell
             wrong += filter(None, [contradicted(cell.told(self.cluster), final.ran.seconds, self.at.get(cell, 0.0))])
         return Certificate(
-            space=hashed(about),
+            space=self.space.hash,
             step_s=step_s,
             bound_s=0.0 if wrong else min([step_s, *self.at.values(), *alone]),
             cells=len(self.cells) + sum(c.cells for c in inner),
@@ -361,7 +368,7 @@ def best_mixed(graph: Graph, request: Request, progress: Callable[[str], None] |
         account = {**plan.account, **ran.account(), **common, "devices": request.cluster.devices, "choice": rows[0],
                    "runners_up": runners, "memory": held(ran), "binding": binding(rows[0]["spent"])}  # fmt: skip
         origin = Origin(graph, request.cluster, asked(request), tuple(f.plan for f in finals[1:]))
-    account |= {"bound_s": proof.bound_s, "certificate": proof.to_json()}
+    account |= {"bound_s": proof.bound_s, "certificate": proof.to_json(), "space": dict(search.space.data)}
     return replace(plan, account=account, origin=origin)
 
 

@@ -37,6 +37,8 @@ KEPT = "kept"
 """Ends a style in which parameters in pieces are gathered once: what forward has gathered stays for backward."""
 SPARING = "sparing"
 """Ends a style in which blocks that are made again keep their products."""
+TYPED = "typed"
+"""Ends a style that is as `laminar.plans` writes it."""
 SMALL = 0.005
 """Share of all parameters that stays whole in all stages of ZeRO, the smallest tensors first: it saves next to nothing
 to cut them, and every piece is a kernel. Assumed."""

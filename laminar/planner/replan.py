@@ -134,6 +134,7 @@ def outside(plan: Plan | Staged, found: Plan | Staged | None) -> Plan | Staged:
     proof["sentence"] = said if found is not None else f"Nothing is proved: nothing was found by a search; {this}."
     account |= {"certificate": proof, "search_s": 0.0}
     if found is not None:
+        account["space"] = found.account["space"]
         row = {k: v for k, v in found.account["choice"].items() if k != "spent"}
         account |= {"bound_s": bound_s, "search_s": found.account.get("search_s", 0.0), "runners_up": [row]}
     return replace(plan, account=account)

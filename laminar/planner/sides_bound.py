@@ -7,12 +7,11 @@ The sum over all places of m_k r times their work is then at least
 
     C = sum over ops of the least m_k c_k(o),
 
-whichever op goes where. A place works on every micro-batch, and before its first and behind its last one that
-micro-batch passes all places before it: with x seconds of work for a micro-batch, x_0 + ... + x_{p-1} + M x_p is at
-most the step, for every p. The largest C that a step of one second can have under these conditions follows from the
-last place backwards; C divided by it is the bound. The m_k are those for which it is largest, among a few.
+whichever op goes where. A place works on every micro-batch, and no longer than the step takes: the sum of m_k r over
+all places, times the step, is at least M C. The m_k are those for which the bound is largest, among a few.
 
-What ranks exchange is left out, which makes it weaker than the bound for devices of one kind.
+Nothing is counted for filling and emptying the pipe: stages need not wait for each other (two towers that meet at the
+end). What ranks exchange is left out, too, which makes it weaker than the bound for devices of one kind.
 """
 
 from __future__ import annotations
@@ -102,8 +101,4 @@ class SidesBounds:
 
     def of(self, cell: Sides) -> float:
         """Seconds that every plan of a cell takes at least."""
-        each = [self.counts[k] * side.ranks for k, side in enumerate(cell.sides) for _ in range(side.stages)]
-        most = 0.0  # work on one micro-batch that places from here on can do, for each second that is left
-        for count in reversed(each):
-            most += max(0.0, count - most) / cell.micro_batches
-        return self.work(cell.micro_batches) / most + MEETING_S[self.shop.request.cluster.kind]
+        return self.ideal_s(cell.micro_batches) + MEETING_S[self.shop.request.cluster.kind]
