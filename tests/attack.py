@@ -50,7 +50,7 @@ from laminar.search.draw import random_plan
 from laminar.search.micro import micro
 from laminar.staging import pipeline, work_s
 from tests.seeds import dice
-from tests.zoo import NAMES, specimen
+from tests.zoo import EXAMPLES, NAMES, specimen
 
 PROFILE = Path(__file__).parents[1] / "bench" / "results" / "profile_2.json"
 SCHEDULES = (None, "gpipe", "1f1b", "zero-bubble", "zero-bubble-level", "backward-first")
@@ -81,7 +81,7 @@ MODELS = (*NAMES, *DEEP, *PRODUCTS)
 
 @cache
 def graph_of(name: str) -> Graph:
-    """A model of the zoo, a GPT of so many layers, or some products."""
+    """A model of the zoo, on meta where it is larger, a GPT of so many layers, or some products."""
     from tests.test_search import traced
 
     if name.isdigit():
@@ -90,6 +90,8 @@ def graph_of(name: str) -> Graph:
         with torch.device("meta"):
             model, batch = Products(PRODUCTS[name]), torch.empty(64, PRODUCTS[name][0])
         return laminar.capture(model, lambda model, x: model(x), batch)
+    if name.endswith(":small"):
+        return laminar.api.graph_of(str(EXAMPLES / name))
     return specimen(name).graph
 
 
@@ -215,6 +217,9 @@ class Attack:
             except LaminarError as error:
                 if self.memory_bytes is None or "no plan fits" not in str(error):
                     raise
+        for found in self.found:  # each against what the other has proved
+            assert found.step_s is not None
+            self.judge(found, found.step_s)
         devices = self.cluster.devices
         for make in (*typed(self.graph, devices), *piped(self.graph, devices)):
             self.held_against(make, named=True)

@@ -82,7 +82,10 @@ def test_no_pipeline_that_one_could_type_is_faster_than_what_a_search_proves(
             assert found.bound_s <= min(skewed(graph, cluster, 2, microbatches)), microbatches
 
 
-@pytest.mark.parametrize("name", ["gpt.py:tiny", "mlp.py:tiny", slow("resnet.py:tiny"), slow("moe.py:tiny")])
+@pytest.mark.parametrize(
+    "name",
+    ["gpt.py:tiny", "mlp.py:tiny", *map(slow, ("moe.py:tiny", "resnet.py:small", "moe.py:small", "gpt.py:small"))],
+)
 def test_no_preset_is_faster_than_what_is_proved_on_a_measured_machine(name: str) -> None:
     """Prices from a profile: the bound reads the same ones as the simulator."""
     graph, cluster = graph_of(name), Cluster.load(PROFILE)
@@ -173,6 +176,15 @@ def test_a_space_that_is_pinned_has_only_what_is_pinned() -> None:
     assert "pinned" in str(found.space.contains(whole, graph))
     narrow = laminar.plan(graph, "4xcpu", budget_s=1, pin={"tp": 2})
     assert "no cell" in str(narrow.space.contains(whole, graph))
+
+
+@pytest.mark.parametrize(("name", "spec"), [("mlp.py:tiny", "2x4xcpu"), ("back", "4xh100")])
+def test_a_hasty_search_proves_no_more_than_a_patient_one_finds(name: str, spec: str) -> None:
+    """A bound that is taken from what was found, be it a millionth below, is no bound."""
+    hasty, patient = (laminar.plan(graph_of(name), spec, budget_s=s) for s in (0.0, 5.0))
+    assert hasty.step_s is not None and patient.step_s is not None and hasty.bound_s is not None
+    assert patient.step_s < 0.97 * hasty.step_s, "else this says nothing"
+    assert hasty.bound_s <= patient.step_s and patient.space.contains(hasty) and hasty.space.contains(patient)
 
 
 # --- nobody would have written a faster one
