@@ -132,20 +132,25 @@ def fitted(rows: Sequence[Row | tuple[int, str]]) -> dict[str, Any]:
 
 
 def without_names(rows: Sequence[Row | tuple[int, str]]) -> dict[str, Any]:
-    """Every system left out in turn, then those that share a code base at once, then only names hidden."""
+    """Every system left out in turn, then relatives at once, then only names hidden."""
     known = [row for row in rows if isinstance(row, Row)]
     found = unnamed.left_out(known)
-    errors = [e for v in found.values() for e in v.values()]
-    related = list(unnamed.without(known, unnamed.BUILT_ON_CORE).values())
+    errors = {line: e for v in found.values() for line, e in v.items()}
+    print(f"all {len(errors)} rows, each system left out: {summary(list(errors.values()))}")
+    related = {}
+    for systems in unnamed.RELATED:
+        group, mine = " + ".join(systems), unnamed.without(known, systems)
+        whole = figures(list({**errors, **mine}.values()))
+        related[group] = {"rows": len(mine), **figures(list(mine.values())), "all": whole}
+        if mine:
+            print(f"{group}, {len(mine)} rows left out together: {summary(list(mine.values()))}; "
+                  f"as one system, all rows: median {whole['median']:.1%}, mean {whole['mean']:.1%}")  # fmt: skip
     hidden = unnamed.name_hidden(known)
-    print(f"all {len(errors)} rows, each system left out: {summary(errors)}")
-    if related:
-        print(f"{', '.join(unnamed.BUILT_ON_CORE)} left out together, {len(related)} rows: {summary(related)}")
     print(f"no system left out, only names hidden: {summary(hidden)}")
     return {
-        "rows": len(errors), **figures(errors), "related_left_out": figures(related), "name_hidden": figures(hidden),
+        "rows": len(errors), **figures(list(errors.values())), "related": related, "name_hidden": figures(hidden),
         "systems": {system: {"rows": len(v), **figures(list(v.values()))} for system, v in found.items()},
-        "errors": {str(line): round(e, 4) for v in found.values() for line, e in v.items()},
+        "errors": {str(line): round(e, 4) for line, e in errors.items()},
     }  # fmt: skip
 
 

@@ -20,8 +20,8 @@ from bench.published.rows import Row
 from bench.published.scores import summary
 from bench.published.steps import step_of
 
-BUILT_ON_CORE = ("megatron-core", "nemo", "megatron-bridge")
-"""Systems that share Megatron-Core's kernels: leaving out one leaves in its relatives, so all of them are tried too."""
+RELATED = (("nemo", "megatron-bridge"), ("nemo", "megatron-bridge", "megatron-core"))
+"""Systems of one maker on one code base: leaving out one leaves in its relatives, so all are left out together too."""
 
 
 def system_key(row: Row) -> str:
