@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from bench.published.features import Features
 from bench.published.model import Shape
 from bench.published.rows import Row
-from bench.published.stacks import Stack
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,9 @@ def choices(row: Row) -> list[Chosen]:
     each = max(1, row.gbs // row.dp)
     sizes = [row.mbs] if row.mbs else [n for n in (1, 2, 4, 8, 16) if each % n == 0 and n * row.seq <= 65536] or [1]
     again = [row.recompute] if row.recompute else ["none", "selective", "full"]
-    if row.recompute is None and row.stack.fused_attention:
+    if row.recompute is None and row.features.fused_attention:
         again = ["none", "full"]
-    if row.recompute is None and (not row.stack.recomputes or "oom" in row.metric.lower()):
+    if row.recompute is None and "oom" in row.metric.lower():
         again = ["none"]  # a step that did not fit was not made to
     out = []
     for mbs in sizes:
@@ -41,13 +41,13 @@ def virtual(row: Row, micro_batches: int) -> list[int]:
         return [1]
     if row.vp:
         return [min(row.vp, max(1, (row.layers + 2) // row.pp))]
-    if not row.stack.virtual or micro_batches % row.pp:
+    if micro_batches % row.pp:
         return [1]
     each = row.layers // row.pp
     return [v for v in range(1, each + 1) if each % v == 0 and v <= 24] if row.layers % row.pp == 0 else [1]
 
 
-def shape_of(row: Row, chosen: Chosen, stack: Stack) -> Shape:
+def shape_of(row: Row, chosen: Chosen, does: Features) -> Shape:
     """The block that is captured."""
     pad, whole = 128 * row.tp, row.tp
     heads = -(-row.heads // whole) * whole  # heads that don't divide are padded, as the vocabulary is
@@ -56,8 +56,8 @@ def shape_of(row: Row, chosen: Chosen, stack: Stack) -> Shape:
         hidden=row.hidden, heads=heads, kv_heads=groups, width=max(2, row.hidden // row.heads // 2 * 2),
         ffn=-(-row.ffn // whole) * whole, vocab=-(-row.vocab // pad) * pad,
         tokens=max(1, row.seq // row.cp), batch=chosen.mbs, gated=row.gated, causal=row.causal,
-        fused_attention=stack.fused_attention or row.cp > 1, dropout=stack.dropout, biases=row.biases,
-        wide_loss=stack.wide_loss,
+        fused_attention=does.fused_attention or row.cp > 1, dropout=does.dropout, biases=row.biases,
+        wide_loss=not does.fused_loss,
         dtype="f16" if row.precision == "f16" else "f32" if row.precision in ("f32", "tf32") else "bf16",
     )  # fmt: skip
 

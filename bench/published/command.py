@@ -3,12 +3,14 @@
     python -m bench.published --csv FILE            one line per row, errors by block and over all
     python -m bench.published --csv FILE --json     {"rows": [{"line", ...}, ...], "median_error", "mean_error"}
     python -m bench.published --csv FILE --fit      fits the constants of every kind of device, writes them down
+    python -m bench.published --csv FILE --unnamed  every system left out in turn and predicted without its name
     python -m bench.published --vtrain FILE         single-node rows: fitted on half of the models, judged on the rest
 
 The columns are block, status, system, model, params_B, layers, hidden, heads, kv_heads, ffn, vocab, seq, gbs, mbs, gpu,
-gpus, tp, pp, dp, cp, vp, zero, recompute, precision, metric, value, extra, source; cells may be blank. The table that
-the constants were fitted to is not part of the repository. `--record` adds the result to
-`bench/results/published.jsonl`.
+gpus, tp, pp, dp, cp, vp, zero, recompute, precision, metric, value, extra, source; cells may be blank. A row may also
+state what its stack does, a column for each feature (`features.Features`), and how its nodes are joined (`network`,
+cards and Gb/s of a node: `8x400`); all of these may stand in `extra` instead. The table that the constants were fitted
+to is not part of the repository. `--record` adds the result to `bench/results/published.jsonl`.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.published import fit as fitting
-from bench.published import prices, vtrain
+from bench.published import prices, unnamed, vtrain
 from bench.published.rows import Row, read
 from bench.published.scores import figures, memory_errors, ranking, summary
 from bench.published.steps import ROOM, Step, step_of
@@ -129,6 +131,29 @@ def fitted(rows: Sequence[Row | tuple[int, str]]) -> dict[str, Any]:
     return out
 
 
+def without_names(rows: Sequence[Row | tuple[int, str]]) -> dict[str, Any]:
+    """Every system left out in turn, then relatives at once, then only names hidden."""
+    known = [row for row in rows if isinstance(row, Row)]
+    found = unnamed.left_out(known)
+    errors = {line: e for v in found.values() for line, e in v.items()}
+    print(f"all {len(errors)} rows, each system left out: {summary(list(errors.values()))}")
+    related = {}
+    for systems in unnamed.RELATED:
+        group, mine = " + ".join(systems), unnamed.without(known, systems)
+        whole = figures(list({**errors, **mine}.values()))
+        related[group] = {"rows": len(mine), **figures(list(mine.values())), "all": whole}
+        if mine:
+            print(f"{group}, {len(mine)} rows left out together: {summary(list(mine.values()))}; "
+                  f"as one system, all rows: median {whole['median']:.1%}, mean {whole['mean']:.1%}")  # fmt: skip
+    hidden = unnamed.name_hidden(known)
+    print(f"no system left out, only names hidden: {summary(hidden)}")
+    return {
+        "rows": len(errors), **figures(list(errors.values())), "related": related, "name_hidden": figures(hidden),
+        "systems": {system: {"rows": len(v), **figures(list(v.values()))} for system, v in found.items()},
+        "errors": {str(line): round(e, 4) for line, e in errors.items()},
+    }  # fmt: skip
+
+
 def record(what: str, result: dict[str, Any], seconds: float) -> None:
     """Add a line to the results."""
     from bench.common import commit
@@ -149,6 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--csv", help="a table of published steps; one with this schema, or your own rows")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--fit", action="store_true", help="fit the constants to the table and write them down")
+    parser.add_argument("--unnamed", action="store_true", help="leave out every system in turn and hide its name")
     parser.add_argument("--vtrain", help="a table of single-node iterations")
     parser.add_argument("--record", action="store_true", help="add the result to bench/results/published.jsonl")
     given = parser.parse_args(arguments)
@@ -161,6 +187,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         what, result = "vtrain", vtrain.judged(given.vtrain)
     elif given.fit:
         what, result = "fit", fitted(read(given.csv))
+    elif given.unnamed:
+        what, result = "unnamed", without_names(read(given.csv))
     elif given.json:
         result = predicted(read(given.csv))
         print(json.dumps(result, indent=1))

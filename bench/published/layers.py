@@ -62,15 +62,14 @@ def reduced_s(ahead: float, forward: float, backward: float, behind: float, laye
 @lru_cache(maxsize=1 << 14)
 def in_pieces_s(
     forward: tuple[float, float, float], backward: tuple[float, float, float], layers: int, micro_batches: int,
-    gather_s: float, reduce_s: float, end_gather_s: float, end_reduce_s: float, reduced: int,
+    gather_s: float, reduce_s: float, end_gather_s: float, end_reduce_s: float,
 ) -> float:  # fmt: skip
     """Micro-batches with weights in pieces: one layer's weights on their way while the one before is used."""
 
     def run(layers: int) -> float:
         out = _List()
         done = [-1, -1]
-        for m in range(micro_batches):
-            sums = m >= micro_batches - reduced
+        for _ in range(micro_batches):
             for name, gather, work, reduce in (
                 [("F", end_gather_s, forward[0], 0.0)]
                 + [("F", gather_s, forward[1], 0.0)] * layers
@@ -80,7 +79,7 @@ def in_pieces_s(
             ):
                 got = out.add(1, gather, done[-2]) if gather else -1
                 done.append(out.add(0, work, got))
-                if name != "F" and reduce and sums:
+                if name != "F" and reduce:
                     out.add(2, reduce, done[-1])
         return out.seconds()
 

@@ -6,6 +6,7 @@ exponentials, a lower power limit) and how the machines of each table are wired.
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -108,8 +109,11 @@ WIRED: tuple[tuple[str, str, Wiring], ...] = (
 
 
 @lru_cache(maxsize=1024)
-def wiring(system: str, gpu: Gpu, vocab: int = 0) -> Wiring:
-    """Of the cluster that a row was measured on; a vocabulary of 250,000 is BLOOM's."""
+def wiring(system: str, gpu: Gpu, vocab: int = 0, network: str = "") -> Wiring:
+    """Of a row's cluster: what it states, else what its name tells; a vocabulary of 250,000 is BLOOM's."""
+    if network:
+        cards, gbit = (int(n) for n in network.split("x"))
+        return Wiring(gbit, max(1, gpu.node // cards), "stated")
     low = system.lower()
     if "megatron-deepspeed" in low and vocab >= 250_000:
         low += " bloom"
@@ -122,10 +126,18 @@ SPEC = {"v100": 150e9, "a100": 300e9, "h100": 450e9, "b200": 900e9}
 
 INSIDE = {"v100": {2: 0.168, 4: 0.635}, "a100": {2: 0.860, 4: 0.967}}
 """Rate of an all-reduce inside a node over that of eight devices, by how many take part: NCCL measured on both."""
-KERNELS = {("flash1", "a100"): 0.6, ("flash1", "h100"): 0.36, ("flash1", "b200"): 0.25, ("flash2", "h100"): 0.6,
-           ("flash2", "b200"): 0.4}  # fmt: skip
-"""Rate of an older attention kernel over a device's best one. Assumed, inside the speed-ups that their authors state:
-FlashAttention 2 is 1.7 to 3 times as fast as 1, and 3 is 1.5 to 2 times as fast as 2 on H100."""
+TRITON = 1 / math.sqrt(1.3 * 2.5)
+"""Rate of FlashAttention in Triton over FlashAttention 2, which is 1.3 to 2.5 times as fast (Dao 2023, section 4,
+on A100): the middle of that range by ratio."""
+BEFORE_HOPPER = 1 / math.sqrt(1.5 * 2.0)
+"""On H100, rate of FlashAttention 2 over FlashAttention 3, which is 1.5 to 2.0 times as fast (Shah et al. 2024).
+Assumed of older kernels too, and on B200."""
+
+
+def attention_rate(kernel: str, gpu: Gpu) -> float:
+    """Rate of an attention kernel over the best that there is for a device."""
+    rate = TRITON if kernel == "triton" else 1.0
+    return rate * BEFORE_HOPPER if gpu.kind in ("h100", "b200") and kernel != "hopper" else rate
 
 
 @lru_cache(maxsize=512)

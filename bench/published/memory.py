@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from bench.published.bills import Bills
+from bench.published.features import Features
 from bench.published.rows import Row
-from bench.published.stacks import Stack
 
 CONTEXT_BYTES = 2e9
 """What the device's context, libraries and communicators keep. Assumed."""
@@ -13,7 +13,7 @@ FRAGMENTS = 1.04
 
 
 def peak_bytes(
-    row: Row, mbs: int, vp: int, made: Bills, whole: Bills, stack: Stack, zero: int, micro_batches: int
+    row: Row, mbs: int, vp: int, made: Bills, whole: Bills, does: Features, zero: int, micro_batches: int
 ) -> int:
     """Of the first stage, or of the last where that holds more; `whole` is the bills without recompute."""
     b, k = made.params, made.kept_bytes
@@ -22,13 +22,13 @@ def peak_bytes(
     first = layers * b["block"] + b["embed"] + (0 if row.tied or row.pp > 1 else b["head"])
     block = k["block"] * layers
     logits = mbs * (row.seq // row.cp) * row.vocab / row.tp
-    head = k["head"] + logits * (6 if stack.wide_loss else 2)
+    head = k["head"] + logits * (2 if does.fused_loss else 6)
     again = max(0, whole.kept_bytes["block"] - k["block"]) if k["block"] < whole.kept_bytes["block"] else 0
     ahead = _under_way(row.pp, vp, micro_batches)
     holds = [(first, ahead * (block + k["embed"]) + (max(head, again) if row.pp == 1 else again))]
     if row.pp > 1:
         holds.append((last, min(2.0 - 1.0 / vp, float(micro_batches)) * block + max(head, again)))
-    fullest = max(_weights(n, b["block"], zero, stack, row) + held for n, held in holds)
+    fullest = max(_weights(n, b["block"], zero, does, row) + held for n, held in holds)
     return int(FRAGMENTS * fullest + CONTEXT_BYTES)
 
 
@@ -41,10 +41,10 @@ def _under_way(places: int, vp: int, micro_batches: int) -> float:
     return min((2 * (places - 1) + (vp - 1) * places + 1) / vp, float(micro_batches))
 
 
-def _weights(elements: float, block: float, zero: int, stack: Stack, row: Row) -> float:
+def _weights(elements: float, block: float, zero: int, does: Features, row: Row) -> float:
     """Weights, gradients and state of so many elements of the model on one rank."""
     half = row.precision not in ("f32", "tf32")
-    grad = 4 if stack.wide_grads else 2
+    grad = 4 if does.wide_grads else 2
     sharers = row.dp * row.cp if not row.hybrid else min(row.gpu.node, row.dp * row.cp)
     if zero == 3:
         state = 2 + 2 + 4 if row.pure else 4 + 4 + 8

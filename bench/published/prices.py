@@ -16,7 +16,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from bench.published.bills import Item
-from bench.published.machines import A100, H100, INSIDE, KERNELS, Gpu, Wiring, cluster
+from bench.published.machines import A100, H100, INSIDE, Gpu, Wiring, attention_rate, cluster
 from laminar.cost.collectives import CollectiveCost
 from laminar.ir.mesh import Mesh
 
@@ -126,13 +126,13 @@ class Prices:
             self._known[key] = max(best, moved / self.bytes_per_s) + c.kernel_s
         return self._known[key]
 
-    def attention_s(self, back: bool, heads: int, q: int, k: int, width: int, halved: bool, kernel: str = "") -> float:
+    def attention_s(self, back: bool, heads: int, q: int, k: int, width: int, halved: bool, kernel: str) -> float:
         """One kernel for all heads of all samples."""
         c, gpu = self.constants, self.gpu
         pairs = float(heads) * q * k * (0.5 + 64 / max(q, 128) if halved else 1.0)
         flops = 4 * pairs * width * (BACKWARD_PRODUCTS if back else 1.0)
         exps = pairs * (BACKWARD_EXPS if back else 1.0)
-        share = c.attention * gpu.clock * KERNELS.get((kernel, gpu.kind), 1.0)
+        share = c.attention * gpu.clock * attention_rate(kernel, gpu)
         return (flops / gpu.peak("bf16") + exps / gpu.exps_per_s) / share + c.kernel_s
 
     def bytes_s(self, nbytes: float) -> float:

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from bench.published.features import Features, Stated, features_of, known, practice_of, stated
 from bench.published.machines import Gpu, gpu_of
-from bench.published.stacks import Stack, stack_of
 
 PRECISIONS = {"fp16": "f16", "float16": "f16", "half": "f16", "bf16": "bf16", "bfloat16": "bf16", "fp8": "f8",
               "mxfp8": "f8", "fp32": "f32", "float32": "f32", "tf32": "tf32"}  # fmt: skip
@@ -72,11 +72,23 @@ class Row:
     metric: str
     value: float | None
     extra: Mapping[str, str]
+    stated: Stated
+    """Features of its stack that it states."""
+    network: str = ""
+    """Network cards of a node and Gb/s of each, as `8x400`, where it says so."""
 
     @property
-    def stack(self) -> Stack:
-        """What its software does."""
-        return stack_of(self.system, self.zero, frozenset((*self.extra, self.precision)))
+    def practice(self) -> str:
+        """Which practice its step belongs to."""
+        found = known(self.system)
+        if found and found.practice:
+            return found.practice
+        return practice_of(self.precision, self.zero, self.recompute, self.gpu.kind in ("v100", "a100"))
+
+    @property
+    def features(self) -> Features:
+        """What its stack does."""
+        return features_of(self.system, self.practice, self.precision, self.stated)
 
     @property
     def tokens(self) -> float:
@@ -149,13 +161,21 @@ def row_of(cells: Mapping[str, str], line: int) -> Row:
     gbs = _batch(_whole(cells, "gbs"), mbs, dp, extra)
     zero, hybrid = _zero(cells.get("zero", ""))
     recompute, split = _recompute(cells.get("recompute", ""))
+    try:
+        does = stated(cells, extra)
+    except ValueError as why:
+        raise Skip(str(why)) from why
+    network = cells.get("network") or extra.get("network", "")
+    if network and not re.fullmatch(r"[1-9]\d*x[1-9]\d*", network):
+        raise Skip(f"network {network!r} is not cards x Gb/s")
     return Row(
         line=line, block=cells.get("block", ""), system=system, model=name, layers=layers, hidden=hidden, heads=heads,
         kv_heads=kv_heads, ffn=ffn, vocab=vocab, seq=seq, gated=gated,
         biases=not gated and not any(w in low for w in UNBIASED), causal="bert" not in low, tied=tied, gbs=gbs,
         mbs=mbs, gpu=gpu, gpus=gpus, tp=tp, pp=pp, dp=dp, cp=cp, vp=_whole(cells, "vp"), zero=zero, hybrid=hybrid,
         recompute=recompute, split_norms=split, precision=precision, pure="pure" in said,
-        metric=cells.get("metric", ""), value=_number(cells, "value"), extra=extra,
+        metric=cells.get("metric", ""), value=_number(cells, "value"), extra=extra, stated=does,
+        network=network,
     )  # fmt: skip
 
 

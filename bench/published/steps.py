@@ -14,6 +14,7 @@ from functools import lru_cache
 from bench.published import bills
 from bench.published.bills import Bill, Bills
 from bench.published.choices import Chosen, balanced_layers, choices, shape_of, spread_layers
+from bench.published.features import STAGE
 from bench.published.layers import SLOWED, in_pieces_s, reduced_s
 from bench.published.machines import Gpu, Wiring, wiring
 from bench.published.memory import peak_bytes
@@ -56,23 +57,23 @@ def step_of(row: Row, constants: Constants, chosen: Chosen | None = None) -> Ste
 class _Assembly:
     def __init__(self, row: Row, chosen: Chosen, constants: Constants) -> None:
         self.row, self.chosen, self.constants = row, chosen, constants
-        self.stack = row.stack
-        self.zero = self.stack.zero if row.zero is None else row.zero
-        self.split = row.tp > 1 and (row.split_norms or self.stack.split_norms)
+        self.does = row.features
+        self.zero = STAGE[row.practice] if row.zero is None else row.zero
+        self.split = row.tp > 1 and (row.split_norms or self.does.split_norms)
         self.prices = _prices(row, constants)
         self.mesh = Mesh({"pp": row.pp, "dp": row.dp, "cp": row.cp, "tp": row.tp})
-        whole = chosen.recompute == "full" and not self.stack.stops_early
+        whole = chosen.recompute == "full" and not self.does.stops_early
         self.bills: Bills = bills.made(
-            shape_of(row, chosen, self.stack), row.tp, recompute="none" if whole else chosen.recompute,
-            split_norms=self.split and (row.seq // row.cp) % row.tp == 0, fused=self.stack.fused_ops,
-            compiled=self.stack.compiled,
+            shape_of(row, chosen, self.does), row.tp, recompute="none" if whole else chosen.recompute,
+            split_norms=self.split and (row.seq // row.cp) % row.tp == 0, fused=self.does.fused_ops,
+            compiled=self.does.compiled,
         )  # fmt: skip
         self.whole = self.bills
         if self.chosen.recompute == "full" and not whole:
             self.whole = bills.made(
-                shape_of(row, chosen, self.stack), row.tp, recompute="none",
-                split_norms=self.split and (row.seq // row.cp) % row.tp == 0, fused=self.stack.fused_ops,
-                compiled=self.stack.compiled,
+                shape_of(row, chosen, self.does), row.tp, recompute="none",
+                split_norms=self.split and (row.seq // row.cp) % row.tp == 0, fused=self.does.fused_ops,
+                compiled=self.does.compiled,
             )  # fmt: skip
         if whole:  # what is kept of a block is what came in
             self.bills = replace(self.bills, kept_bytes={**self.bills.kept_bytes, "block": self.bills.sent_bytes})
@@ -81,13 +82,10 @@ class _Assembly:
         self.part_s = {name: self._part_s(name, bill) for name, bill in self.bills.parts.items()}
         if whole:
             self.part_s["Bblock"] += self.part_s["Fblock"]
-        if chosen.recompute == "selective" and self.stack.fused_attention:
+        if chosen.recompute == "selective" and self.does.fused_attention:
             again = sum(self._attention_s(i) for i in self.bills.parts["Fblock"].items if i[0] == "attention")
-            self.part_s["Bblock"] += self.part_s["Fblock"] / 2 if self.stack.every_other else again
-            if self.stack.every_other:
-                kept = (self.bills.kept_bytes["block"] + self.bills.sent_bytes) // 2
-                self.bills = replace(self.bills, kept_bytes={**self.bills.kept_bytes, "block": kept})
-        if row.precision == "f8" and not self.stack.dynamic_eight and chosen.recompute != "full":
+            self.part_s["Bblock"] += again
+        if row.precision == "f8" and not self.does.dynamic_eight and chosen.recompute != "full":
             kept = round(KEPT_EIGHT * self.bills.kept_bytes["block"])
             self.bills = replace(self.bills, kept_bytes={**self.bills.kept_bytes, "block": kept})
         self.part_s["Bblock"] += self._summing("block")
@@ -98,14 +96,13 @@ class _Assembly:
     def _part_s(self, name: str, bill: Bill) -> float:
         """Its tasks, priced and simulated."""
         eight = self.row.precision == "f8" and name.endswith("block")
-        launch = 0.0 if self.stack.graphed else self.constants.launch_s
         works: list[float] = []
         for item in bill.items:
             kind = item[0]
             if kind == "none":
                 works.append(0.0)
             elif kind == "launch":
-                works.append(launch)
+                works.append(self.constants.launch_s)
             elif kind == "mm":
                 works.append(self._product_s(item, eight, name))
             elif kind == "bytes":
@@ -114,10 +111,8 @@ class _Assembly:
                 works.append(self._attention_s(item))
             else:
                 works.append(self.prices.move_s(item[1], item[2], self.mesh, (3,)))
-        if self.row.tp > 1 and self.stack.tensor_overlap:
+        if self.row.tp > 1 and self.does.tensor_overlap:
             self._beside(bill, works)
-        elif self.row.tp > 1 and self.stack.async_reduce and name[0] == "B":
-            self._behind(bill, works)
         self._tell(name, bill, works)
         return simulate(bill.load([round(1e9 * w) for w in works], SLOWED)).step / 1e9 + self._dropout_s(name)
 
@@ -129,21 +124,20 @@ class _Assembly:
             return self.prices.product_s(batch, m, n, k, dtype)
         # Eight bits: what goes in is cast, once along rows and once along columns; the gradient's two products share.
         cast = 4.0 * m * k if name[0] == "F" else 2.0 * (m * k + k * n)
-        if self.stack.dynamic_eight:
+        if self.does.dynamic_eight:
             cast *= 2.0
         return self.prices.product_s(1, m, n, k, "f8") + cast / self.prices.bytes_per_s
 
     def _attention_s(self, item: bills.Item) -> float:
         _, back, heads, q, k, width, causal, nbytes = item
-        halved = causal and self.stack.skips_masked
         cp = self.row.cp
         if cp == 1:
-            return self.prices.attention_s(back, heads, q, k, width, halved, self.stack.kernel)
+            return self.prices.attention_s(back, heads, q, k, width, causal, self.does.attention)
         # Blocks of a balanced ring: on the mean, half of each is masked.
-        block = self.prices.attention_s(back, heads, q, k, width, False, self.stack.kernel) * (0.5 if halved else 1.0)
+        block = self.prices.attention_s(back, heads, q, k, width, False, self.does.attention) * (0.5 if causal else 1.0)
         group = self.mesh.group((2,), self.mesh.coords(0))
         ways = split_attention(self.prices.links, block, nbytes * (2 if back else 1), group, self.row.tp)
-        if not self.stack.merged_apart:
+        if not self.does.merged_apart:
             return ways.seconds
         merged = (cp - 1) * heads * q * width * (MERGED_BYTES[1] if back else MERGED_BYTES[0])
         return ways.gathered_s + merged / self.prices.bytes_per_s
@@ -160,19 +154,10 @@ class _Assembly:
                     first = works[k] / self.row.tp
                     works[k] = first + max(0.0, works[k] - first - beside)
 
-    def _behind(self, bill: Bill, works: list[float]) -> None:
-        """Sums in backward go on beside the gradient of the weight, which could run before or after."""
-        products = [k for k, item in enumerate(bill.items) if item[0] == "mm"]
-        for k, item in enumerate(bill.items):
-            if item[0] == "move" and item[1] in ("all_reduce", "reduce_scatter"):
-                before = [p for p in products if p < k][-2:]
-                if before:
-                    works[k] = max(0.0, works[k] - min(works[p] for p in before) / 1.1256)
-
     def _dropout_s(self, name: str) -> float:
         """Dropout of scores as a kernel of its own: they are written and read once more."""
-        stack, shape = self.stack, shape_of(self.row, self.chosen, self.stack)
-        if not stack.dropout or stack.fused_dropout or stack.fused_attention or not name.endswith("block"):
+        does, shape = self.does, shape_of(self.row, self.chosen, self.does)
+        if not does.dropout or does.fused_dropout or does.fused_attention or not name.endswith("block"):
             return 0.0
         scores = shape.batch * shape.heads / self.row.tp * shape.tokens**2
         again = name[0] == "B" and self.chosen.recompute == "selective"
@@ -186,9 +171,9 @@ class _Assembly:
 
     def _summing(self, stage: str) -> float:
         """Gradients of a micro-batch are added to those before."""
-        if self.stack.fused_sums or self.micro_batches == 1:
+        if self.does.fused_sums or self.micro_batches == 1:
             return 0.0
-        wide = 8 if self.stack.wide_grads else 6
+        wide = 8 if self.does.wide_grads else 6
         return wide * self.bills.params[stage] / self.prices.bytes_per_s
 
     # --- exchanges of weights and gradients
@@ -205,7 +190,7 @@ class _Assembly:
 
     def _reduce_s(self, elements: float) -> float:
         """Gradients summed over data-parallel ranks, whole or in pieces."""
-        nbytes = (4 if self.stack.wide_grads else 2) * elements
+        nbytes = (4 if self.does.wide_grads else 2) * elements
         if self.row.hybrid:
             inner = self._inside("reduce_scatter", nbytes)
             nodes = max(1, self.row.gpus // self.row.gpu.node)
@@ -228,7 +213,7 @@ class _Assembly:
         seconds += self._optimizer_s() + STEP_S
         seconds *= 1 + self.constants.jitter * math.log2(max(1.0, row.gpus / row.gpu.node))
         peak = peak_bytes(
-            row, self.chosen.mbs, self.chosen.vp, self.bills, self.whole, self.stack, self.zero, self.micro_batches
+            row, self.chosen.mbs, self.chosen.vp, self.bills, self.whole, self.does, self.zero, self.micro_batches
         )
         return Step(seconds, peak, self.chosen, self.pieces)
 
@@ -244,7 +229,7 @@ class _Assembly:
             times = [self._pieces_s(n) for n in (1, 2)] if many > 1 else [self._pieces_s(1)]
             return times[0] + (many - 1) * (times[-1] - times[0] if many > 1 else 0.0)
         # Where tensor-parallel ranks are nodes apart, both kinds of exchange want the same cards.
-        if self.stack.grad_overlap and row.tp <= row.gpu.node:
+        if self.does.grad_overlap and row.tp <= row.gpu.node:
             reduce_s, end_s = self._reduce_s(self.bills.params["block"]), self._reduce_s(ends)
             last = reduced_s(p["Fembed"] + p["Fhead"] + p["Bhead"], p["Fblock"], p["Bblock"], p["Bembed"], row.layers,
                               reduce_s, end_s)  # fmt: skip
@@ -258,7 +243,7 @@ class _Assembly:
         if self.zero not in (1, 2) or self.row.dp * self.row.cp == 1:
             return 0.0
         whole = self._gather_s(elements)
-        if not self.stack.param_overlap:
+        if not self.does.param_overlap:
             return whole
         share = max(1, round(elements / self.bills.params["block"]))
         return whole / share + max(0.0, whole - whole / share - share * forward_s)
@@ -266,23 +251,21 @@ class _Assembly:
     def _pieces_s(self, micro_batches: int) -> float:
         """Weights in pieces: gathered ahead of use in forward and again in backward, gradients reduced behind."""
         p, b = self.part_s, self.bills.params
-        last = self.stack.summed_once
         ends = self._gather_s(b["embed"])
         block_gather, block_reduce = self._gather_s(b["block"]), self._reduce_s(b["block"])
-        reduced = micro_batches if not last else 1
         return in_pieces_s(
             (p["Fembed"], p["Fblock"], p["Fhead"]), (p["Bembed"], p["Bblock"], p["Bhead"]), self.row.layers,
-            micro_batches, block_gather, block_reduce, ends, self._reduce_s(b["embed"]), reduced,
+            micro_batches, block_gather, block_reduce, ends, self._reduce_s(b["embed"]),
         )  # fmt: skip
 
     def _staged(self) -> float:
         row, p = self.row, self.part_s
         stages = row.pp * self.chosen.vp
         layers = spread_layers(row.layers, stages)
-        if self.stack.balanced:
+        if self.does.balanced:
             layers = balanced_layers(row.layers, stages, p)
         send_s = self._send_s()
-        blocking = 0.0 if self.stack.send_overlap else send_s
+        blocking = 0.0 if self.does.send_overlap else send_s
         forward = [n * p["Fblock"] + blocking for n in layers]
         backward = [n * p["Bblock"] + blocking for n in layers]
         forward[0] += p["Fembed"]
@@ -302,7 +285,7 @@ class _Assembly:
         """Embedding and head are one weight on two stages: their gradients are added up when the pipe has run empty."""
         if not self.row.tied:
             return 0.0
-        nbytes = (4 if self.stack.wide_grads else 2) * self.bills.params["head"]
+        nbytes = (4 if self.does.wide_grads else 2) * self.bills.params["head"]
         return self.prices.move_s("send", nbytes, self.mesh, (0,))
 
     def _send_s(self) -> float:
@@ -320,7 +303,7 @@ class _Assembly:
         mine = sum(layers[:: row.pp])
         elements = mine * b["block"] + b["embed"]
         whole = self._reduce_s(elements)
-        if self.stack.grad_overlap:
+        if self.does.grad_overlap:
             chunk = self._reduce_s(layers[0] * b["block"] + b["embed"])
             before = (row.pp - 1) * layers[0] * self.part_s["Bblock"] * self.chosen.vp
             whole = chunk + max(0.0, whole - chunk - before)
@@ -332,7 +315,7 @@ class _Assembly:
         mine = -(-row.layers // row.pp) * b["block"] + b["embed"] + (0 if row.tied or row.pp > 1 else b["head"])
         if self.zero:
             mine /= row.dp * row.cp if not row.hybrid else row.gpu.node
-        grads = 4 if self.stack.wide_grads else 2
+        grads = 4 if self.does.wide_grads else 2
         return (2 * grads + 8 + 24 + 2) * mine / self.prices.bytes_per_s
 
 
@@ -342,6 +325,5 @@ def _prices_of(gpu: Gpu, gpus: int, wires: Wiring, constants: Constants) -> Pric
 
 
 def _prices(row: Row, constants: Constants) -> Prices:
-    return _prices_of(
-        row.gpu, max(row.gpus, row.tp * row.pp * row.dp * row.cp), wiring(row.system, row.gpu, row.vocab), constants
-    )
+    wires = wiring(row.system, row.gpu, row.vocab, row.network)
+    return _prices_of(row.gpu, max(row.gpus, row.tp * row.pp * row.dp * row.cp), wires, constants)
