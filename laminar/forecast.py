@@ -16,6 +16,7 @@ from typing import Any
 from laminar.cost.calibrate import COUNTS, PARTS, Calibration, interval
 from laminar.cost.families import COMPUTES
 from laminar.cost.forms import forms_of
+from laminar.cost.hops import Hop, hop, lanes, messages
 from laminar.cost.memory import Memory, memory
 from laminar.cost.pipeline import Execution, execute
 from laminar.cost.prices import UPDATES, Machine, features
@@ -339,7 +340,7 @@ def predict_staged(
     load_s: float = 0.0,
     prefetch: int = 2,
 ) -> StagedPrediction:
-    """Execute a step of a plan with stages: each part takes its predicted time, each transfer that of its link.
+    """Execute a step of a plan with stages: each part takes its predicted time, each hop that of its links.
 
     Every rank reads whole batches, `prefetch` of them ahead, which takes `load_s` each.
     """
@@ -376,10 +377,11 @@ def predict_staged(
             made = schedule(program, prices, prices.cluster, None, None)
             part_s[name] = part_s.get(name, 0.0) + simulate(made.load).step / 1e9
     work = {a.name: round(1e9 * (load_s if a.kind == "load" else part_s.get(a.name, 0.0))) for a in net.actors}
-    transfers = _transfers(pipe, cluster)
+    hops = _hops(pipe, cluster)
+    transfers = {name: round(1e9 * (one.seconds + CONTROL_S[cluster.kind])) for name, one in hops.items()}
     # Without loads every step is like the first.
     steps = STEADY + prefetch + 1 if load_s else 1
-    ran = execute(net if load_s else pipe.net, work, steps, transfers=transfers)
+    ran = execute(net if load_s else pipe.net, work, steps, transfers=transfers, lanes=lanes(hops))
     total = sum(seconds for seconds, _ in errors) or 1.0
     sigma = sum(seconds * error for seconds, error in errors) / total
     return StagedPrediction(staged, cluster, pipe, ran, part_s, _peaks(pipe, net, held, optimizer), sigma)
@@ -403,15 +405,14 @@ def _ends(pipe: Piped, stage: int) -> dict[str, Program]:
     return {name: program for name, program in made.items() if program.instrs}
 
 
-def _transfers(pipe: Piped, cluster: Cluster) -> dict[str, int]:
-    """Nanoseconds of a message of each queue, over the innermost level that has both places."""
+def _hops(pipe: Piped, cluster: Cluster) -> dict[str, Hop]:
+    """What a register of each queue between places takes, and the links it goes through."""
     out = {}
     for q in pipe.net.queues:
         src, dst = pipe.ends(q)
         if src != dst:
-            level = cluster.joining((*src.ranks, *dst.ranks))
-            wait_s = level.latency_s.value + CONTROL_S[cluster.kind]
-            out[q.name] = round(1e9 * (wait_s + q.bytes / level.bytes_per_s.value))
+            values = [(w.src.spec, w.src.nd, w.dst.nd) for w in pipe.wires.get(q.name, ())]
+            out[q.name] = hop(cluster, messages(src, dst, values) or [(src.ranks[0], dst.ranks[0], 0)])
     return out
 
 
