@@ -67,21 +67,6 @@ def tree(kind: str, nbytes: float, t: Team, chained: bool = True) -> Terms:
     return Terms("tree", wait, moved_s)
 
 
-def halving_doubling(kind: str, nbytes: float, t: Team) -> Terms:
-    """All-reduce by exchanging halves with partners at doubling distance, then back.
-
-    Nearest partners first, so that outer levels see what inner ones have left. Where a level joins no power of
-    two, those beyond it hand their tensor to a partner first and get the sum back at the end.
-    """
-    wait = moved = 0.0
-    for h in t.crossed:
-        low = 1 << (h.fan.bit_length() - 1)
-        extra = 1 if low != h.fan else 0
-        wait += 2 * (low.bit_length() - 1 + extra) * h.latency_s
-        moved += 2 * ((low - 1) / low + extra) * nbytes / h.bytes_per_s
-    return Terms("halving-doubling", wait, moved)
-
-
 def direct(kind: str, nbytes: float, t: Team) -> Terms:
     """Everybody sends a piece of 1/n to everybody; levels are links of their own, the slowest decides."""
     piece = nbytes / t.ranks

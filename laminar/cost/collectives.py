@@ -6,7 +6,7 @@ Which one runs is decided as the backend decides: the least of those it has.
     nccl    all-reduce by ring, double tree, the switch, or switches inside nodes and trees between them; gather and
             scatter by ring; each but the switch also in a low-latency protocol that halves the waiting and moves a
             quarter of the bytes per second
-    gloo    all-reduce by ring or halving-doubling; gather, scatter and all-to-all by direct sends
+    gloo    all-reduce by ring; gather, scatter and all-to-all by direct sends
     shared  ranks of one machine copy through memory (`laminar/runtime/shared.py`): all work is copying, done
             partly when the exchange starts and partly when its result is needed
 
@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 
-from laminar.cost.algorithms import Terms, by_switch, direct, halving_doubling, ring, send, through_memory, tree
+from laminar.cost.algorithms import Terms, by_switch, direct, ring, send, through_memory, tree
 from laminar.cost.links import Team, mesh_team, team
 from laminar.errors import ClusterError
 from laminar.ir.cluster import Cluster
@@ -85,9 +85,7 @@ def ways(cluster: Cluster, kind: str, nbytes: float, t: Team, resident: bool = F
     elif kind == "all_to_all" or (cluster.backend == "gloo" and kind in ("all_gather", "reduce_scatter")):
         found = [direct(kind, nbytes, t)]
     elif cluster.backend == "gloo":
-        found = [tree(kind, nbytes, t, chained=False)] if kind == "broadcast" else [ring(kind, nbytes, t)]
-        if kind == "all_reduce":
-            found.append(halving_doubling(kind, nbytes, t))
+        found = [tree(kind, nbytes, t, chained=False) if kind == "broadcast" else ring(kind, nbytes, t)]
     else:
         found = [ring(kind, nbytes, t)]
         if kind in ("all_reduce", "broadcast"):
