@@ -376,6 +376,8 @@ def predict_staged(
         for name, program in _ends(pipe, s).items():
             made = schedule(program, prices, prices.cluster, None, None)
             part_s[name] = part_s.get(name, 0.0) + simulate(made.load).step / 1e9
+    for name, seconds in _tied_s(pipe, cluster).items():
+        part_s[name] = part_s.get(name, 0.0) + seconds
     work = {a.name: round(1e9 * (load_s if a.kind == "load" else part_s.get(a.name, 0.0))) for a in net.actors}
     hops = _hops(pipe, cluster)
     transfers = {name: round(1e9 * (one.seconds + CONTROL_S[cluster.kind])) for name, one in hops.items()}
@@ -403,6 +405,23 @@ def _ends(pipe: Piped, stage: int) -> dict[str, Program]:
     ]
     made = {f"R{stage}": moves(mesh, grads, "micro-batches summed"), f"O{stage}": moves(mesh, pieces, "updated")}
     return {name: program for name, program in made.items() if program.instrs}
+
+
+def _tied_s(pipe: Piped, cluster: Cluster) -> dict[str, float]:
+    """What gradients of weights that several places hold take to the first of these and back, in its reduction."""
+    staged, cut = pipe.made.staged, pipe.made.cut
+    specs = {o.name: graph.specs[o.ref] for graph in cut.graphs for o in graph.outputs if o.kind == "grad"}
+    out: dict[str, float] = {}
+    for name, where in cut.tied.items():
+        if name in specs:
+            lies = {s: staged.stages[s].plan.state.get(name, staged.stages[s].plan.inputs[name]) for s in where}
+            # One stage of each place, the first.
+            home, *others = sorted({staged.stages[s].place: s for s in sorted(where, reverse=True)}.values())
+            for src, dst in [way for s in others for way in ((s, home), (home, s))]:
+                a, b = (staged.places[staged.stages[s].place] for s in (src, dst))
+                sent = hop(cluster, messages(a, b, [(specs[name], lies[src], lies[dst])]))
+                out[f"R{home}"] = out.get(f"R{home}", 0.0) + sent.seconds
+    return out
 
 
 def _hops(pipe: Piped, cluster: Cluster) -> dict[str, Hop]:
