@@ -16,6 +16,7 @@ from typing import Any
 from laminar.cost.calibrate import COUNTS, PARTS, Calibration, interval
 from laminar.cost.families import COMPUTES
 from laminar.cost.forms import forms_of
+from laminar.cost.hops import Hop, hop, lanes, messages
 from laminar.cost.memory import Memory, memory
 from laminar.cost.pipeline import Execution, execute
 from laminar.cost.prices import UPDATES, Machine, features
@@ -339,7 +340,7 @@ def predict_staged(
     load_s: float = 0.0,
     prefetch: int = 2,
 ) -> StagedPrediction:
-    """Execute a step of a plan with stages: each part takes its predicted time, each transfer that of its link.
+    """Execute a step of a plan with stages: each part takes its predicted time, each hop that of its links.
 
     Every rank reads whole batches, `prefetch` of them ahead, which takes `load_s` each.
     """
@@ -375,11 +376,14 @@ def predict_staged(
         for name, program in _ends(pipe, s).items():
             made = schedule(program, prices, prices.cluster, None, None)
             part_s[name] = part_s.get(name, 0.0) + simulate(made.load).step / 1e9
+    for name, seconds in _tied_s(pipe, cluster).items():
+        part_s[name] = part_s.get(name, 0.0) + seconds
     work = {a.name: round(1e9 * (load_s if a.kind == "load" else part_s.get(a.name, 0.0))) for a in net.actors}
-    transfers = _transfers(pipe, cluster)
+    hops = _hops(pipe, cluster)
+    transfers = {name: round(1e9 * (one.seconds + CONTROL_S[cluster.kind])) for name, one in hops.items()}
     # Without loads every step is like the first.
     steps = STEADY + prefetch + 1 if load_s else 1
-    ran = execute(net if load_s else pipe.net, work, steps, transfers=transfers)
+    ran = execute(net if load_s else pipe.net, work, steps, transfers=transfers, lanes=lanes(hops))
     total = sum(seconds for seconds, _ in errors) or 1.0
     sigma = sum(seconds * error for seconds, error in errors) / total
     return StagedPrediction(staged, cluster, pipe, ran, part_s, _peaks(pipe, net, held, optimizer), sigma)
@@ -403,15 +407,31 @@ def _ends(pipe: Piped, stage: int) -> dict[str, Program]:
     return {name: program for name, program in made.items() if program.instrs}
 
 
-def _transfers(pipe: Piped, cluster: Cluster) -> dict[str, int]:
-    """Nanoseconds of a message of each queue, over the innermost level that has both places."""
+def _tied_s(pipe: Piped, cluster: Cluster) -> dict[str, float]:
+    """What gradients of weights that several places hold take to the first of these and back, in its reduction."""
+    staged, cut = pipe.made.staged, pipe.made.cut
+    specs = {o.name: graph.specs[o.ref] for graph in cut.graphs for o in graph.outputs if o.kind == "grad"}
+    out: dict[str, float] = {}
+    for name, where in cut.tied.items():
+        if name in specs:
+            lies = {s: staged.stages[s].plan.state.get(name, staged.stages[s].plan.inputs[name]) for s in where}
+            # One stage of each place, the first.
+            home, *others = sorted({staged.stages[s].place: s for s in sorted(where, reverse=True)}.values())
+            for src, dst in [way for s in others for way in ((s, home), (home, s))]:
+                a, b = (staged.places[staged.stages[s].place] for s in (src, dst))
+                sent = hop(cluster, messages(a, b, [(specs[name], lies[src], lies[dst])]))
+                out[f"R{home}"] = out.get(f"R{home}", 0.0) + sent.seconds
+    return out
+
+
+def _hops(pipe: Piped, cluster: Cluster) -> dict[str, Hop]:
+    """What a register of each queue between places takes, and the links it goes through."""
     out = {}
     for q in pipe.net.queues:
         src, dst = pipe.ends(q)
         if src != dst:
-            level = cluster.joining((*src.ranks, *dst.ranks))
-            wait_s = level.latency_s.value + CONTROL_S[cluster.kind]
-            out[q.name] = round(1e9 * (wait_s + q.bytes / level.bytes_per_s.value))
+            values = [(w.src.spec, w.src.nd, w.dst.nd) for w in pipe.wires.get(q.name, ())]
+            out[q.name] = hop(cluster, messages(src, dst, values) or [(src.ranks[0], dst.ranks[0], 0)])
     return out
 
 

@@ -50,8 +50,8 @@ micro-batches. Where counts differ (ignored labels), `laminar.Loss(total, weight
 LINEAR = FREE | {"aten.add.Tensor", "aten.sub.Tensor", "aten.mul.Scalar", "aten.div.Scalar", "aten.neg",
                  "aten._to_copy", "aten.clone"}  # fmt: skip
 """What may be done to such a mean on its way to the loss."""
-NEAR = 4
-"""How many ops may lie between those that read the weight and the bias of a layer."""
+PRODUCTS = ("aten.mm", "aten.bmm", "aten.mv")
+"""What torch makes of a linear layer whose bias it adds apart."""
 SLACK = 1.05
 """Cuts whose slowest stage is within this of the best are compared by what they send."""
 KNOWN_SLACK = 1.01
@@ -250,8 +250,8 @@ def balanced(graph: Graph, stages: int, work: Sequence[Mapping[str, float]] | No
     """Cuts of the forward ops, in order, whose slowest stage is fastest; of nearly equal ones those that send least.
 
     `work` has the seconds of each op at each place; stages take turns on places. Unless given, places are equal.
-    Weight and bias of a layer stay together, if there are enough other cuts: with another number of samples it may be
-    one op that reads both.
+    A product and the bias added to it stay together, if there are enough other cuts: with another number of samples it
+    may be one op that reads both weight and bias.
     """
     ops, allowed = cuttable(graph)
     if len(ops) < stages:
@@ -359,20 +359,29 @@ def slowest_s(ends: np.ndarray, stages: int) -> float:
 
 
 def _inside_layers(graph: Graph, ops: Sequence[Node]) -> set[int]:
-    """Cuts between ops that read parameters of one layer, a few ops apart."""
-    stored = {Ref(i.name): i.name for i in graph.of_kind("param")}
+    """Cuts between a product and the bias that is added to it, with nothing but views between: one layer's.
+
+    Products themselves may be apart, even those of one module: a list of weights used in a loop is as many layers.
+    """
+    light = light_ops(graph)
+    stored = {i.name for i in graph.of_kind("param")}
     for node in graph.nodes:
-        if node.phase == "forward" and node.op in FREE and len(node.ins) == 1 and node.ins[0] in stored:
-            stored[Ref(node.name)] = stored[node.ins[0]]
-    first: dict[str, int] = {}
+        if node.name in light and any(r.name in stored for r in node.ins):
+            stored.add(node.name)
+    found: set[int] = set()
     for k, node in enumerate(ops):
-        for ref in node.ins:
-            if ref in stored:
-                first.setdefault(stored[ref], k)
-    layers: dict[str, list[int]] = {}
-    for name, k in first.items():
-        layers.setdefault(name.rpartition(".")[0], []).append(k)
-    return {k for at in layers.values() if max(at) - min(at) <= NEAR for k in range(min(at) + 1, max(at) + 1)}
+        if node.op != "aten.add.Tensor" or not any(r.name in stored for r in node.ins):
+            continue
+        first = k
+        while first > 0 and ops[first - 1].op in FREE and _reads(ops[first], ops[first - 1]):
+            first -= 1
+        if first > 0 and ops[first - 1].op in PRODUCTS and _reads(ops[first], ops[first - 1]):
+            found.update(range(first, k + 1))
+    return found
+
+
+def _reads(node: Node, other: Node) -> bool:
+    return any(r.name == other.name for r in node.ins)
 
 
 def crossing_bytes(graph: Graph, ops: Sequence[str]) -> list[float]:

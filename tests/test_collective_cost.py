@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from laminar import Cluster, ClusterError, Mesh
-from laminar.cost.algorithms import direct, halving_doubling, hierarchical, ring, through_memory, tree
+from laminar.cost.algorithms import CHAIN_SHARE, by_switch, direct, ring, through_memory, tree
 from laminar.cost.collectives import KINDS, CollectiveCost, held_bytes, split_attention, ways
 from laminar.cost.links import mesh_team, team, teams
 from laminar.ir.cluster import Device, Figure, Level
@@ -61,29 +61,22 @@ def test_a_ring_over_two_nodes_by_hand() -> None:
 
 
 def test_a_tree_by_hand() -> None:
-    """A chain of four inside, one step across, up and down: 2(3 + 10); everybody receives the tensor twice."""
+    """A chain of four inside, one step across, up and down: 2(3 + 10); of two nodes each receives the tensor once."""
     made = tree("all_reduce", 64, team(FOUR_BY_TWO, tuple(range(8))))
-    assert (made.latency_s, made.bytes_s) == (2 * (3 * 1 + 1 * 10), 128 / 1)
+    assert (made.latency_s, made.bytes_s) == (2 * (3 * 1 + 1 * 10), max(128 / 8 / CHAIN_SHARE, 64 / 1))
     wide = team(cluster((1, 1.0, 8.0, 1), (9, 10.0, 1.0, 1)), tuple(range(9)))
-    assert tree("all_reduce", 64, wide).latency_s == 2 * 4 * 10
+    assert (tree("all_reduce", 64, wide).latency_s, tree("all_reduce", 64, wide).bytes_s) == (2 * 4 * 10, 128)
     assert tree("broadcast", 64, wide).bytes_s == 64
 
 
-def test_halving_and_doubling_by_hand() -> None:
-    """Halves and quarters inside (48 of 64 bytes each way), then half of what is left of each of four ranks across."""
-    made = halving_doubling("all_reduce", 64, team(FOUR_BY_TWO, tuple(range(8))))
-    assert made.latency_s == 2 * (2 * 1 + 1 * 10)
-    assert made.bytes_s == 2 * 48 / 8 + 2 * 4 * (16 / 2) / 1
-    # Six is four and two more, who hand their tensor over first: one more step and one more tensor each way.
-    six = halving_doubling("all_reduce", 64, team(FLAT, tuple(range(6))))
-    assert (six.latency_s, six.bytes_s) == (2 * 3, 2 * (48 + 64) / 8)
-
-
-def test_hierarchical_by_hand() -> None:
-    """Reduce-scatter of four inside, all-reduce of the quarters across (four at once over one card), gather inside."""
-    made = hierarchical("all_reduce", 64, team(FOUR_BY_TWO, tuple(range(8))))
-    assert made.latency_s == 2 * (3 * 1 + 1 * 10)
-    assert made.bytes_s == 2 * 48 / 8 + 4 * (2 * 1 / 2 * 16) / 1
+def test_switches_and_trees_by_hand() -> None:
+    """Four wait for each other twice at a switch of rate 2; two nodes swap what it has summed, all at once."""
+    t = team(FOUR_BY_TWO, tuple(range(8)))
+    made = by_switch(64, t, 2.0)
+    assert (made.latency_s, made.bytes_s) == (2 * 4 * 1 + 2 * 10, max(64 / 2, 64 / 1))
+    assert by_switch(64, t, 0.5).bytes_s == 64 / 0.5
+    alone = by_switch(64, team(FLAT, tuple(range(8))), 2.0)
+    assert (alone.algorithm, alone.latency_s, alone.bytes_s) == ("switch", 2 * 8 * 1, 64 / 2)
 
 
 def test_direct_sends_by_hand() -> None:
@@ -140,17 +133,38 @@ def test_a_ring_moves_twice_the_tensor(ranks: int, nbytes: float) -> None:
     assert both == pytest.approx(ring("all_reduce", nbytes, t).seconds)
 
 
-@given(st.integers(2, 8), st.integers(2, 16), st.floats(1.0, 100.0), st.floats(1e6, 1e12))
-def test_levels_one_after_the_other_win_where_the_inside_is_fast(
-    inside: int, nodes: int, faster: float, nbytes: float
-) -> None:
-    """Exactly if the inside is at least as many times faster as there are nodes, latency apart."""
-    c = cluster((inside, 0.0, faster * nodes, 1), (nodes, 0.0, 1.0, inside))
+def busiest(units: int) -> float:
+    """Tensors that the busiest unit receives in an all-reduce by two trees, message by message.
+
+    In the first tree units with odd numbers are leaves; the second is its mirror image, or shifted by one if their
+    number is odd. Each has half of the tensor, up and down.
+    """
+    got = [0.0] * units
+    for second in (False, True):
+        for i in range(1, units):
+            low = i & -i
+            up = (i - low) | 2 * low
+            for k in (up if up < units else i - low, i):
+                got[(units - 1 - k if units % 2 == 0 else (k + 1) % units) if second else k] += 0.5
+    return max(got)
+
+
+def test_trees_load_no_unit_more_than_is_priced() -> None:
+    """Twice the tensor is received where a tree branches; of two units each receives it once."""
+    for units in range(2, 65):
+        t = team(cluster((1, 0.0, 1.0, 1), (units, 0.0, 1.0, 1)), tuple(range(units)))
+        priced = tree("all_reduce", 1.0, t).bytes_s
+        assert busiest(units) <= priced
+        assert busiest(units) == priced or units == 3
+
+
+@given(st.integers(2, 8), st.floats(2 / CHAIN_SHARE, 100.0), st.floats(1e6, 1e12))
+def test_two_nodes_send_the_tensor_once(inside: int, faster: float, nbytes: float) -> None:
+    """A ring takes almost twice as long if the inside is fast enough: its links carry the tensor twice everywhere."""
+    c = cluster((inside, 0.0, faster, 1), (2, 0.0, 1.0, inside))
     t = team(c, tuple(range(c.devices)))
-    assert hierarchical("all_reduce", nbytes, t).seconds <= ring("all_reduce", nbytes, t).seconds * (1 + 1e-9)
-    slow = cluster((inside, 0.0, 0.99 * nodes, 1), (nodes, 0.0, 1.0, inside))
-    t = team(slow, tuple(range(slow.devices)))
-    assert hierarchical("all_reduce", nbytes, t).seconds > ring("all_reduce", nbytes, t).seconds
+    assert tree("all_reduce", nbytes, t).seconds == pytest.approx(nbytes)
+    assert ring("all_reduce", nbytes, t).seconds == pytest.approx(nbytes * (2 - 1 / inside))
 
 
 @given(st.sampled_from(["all_reduce", "all_gather", "all_to_all", "broadcast"]), st.sampled_from([1, 2, 4, 8]))
@@ -184,7 +198,7 @@ def test_the_axis_that_varies_fastest_lies_inside() -> None:
     cost = CollectiveCost(Cluster.preset("16xh100"))
     inner = cost.on("all_reduce", 64 * MB, Mesh({"dp": 2, "tp": 8}), (1,))
     outer = cost.on("all_reduce", 64 * MB, Mesh({"tp": 8, "dp": 2}), (0,))
-    assert inner.seconds * 2 < outer.seconds
+    assert inner.seconds * 1.4 < outer.seconds
 
 
 @pytest.mark.parametrize("name", CLUSTERS)
@@ -210,6 +224,15 @@ def test_small_tensors_go_another_way_than_large_ones() -> None:
     assert cost("all_reduce", 4096, group).algorithm == "tree, low latency"
     assert cost("all_reduce", 1 << 34, group).algorithm == "ring"
     assert CollectiveCost(Cluster.preset("8xh100"))("all_reduce", 64 * MB, tuple(range(8))).algorithm == "switch"
+    two = CollectiveCost(Cluster.preset("16xh100"))
+    assert two("all_reduce", 1 << 30, tuple(range(16))).algorithm == "switch and tree"
+    for name, algorithm in (
+        ("2x8xv100@nvlink+eth100", "tree"),
+        ("2x8xa100", "ring"),
+        ("3x8xv100@nvlink+eth100", "ring"),
+    ):
+        c = Cluster.preset(name)
+        assert CollectiveCost(c)("all_reduce", 1 << 30, tuple(range(c.devices))).algorithm == algorithm
 
 
 def test_an_unknown_collective_is_refused() -> None:
@@ -226,7 +249,7 @@ PUBLISHED = [
     ("4xa100", 1024 * MB, 221.86), ("8xh200", 32768, 1.44), ("8xh200", MB, 39.93), ("8xh200", 16 * MB, 219.89),
     ("8xh200", 256 * MB, 436.15), ("8xh200", 16384 * MB, 482.26), ("8xb200", 256 * MB, 646.11),
     ("8xb200", 16384 * MB, 845.67), ("32xb200", 1024 * MB, 361.99), ("32xb200", 16384 * MB, 381.80),
-    ("32xh200", 4096 * MB, 364.65),
+    ("32xh200", 4096 * MB, 364.65), ("2x8xh100@nvlink+ib100", 8192 * MB, 161.0), ("16xh100", 8192 * MB, 430.0),
 ]  # fmt: skip
 """All-reduces by NCCL: cluster, bytes, GB/s of bus bandwidth, that is 2(n-1)/n of the bytes over the time."""
 
@@ -254,6 +277,17 @@ def test_published_all_reduces_are_met_in_the_middle() -> None:
         errors.append(abs(CollectiveCost(c)("all_reduce", nbytes, tuple(range(c.devices))).seconds / want - 1))
     assert sorted(errors)[len(errors) // 2] < 0.1
     assert max(errors) < 0.25
+
+
+def test_all_reduces_of_gloo_wait_as_a_ring_does() -> None:
+    """Some kilobytes on 2, 4 and 8 ranks of one machine took 0.36, 1.2 and 2.5 ms: as 2, 6 and 14 hops, not 2, 4, 6."""
+    cost = CollectiveCost(Cluster.preset("2x4xcpu"))
+    level = cost.cluster.levels[0]
+    start_s = cost.cluster.collective_s.value
+    for ranks in (2, 4):
+        answer = cost("all_reduce", 64, tuple(range(ranks)))
+        assert answer.seconds - start_s == pytest.approx(2 * (ranks - 1) * level.latency_s.value, rel=0.01)
+    assert {cost("all_reduce", n, tuple(range(8))).algorithm for n in (64, 64 * MB)} == {"ring"}
 
 
 # --- measured ----------------------------------------------------------------------------------

@@ -7,7 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
 
+import laminar
 from laminar.cli import main
 from laminar.forecast import CONTROL_S, MEETING_S, StagedPrediction, predict_staged
 from laminar.ir.cluster import Cluster
@@ -70,3 +74,35 @@ def test_a_staged_plan_is_simulated_and_drawn_from_the_command_line(
     found = json.loads(capsys.readouterr().out)
     assert len(found["bubbles"]) == 2 and found["step_s"] > 0
     assert Path(png).read_bytes().startswith(b"\x89PNG")
+
+
+class Tied(nn.Module):
+    """Words in and out by one table, with layers between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(64, 32))
+        self.frozen = nn.Parameter(torch.randn(32), requires_grad=False)
+        self.layers = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.layers(F.embedding(x, self.table) * self.frozen)
+        return (h * self.frozen) @ self.table.t()
+
+
+@pytest.mark.parametrize("virtual", [1, 2, 3])
+def test_gradients_of_a_tied_weight_travel_home_and_back(virtual: int) -> None:
+    """Once a step, from where else it is read to the first place, and the sum back.
+
+    Not so where both stages that read it are at one place, nor if it is frozen.
+    """
+    graph = laminar.capture(Tied(), lambda m, x: m(x).square().mean(), torch.zeros(8, 16, dtype=torch.long))
+    found = predict_staged(graph, pipeline(graph, 2, 2, virtual), Cluster.preset("2xh100"))
+    level = found.cluster.levels[0]
+    assert set(found.pipe.made.cut.tied) == {"table", "frozen"}
+    apart = len({found.staged.stages[s].place for s in found.pipe.made.cut.tied["table"]}) > 1
+    assert apart == (virtual != 2)
+    ways_s = 2 * apart * (level.latency_s.value + 64 * 32 * 4 / level.bytes_per_s.value)
+    assert found.part_s.get("R0", 0.0) == pytest.approx(ways_s)
+    reduced = next(r for r in found.execution.ran if r.name == "R0")
+    assert reduced.end - reduced.start == round(1e9 * ways_s)

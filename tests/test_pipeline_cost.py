@@ -80,32 +80,39 @@ def test_one_register_between_stages_makes_them_wait_for_each_other() -> None:
 
 
 def unrolled(
-    net: Net, run: Execution, work: dict[tuple[str, int, int], int], moved: dict[str, int], grant: int
+    net: Net,
+    run: Execution,
+    work: dict[tuple[str, int, int], int],
+    moved: dict[str, int],
+    shared: dict[str, tuple[int, ...]],
+    grant: int,
 ) -> Load:
     """The same steps as tasks for the general simulator: each firing waits for what it reads and for free registers.
 
-    Lanes of places follow the orders. Only the sequence in which transfers of one lane start is taken from the run.
+    Lanes of places follow the orders. Only the sequence in which transfers were made is taken from the run.
     """
     steps, number = run.steps, {}
     lanes = [Lane(p, "compute") for p in range(len(net.places))]
     tasks: list[list] = []
 
-    def add(key: tuple, lane: int, ns: int) -> None:
+    def add(key: tuple, ns: int, *lane: int) -> None:
         number[key] = len(tasks)
-        tasks.append([":".join(map(str, key)), (lane,), ns, []])
+        tasks.append([":".join(map(str, key)), lane, ns, []])
 
     for p, order in enumerate(net.orders):
         for step in range(steps):
             for name, k in order:
-                add((name, step * net.by_name[name].fires + k), p, work[name, k, step])
-    pairs: dict[tuple[int, int], int] = {}
-    for r in sorted((r for r in run.ran if r.source >= 0), key=lambda r: r.start):
+                add((name, step * net.by_name[name].fires + k), work[name, k, step], p)
+    pairs: dict[tuple[int, int] | int, int] = {}
+    for r in (r for r in run.ran if r.source >= 0):
         q = next(q for q in net.queues if q.name == r.name)
-        if (r.source, r.place) not in pairs:
-            pairs[r.source, r.place] = len(lanes)
-            lanes.append(Lane(r.place, f"communication:{r.source}"))
+        used = ((r.source, r.place), *shared.get(r.name, ()))
+        for lane in used:
+            if lane not in pairs:
+                pairs[lane] = len(lanes)
+                lanes.append(Lane(r.place, f"communication:{lane}"))
         key = (r.name, "to", r.place, r.step * net.by_name[q.producer].fires * q.gives + r.k)
-        add(key, pairs[r.source, r.place], moved[r.name])
+        add(key, moved[r.name], *(pairs[lane] for lane in used))
     for q in net.queues:
         home, fires = net.by_name[q.producer].place, net.by_name[q.producer].fires * steps
         for c in q.consumers:
@@ -113,7 +120,7 @@ def unrolled(
             if grant and there != home:
                 for n in range(net.by_name[c].fires * steps):
                     lanes.append(Lane(there, f"communication:grant{len(lanes)}"))
-                    add((q.name, "back", c, n), len(lanes) - 1, grant)
+                    add((q.name, "back", c, n), grant, len(lanes) - 1)
                     tasks[-1][3].append(number[c, n])
             for n in range(net.by_name[c].fires * steps):
                 for token in range(n * take - q.filled, (n + 1) * take - q.filled):
@@ -144,7 +151,7 @@ def random_work(rng: random.Random, net: Net, steps: int) -> dict[tuple[str, int
 
 @pytest.mark.parametrize("seed", range(150))
 def test_orders_kept_to_the_letter_take_the_ticks_of_the_simulator(seed: int) -> None:
-    """Random nets and times, transfers, grants: unrolled into tasks, every firing begins and ends in the same tick."""
+    """Random nets, times, transfers, lanes they share, grants: unrolled into tasks, every firing has the same ticks."""
     rng = random.Random(seed)
     while True:
         net = replace(random_net(rng) if seed % 3 else random_pipeline(rng), window=0)
@@ -154,8 +161,9 @@ def test_orders_kept_to_the_letter_take_the_ticks_of_the_simulator(seed: int) ->
     work = random_work(rng, net, steps)
     moved = {q.name: rng.randint(1, 40) for q in net.queues if net.crosses(q) and rng.random() < 0.7}
     grant = rng.choice([0, 0, 7])
-    run = execute(net, lambda name, k, step: work[name, k, step], steps, transfers=moved, grant_ns=grant)
-    load = unrolled(net, run, work, moved, grant)
+    shared = {name: tuple(rng.sample(range(3), rng.randint(0, 2))) for name in moved} if seed % 2 else {}
+    run = execute(net, lambda name, k, step: work[name, k, step], steps, transfers=moved, lanes=shared, grant_ns=grant)
+    load = unrolled(net, run, work, moved, shared, grant)
     times = simulate(load)
     got = {t.name: (int(a), int(b)) for t, a, b in zip(load.tasks, times.start, times.end, strict=True)}
     for r in run.firings:

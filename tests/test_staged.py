@@ -147,10 +147,59 @@ def test_random_branches_give_the_numbers_of_one_device() -> None:
     assert {n for n, _ in made} >= {2, 3, 4} and any(again for _, again in made)
 
 
+class Loop(nn.Module):
+    """Three products with weights of one module, kept in different ways."""
+
+    def __init__(self, kept: str) -> None:
+        super().__init__()
+        self.kept = kept
+        ws = [nn.Parameter(torch.randn((8, 8, 3) if kept == "kernels" else (64, 64)) / 8) for _ in range(3)]
+        if kept == "attributes":
+            self.a, self.b, self.c = ws
+            self.d, self.e, self.f = (nn.Parameter(torch.randn(64)) for _ in range(3))
+        elif kept == "stack":
+            self.ws = nn.Parameter(torch.stack(ws))
+        else:
+            self.ws = nn.ParameterDict(dict(zip("abc", ws, strict=True))) if kept == "dict" else nn.ParameterList(ws)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kept == "attributes":
+            for w, b in ((self.a, self.d), (self.b, self.e), (self.c, self.f)):
+                x = F.linear(x, w, b).relu()
+            return x
+        for w in self.ws.values() if self.kept == "dict" else self.ws:
+            x = F.conv1d(x.view(-1, 8, 8), w, padding=1).relu() if self.kept == "kernels" else (x @ w).relu()
+        return x
+
+
+def looped(kept: str) -> Specimen:
+    """Such a module captured."""
+    torch.manual_seed(0)
+    made = laminar.Recipe(lambda: Loop(kept), lambda model, x: model(x).square().mean(), lambda: [torch.randn(16, 64)])
+    return captured(made, kept)
+
+
+LOOPS = ("list", "dict", "attributes", "stack", "kernels")
+
+
+@pytest.mark.parametrize("kept", LOOPS)
+def test_stages_cut_between_products_of_one_module(kept: str) -> None:
+    """A stage may end between two of them, wherever their weights are kept, and the numbers stay."""
+    one = looped(kept)
+    products = ("aten.mm", "aten.addmm", "aten.convolution")
+    heavy = [n.name for n in one.graph.nodes if n.phase == "forward" and n.op in products]
+    assert len(heavy) == 3
+    for count in (2, 3):
+        of = balanced(one.graph, count)
+        assert len({of[n] for n in heavy}) > 1, of
+        check(wide(one), random.Random(f"{kept} {count}"), count)
+
+
 @pytest.mark.parametrize("stages", [2, 3, 4])
-def test_stages_are_balanced(stages: int) -> None:
+@pytest.mark.parametrize("name", ["mlp.py:tiny", "lstm.py:tiny", *LOOPS])
+def test_stages_are_balanced(name: str, stages: int) -> None:
     """No choice of cuts has a slowest stage that is faster by more than the slack; brute force over all of them."""
-    graph = specimen("mlp.py:tiny").graph
+    graph = (looped(name) if name in LOOPS else specimen(name)).graph
     light = light_ops(graph)
     ops = [n.name for n in graph.nodes if n.phase == "forward" and n.name not in light]
     seconds = work_s(graph)

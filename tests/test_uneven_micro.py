@@ -294,3 +294,30 @@ def test_a_cut_through_a_layer_that_is_one_op_at_another_size_is_refused(monkeyp
     cut = planned(made, 5, 4, stages=2, virtual=2)
     with pytest.raises(PlanError, match=r"another size stage 0 gives, or does not give, grad:layers\.1\.weight"):
         stages(few, again(few, cut), stages(many, again(many, cut)))
+
+
+class Listed(nn.Module):
+    """The same layers, with weights and biases in lists of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ws = nn.ParameterList(torch.randn(WIDTH, WIDTH) for _ in range(4))
+        self.bs = nn.ParameterList(torch.randn(WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for w, b in zip(self.ws, self.bs, strict=True):
+            x = F.gelu(F.linear(x.transpose(0, 1), w, b))
+        return x
+
+
+def test_a_bias_stays_with_its_product_wherever_it_is_kept() -> None:
+    """Which of them belong together is seen from what is added to what, not from their names."""
+    torch.manual_seed(0)
+    made = Listed().double()
+    few, many = (
+        laminar.capture(made, lambda m, x: m(x).square().mean(), torch.randn(n, TOKENS, WIDTH, dtype=torch.float64))
+        for n in (1, 4)
+    )
+    for count in range(2, 7):
+        plan = laminar.plans.pipeline(many, count, 4)
+        stages(few, again(few, plan), stages(many, plan))

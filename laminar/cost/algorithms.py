@@ -7,12 +7,15 @@ joined and at what rate the group gets out of one. A tensor of `nbytes` is count
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from laminar.cost.links import Team
 
 SENDS_AT_ONCE = 8
 """How many messages of an exchange are on their way together. Assumed."""
+CHAIN_SHARE = 0.55
+"""Of a link's rate that devices reach which are a chain in both trees, and have their node's cards to serve besides:
+nine tenths of that is 112 of 227 GB/s on A100, where NCCL counts on 110 at most."""
 EVERYBODY_SUMS_BYTES = 1 << 16
 """Up to this size, or with two ranks, everybody sums everything in shared memory: as in the runtime."""
 
@@ -50,40 +53,18 @@ def ring(kind: str, nbytes: float, t: Team) -> Terms:
 def tree(kind: str, nbytes: float, t: Team, chained: bool = True) -> Terms:
     """Two binary trees over the units, for an all-reduce up and down again.
 
-    Every rank is inside one tree and a leaf of the other, so it receives the tensor twice in an
-    all-reduce and once in a broadcast. `chained`: innermost units are chains, as NCCL has them.
+    Every unit is inside one tree and a leaf of the other, so it receives the tensor twice in an all-reduce and once in
+    a broadcast. Of two units each is the root of one tree: what the other sends it up one tree and down the other comes
+    to the tensor once. `chained`: innermost units are chains, as NCCL has them, at a share of the links' rate.
     """
     rounds = 2 if kind == "all_reduce" else 1
-    steps = [h.fan - 1 if k == 0 and chained else _log2(h.fan) for k, h in enumerate(t.hops)]
-    wait = rounds * sum(n * h.latency_s for n, h in zip(steps, t.hops, strict=True))
-    part = 0.5 if t.ranks == 2 and kind == "all_reduce" else 1.0
-    return Terms("tree", wait, rounds * part * max(nbytes / h.bytes_per_s for h in t.crossed))
-
-
-def halving_doubling(kind: str, nbytes: float, t: Team) -> Terms:
-    """All-reduce by exchanging halves with partners at doubling distance, then back.
-
-    Nearest partners first, so that outer levels see what inner ones have left. Where a level joins no power of
-    two, those beyond it hand their tensor to a partner first and get the sum back at the end.
-    """
-    wait = moved = 0.0
-    for h in t.crossed:
-        low = 1 << (h.fan.bit_length() - 1)
-        extra = 1 if low != h.fan else 0
-        wait += 2 * (low.bit_length() - 1 + extra) * h.latency_s
-        moved += 2 * ((low - 1) / low + extra) * nbytes / h.bytes_per_s
-    return Terms("halving-doubling", wait, moved)
-
-
-def hierarchical(kind: str, nbytes: float, t: Team) -> Terms:
-    """Reduce-scatter inside, the same across with what is left, and back with all-gathers; a ring at each level.
-
-    One level after the other. Against one ring through all ranks it pays at the innermost level what it saves outside:
-    with N units across it is faster for large tensors if the inside is more than N times faster.
-    """
-    rounds = 2 if kind == "all_reduce" else 1
-    wait = rounds * sum((h.fan - 1) * h.latency_s for h in t.crossed)
-    return Terms("hierarchical", wait, rounds * sum((h.fan - 1) / h.fan * nbytes / h.bytes_per_s for h in t.crossed))
+    wait = moved_s = 0.0
+    for k, h in enumerate(t.hops):
+        chain = k == 0 and chained
+        wait += rounds * (h.fan - 1 if chain else _log2(h.fan)) * h.latency_s
+        times = 0 if h.fan == 1 else 1 if h.fan == 2 else rounds
+        moved_s = max(moved_s, times * nbytes / h.bytes_per_s / (CHAIN_SHARE if chain and t.level > 0 else 1.0))
+    return Terms("tree", wait, moved_s)
 
 
 def direct(kind: str, nbytes: float, t: Team) -> Terms:
@@ -102,9 +83,15 @@ def send(kind: str, nbytes: float, t: Team) -> Terms:
 def by_switch(nbytes: float, t: Team, bytes_per_s: float) -> Terms:
     """All-reduce in the switch: the tensor goes there once and its sum comes back.
 
-    Each rank fetches the sum of 1/n of it and hands it to all; they wait for each other before and after.
+    Each rank fetches the sum of 1/n of it and hands it to all; they wait for each other before and after. Where a group
+    has several units that have a switch each, sums of 1/n are summed over units by trees in between.
     """
-    return Terms("switch", 2 * t.ranks * t.hops[0].latency_s, nbytes / bytes_per_s)
+    inner, outer = t.hops[0], replace(t, hops=t.hops[1:])
+    wait, moved_s = 2 * inner.fan * inner.latency_s, nbytes / bytes_per_s
+    if not outer.crossed:
+        return Terms("switch", wait, moved_s)
+    across = tree("all_reduce", nbytes, outer, chained=False)
+    return Terms("switch and tree", wait + across.latency_s, max(moved_s, across.bytes_s))
 
 
 def through_memory(kind: str, nbytes: float, t: Team, resident: bool = False) -> Terms:

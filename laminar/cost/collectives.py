@@ -3,9 +3,10 @@
 Each algorithm (`laminar.cost.algorithms`) says how long a group waits for hops and how long its bytes take.
 Which one runs is decided as the backend decides: the least of those it has.
 
-    nccl    all-reduce by ring, double tree or the switch; gather and scatter by ring; each also in a
-            low-latency protocol that halves the waiting and moves a quarter of the bytes per second
-    gloo    all-reduce by ring or halving-doubling; gather, scatter and all-to-all by direct sends
+    nccl    all-reduce by ring, double tree, the switch, or switches inside nodes and trees between them; gather and
+            scatter by ring; each but the switch also in a low-latency protocol that halves the waiting and moves a
+            quarter of the bytes per second
+    gloo    all-reduce by ring; gather, scatter and all-to-all by direct sends
     shared  ranks of one machine copy through memory (`laminar/runtime/shared.py`): all work is copying, done
             partly when the exchange starts and partly when its result is needed
 
@@ -26,7 +27,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 
-from laminar.cost.algorithms import Terms, by_switch, direct, halving_doubling, ring, send, through_memory, tree
+from laminar.cost.algorithms import Terms, by_switch, direct, ring, send, through_memory, tree
 from laminar.cost.links import Team, mesh_team, team
 from laminar.errors import ClusterError
 from laminar.ir.cluster import Cluster
@@ -37,7 +38,7 @@ KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"
 LOW_LATENCY = (0.6, 0.25)
 """Share of the latency and of the rate, in NCCL's low-latency protocol. Assumed; fits 32 KB on 8 A100 within 10 %."""
 TREE_SHARE = 0.9
-"""Of a link's rate that NCCL's trees reach. Assumed."""
+"""Of a link's rate that NCCL's trees reach: its own estimate, by which it chooses."""
 SOCKET_COPIES = 4
 """How often a byte is copied between two processes that do not share memory. Assumed."""
 SIGMA_FORMULA, SIGMA_MEASURED_LINKS, SIGMA_ROW = 0.3, 0.2, 0.02
@@ -84,23 +85,25 @@ def ways(cluster: Cluster, kind: str, nbytes: float, t: Team, resident: bool = F
     elif kind == "all_to_all" or (cluster.backend == "gloo" and kind in ("all_gather", "reduce_scatter")):
         found = [direct(kind, nbytes, t)]
     elif cluster.backend == "gloo":
-        found = [tree(kind, nbytes, t, chained=False)] if kind == "broadcast" else [ring(kind, nbytes, t)]
-        if kind == "all_reduce":
-            found.append(halving_doubling(kind, nbytes, t))
+        found = [tree(kind, nbytes, t, chained=False) if kind == "broadcast" else ring(kind, nbytes, t)]
     else:
         found = [ring(kind, nbytes, t)]
         if kind in ("all_reduce", "broadcast"):
-            made = tree(kind, nbytes, t)
-            found.append(replace(made, bytes_s=made.bytes_s / TREE_SHARE))
+            found.append(_reached(tree(kind, nbytes, t)))
         found = [replace(w, latency_s=w.latency_s + start_s) for w in found]
         wait, rate = LOW_LATENCY
         found += [Terms(w.algorithm + ", low latency", w.latency_s * wait, w.bytes_s / rate) for w in found]
         switch = cluster.levels[0].switch_bytes_per_s
-        if kind == "all_reduce" and t.level == 0 and switch is not None and t.ranks > 2:
+        if kind == "all_reduce" and switch is not None and t.hops[0].fan > 2:
             made = by_switch(nbytes, t, switch.value)
-            found.append(replace(made, latency_s=made.latency_s + start_s))
+            found.append(replace(made if t.level == 0 else _reached(made), latency_s=made.latency_s + start_s))
         return found
     return [replace(w, latency_s=w.latency_s + start_s) for w in found]
+
+
+def _reached(made: Terms) -> Terms:
+    """With the share of the links' rate that trees reach."""
+    return replace(made, bytes_s=made.bytes_s / TREE_SHARE)
 
 
 def formula(cluster: Cluster, kind: str, nbytes: float, t: Team, resident: bool = False) -> Terms:

@@ -7,7 +7,9 @@ broken by number: the same net and the same times give the same ticks on every m
 
 What crosses from one place to another takes the time of its transfer. Transfers from one place to another share one
 lane and follow each other in the order in which they were made; those of other pairs, and those of the other direction,
-do not disturb them. A register that crosses is known to be free again `grant_ns` after its last reader has ended.
+disturb them only where both are told to use a lane (a network card, `cost/hops.py`), which a transfer then has for
+itself until it has arrived. A register that crosses is known to be free again `grant_ns` after its last reader has
+ended.
 
 Places that share a rank take turns, unless one of them only loads or saves: that goes on beside the step.
 
@@ -165,10 +167,19 @@ def transfer_ns(net: Net, link: Link) -> dict[str, int]:
 
 
 def execute(
-    net: Net, work: Work, steps: int = 3, *, transfers: Mapping[str, int] | None = None, grant_ns: int = 0
+    net: Net,
+    work: Work,
+    steps: int = 3,
+    *,
+    transfers: Mapping[str, int] | None = None,
+    lanes: Mapping[str, tuple[int, ...]] | None = None,
+    grant_ns: int = 0,
 ) -> Execution:
-    """Run so many steps of a net, given the nanoseconds of firings and of transfers (by queue; none: at once)."""
-    return _Run(net, work, steps, transfers or {}, grant_ns).run()
+    """Run so many steps of a net, given the nanoseconds of firings and of transfers (by queue; none: at once).
+
+    `lanes` are those that transfers of a queue use besides that of their two places.
+    """
+    return _Run(net, work, steps, transfers or {}, lanes or {}, grant_ns).run()
 
 
 class _Line:
@@ -215,10 +226,18 @@ class _Doer:
 class _Run:
     """The event loop of one execution."""
 
-    def __init__(self, net: Net, work: Work, steps: int, transfers: Mapping[str, int], grant_ns: int) -> None:
+    def __init__(
+        self,
+        net: Net,
+        work: Work,
+        steps: int,
+        transfers: Mapping[str, int],
+        lanes: Mapping[str, tuple[int, ...]],
+        grant_ns: int,
+    ) -> None:
         if steps < 1:
             raise NetError(f"{steps} steps can't be run", allowed="1 or more")
-        self.net, self.steps, self.transfers, self.grant_ns = net, steps, transfers, grant_ns
+        self.net, self.steps, self.transfers, self.lanes, self.grant_ns = net, steps, transfers, lanes, grant_ns
         self.work = work.__getitem__ if isinstance(work, Mapping) else None
         self.drawn = None if isinstance(work, Mapping) else work
         spots: dict[str, list[int]] = {a.name: [0] * a.fires for a in net.actors}
@@ -248,8 +267,8 @@ class _Run:
             [o for o in range(len(ranks)) if o != p and not (beside[o] or beside[p]) and not mine.isdisjoint(ranks[o])]
             for p, mine in enumerate(ranks)
         ]
-        self.lane: dict[tuple[int, int], tuple[int, int]] = {}
-        """Pair of places -> when its lane is free again, and the transfer that then ends."""
+        self.taken: dict[tuple[int, int] | int, tuple[int, int]] = {}
+        """Lane, of a pair of places or by number -> when it is free again, and the transfer that then ends."""
         self.heap: list[tuple[int, int, str, object]] = []
         self.seq = 0
         self.ran: list[Ran] = []
@@ -343,13 +362,14 @@ class _Run:
                 if home == d.place or not took:
                     self.arrived(now, (q, home, q.gives, me))
                     continue
+                used: tuple[tuple[int, int] | int, ...] = ((d.place, home), *self.lanes.get(q.name, ()))
                 for j in range(q.gives):
-                    until, last = self.lane.get((d.place, home), (0, -1))
+                    until, last = max(self.taken.get(lane, (0, -1)) for lane in used)
                     start, why = (until, last) if until > now else (now, me)
                     step, k = divmod((d.begun - 1) * q.gives + j, q.per_step)
                     self.ran.append(Ran(q.name, k, step, home, start, start + took, why, d.place))
                     moved = len(self.ran) - 1
-                    self.lane[d.place, home] = (start + took, moved)
+                    self.taken.update(dict.fromkeys(used, (start + took, moved)))
                     self.push(start + took, "arrived", (q, home, 1, moved))
 
     def arrived(self, now: int, event: tuple[_Line, int, int, int]) -> None:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from laminar.cost.hops import even_hop_s
 from laminar.cost.prices import UPDATES, Machine
 from laminar.cost.simulate import simulate
 from laminar.forecast import CONTROL_S, MEETING_S, owned, part_memory, part_schedule
@@ -299,7 +300,7 @@ def hop_s(model: Model, cell: Cell, nbytes: float) -> float:
     """A micro-batch's message from one stage to the next."""
     cluster = model.request.cluster
     level = cluster.levels[-1] if cell.ranks >= cluster.unit_devices[0] else cluster.levels[0]
-    return level.latency_s.value + CONTROL_S[cluster.kind] + nbytes / level.bytes_per_s.value
+    return CONTROL_S[cluster.kind] + even_hop_s(level, cell.ranks, nbytes)
 
 
 def state_share(cell: Cell, parts: Parts, layers: float, zero: int) -> float:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
+from laminar.cost.hops import even_hop_s
 from laminar.cost.prices import UPDATES
 from laminar.cost.simulate import simulate
 from laminar.errors import LaminarError, PlanError
@@ -333,4 +334,4 @@ def _hop_s(shop: Shop, cell: Sides, priced: Sequence[Priced], stage: int) -> flo
     first = sum(ranks[:stage])
     level = shop.request.cluster.joining(range(first, first + ranks[stage] + ranks[stage + 1]))
     nbytes = max(priced[k].parts.hop_bytes.at(0) for k in cell.each[stage : stage + 2])
-    return level.latency_s.value + CONTROL_S[shop.request.cluster.kind] + nbytes / level.bytes_per_s.value
+    return CONTROL_S[shop.request.cluster.kind] + even_hop_s(level, min(ranks[stage : stage + 2]), nbytes)
