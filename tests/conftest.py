@@ -36,6 +36,24 @@ def pytest_report_header() -> str | None:
     return f"random examples of seed {SEED}; again with SEED={SEED}" if SEED else None
 
 
+class _Told:
+    """Who writes to the terminal, if this process does."""
+
+    config: pytest.Config | None = None
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Remember whom to tell."""
+    _Told.config = config
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """A run of an hour that is stopped before its end has told by then what had failed."""
+    told = _Told.config and _Told.config.pluginmanager.getplugin("terminalreporter")
+    if SEED and report.failed and told:
+        told.write_line(f"\nFAILED {report.nodeid} ({report.when})\n{str(report.longrepr)[-2000:]}")
+
+
 def pytest_runtest_setup() -> None:
     """What a test draws does not hang on the tests before it, of which there are others in every run."""
     random.seed(0)
