@@ -437,7 +437,8 @@ class _Search:
         Nobody is to be told a plan that is slower than what they would have written.
         """
         folded = self.model.small(1, self.model.keeps[-1])
-        for cell, ways in groupby(named(self.request, self.cells, folded), key=lambda one: one.cell):
+        every = named(self.request, self.cells, folded, self.model.layers <= SHALLOW)
+        for cell, ways in groupby(every, key=lambda one: one.cell):
             far = self.model.layers > SHALLOW and self.looker.guess(cell) > HOPELESS * self.best_s
             if self.room(cell) < self.best_s and not far:
                 for one in ways:
@@ -446,13 +447,15 @@ class _Search:
 
     def hopeless(self, one: Named) -> bool:
         """Whether it was simulated already, or is much like one that is far slower, or that fits as it is."""
-        style = set(one.style) - {TYPED}
+        style, deep = set(one.style) - {TYPED}, self.model.layers > SHALLOW
         for score in (s for s in self.scores if set(s.style) - {TYPED} == style):
-            slower = score.seconds / self.best_s
-            if score.cell == one.cell and slower > (HOPELESS if min(score.zero, 2) == min(one.zero, 2) else 2):
+            same, slower = min(score.zero, 2) == min(one.zero, 2), score.seconds / self.best_s
+            # As `laminar.plans` writes it a deep model takes nearly what it takes as the search does.
+            far = self.looker.off(one.cell, one.style) if deep and TYPED in one.style else HOPELESS
+            if score.cell == one.cell and slower > (far if same else 2):
                 return True
             twin = one.cell.recompute and score.cell == replace(one.cell, recompute=False)
-            if twin and score.zero == one.zero and feasible(score, self.request):
+            if twin and same and (feasible(score, self.request) or slower > HOPELESS):
                 return True
         return any((s.cell, s.style, s.zero) == one.key for s in self.done)
 

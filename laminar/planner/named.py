@@ -54,8 +54,11 @@ class Named:
         return model, self.cell, self.style, self.zero, self.typed() if self.typed else None
 
 
-def named(request: Request, cells: Sequence[Cell], graph: Graph) -> Iterator[Named]:
-    """All there are among these cells, those that most people would try first; `graph` is the folded one."""
+def named(request: Request, cells: Sequence[Cell], graph: Graph, shallow: bool) -> Iterator[Named]:
+    """All there are among these cells, those that most people would try first; `graph` is the folded one.
+
+    Of a model that is not `shallow`, ZeRO on two axes only where one of them is a node.
+    """
     zeros = (0, 1, 3) if request.allows("zero") else (0,)
     zeros = (request.pin["zero"],) if "zero" in request.pin else zeros
     node = request.cluster.levels[0].size
@@ -67,7 +70,7 @@ def named(request: Request, cells: Sequence[Cell], graph: Graph) -> Iterator[Nam
             if 3 in zeros and cell.ranks > 1 and not cell.recompute:
                 yield Named(cell, (*style, KEPT), 3)
         if not cell.recompute and not request.place:
-            yield from _typed(cell, zeros, graph)
+            yield from _typed(cell, zeros, graph, shallow or cell.tp == node < request.cluster.devices)
     for cell in (c for c in known if not c.plain and c.virtual == 1 and (c.tp in (1, node) or c.dp == 1)):
         if cell.micro_batches % cell.stages == 0 and cell.micro_batches // cell.stages in EACH:
             style = _style(cell, "tensor")
@@ -83,16 +86,16 @@ def _cut(cell: Cell) -> Callable[[Graph], Staged]:
     return lambda graph: pipeline(graph, cell.stages, cell.micro_batches, inner=cell.mesh)
 
 
-def _typed(cell: Cell, zeros: Sequence[int], graph: Graph) -> Iterator[Named]:
-    """What `laminar.plans` has for a mesh."""
+def _typed(cell: Cell, zeros: Sequence[int], graph: Graph, both: bool) -> Iterator[Named]:
+    """What `laminar.plans` has for a mesh; with `both`, ZeRO on two axes too, which cuts other pieces than on one."""
     mesh, data = cell.mesh, tuple("data" for _ in cell.mesh.names)
     if cell.tp > 1 and 0 in zeros:
         yield Named(cell, (*_style(cell, "tensor"), TYPED), 0, lambda: presets.tensor_parallel(graph, mesh))
-    if cell.dp == 1 and cell.tp > 1:
+    if cell.tp > 1 and (cell.dp == 1 or not both):
         return
     if 0 in zeros and cell.tp == 1:
         yield Named(cell, (*data, TYPED), 0, lambda: presets.data_parallel(graph, mesh))
-    stages = [s for s in (1, 2, 3) if mesh.ranks > 1 and (s if s != 2 else 1) in zeros]
+    stages = [s for s in (1, 3) if mesh.ranks > 1 and s in zeros]  # 2 takes as long as 1
     for stage in stages:
         yield Named(cell, (*data, TYPED), stage, partial(presets.zero, graph, mesh, stage))
     if 3 in stages:

@@ -38,7 +38,7 @@ SETS = (
 )
 CUTS = "stages are stretches of the program, cut anywhere, with equal meshes, under any schedule"
 GATHERS = "parameters in pieces: once a step, or for forward and for backward"
-ALGORITHMS = "of each exchange the cheapest: ring, tree, halving and doubling, direct, by switch, by shared memory"
+ALGORITHMS = "of each exchange the cheapest: ring, trees, direct, by switches with trees between them, by shared memory"
 WORDS = ("placements", "cuts", "recompute", "offload", "sets", "gathers", "algorithms")
 """What of a space is a sentence."""
 
