@@ -252,8 +252,10 @@ class Attack:
         self.judge(replace(plan, account={"peak_bytes": peak}), ran.seconds, named)
 
     def judge(self, plan: Plan | Staged, seconds: float, named: bool = False) -> None:
-        """One plan against every search."""
+        """One plan against every search; where nothing is said to fit, nothing that has a name may."""
         self.report.simulated += 1
+        if named and not self.found and (plan.peak_bytes or math.inf) <= (self.memory_bytes or 0.0):
+            self.report.wrong.append(f"{plan.name} fits in {self.memory_bytes} bytes, though nothing was found to")
         for found in self.found:
             member = found.space.contains(plan)
             if not member:

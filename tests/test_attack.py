@@ -23,9 +23,12 @@ ALL = [(model, machine, share) for model in MODELS for machine in MACHINES for s
 
 def attack(model: str, machine: str, share: float | None, seconds: float) -> int:
     """So many processor seconds of it; how many plans were simulated."""
-    found = Attack(model, machine, share, first(1)).run(seconds)
+    one = Attack(model, machine, share, first(1))
+    found = one.run(seconds)
     assert not found.wrong, found.wrong[:3]
-    assert found.simulated > 0 and found.closest < math.inf
+    assert found.simulated > 0
+    # What nothing fits in has no cells to be held against, nor have parts that differ.
+    assert (found.closest < math.inf) == (bool(one.found) and len(one.cluster.parts) == 1)
     return found.simulated
 
 
@@ -35,7 +38,7 @@ def test_no_plan_contradicts_a_search(model: str, machine: str, share: float | N
     assert attack(model, machine, share, 0.5) > 20
 
 
-@pytest.mark.parametrize(("model", "machine", "share"), some(40, ALL, "attack"))
+@pytest.mark.parametrize(("model", "machine", "share"), some(16, ALL, "attack"))
 def test_nothing_contradicts_a_search_however_long_it_is_tried(model: str, machine: str, share: float | None) -> None:
     """Other models and machines, longer, with fresh seeds."""
     attack(model, machine, share, 20.0)
