@@ -21,21 +21,20 @@ ALL = [(model, machine, share) for model in MODELS for machine in MACHINES for s
        if share is None or "+" not in machine]  # fmt: skip
 
 
-def attack(model: str, machine: str, share: float | None, seconds: float) -> int:
-    """So many processor seconds of it; how many plans were simulated."""
+def attack(model: str, machine: str, share: float | None, seconds: float) -> None:
+    """All presets, and so many processor seconds of other plans."""
     one = Attack(model, machine, share, first(1))
     found = one.run(seconds)
     assert not found.wrong, found.wrong[:3]
-    assert found.simulated > 0
+    assert found.simulated >= 5  # presets alone are more
     # What nothing fits in has no cells to be held against, nor have parts that differ.
     assert (found.closest < math.inf) == (bool(one.found) and len(one.cluster.parts) == 1)
-    return found.simulated
 
 
 @pytest.mark.parametrize(("model", "machine", "share"), FEW)
 def test_no_plan_contradicts_a_search(model: str, machine: str, share: float | None) -> None:
     """Below its bound, or with a name and faster than what was found with little time."""
-    assert attack(model, machine, share, 0.5) > 20
+    attack(model, machine, share, 0.5)
 
 
 @pytest.mark.parametrize(("model", "machine", "share"), some(16, ALL, "attack"))
