@@ -81,11 +81,18 @@ MODELS = (*NAMES, *DEEP, *PRODUCTS)
 
 @cache
 def graph_of(name: str) -> Graph:
-    """A model of the zoo, on meta where it is larger, a GPT of so many layers, or some products."""
+    """A model of the zoo, on meta where it is larger, a GPT of so many layers, a Llama of 7b, or some products."""
     from tests.test_search import traced
 
     if name.isdigit():
         return traced(int(name), batch=16, d=256, tokens=64)
+    if name == "7b":
+        from llama import Llama, loss
+
+        with torch.device("meta"):
+            model = Llama(layers=32, d=4096, heads=32, kv_heads=32, hidden=11008, vocab=32000, tokens=2048).bfloat16()
+            ids = torch.zeros(64, 2048, dtype=torch.long)
+        return laminar.capture(model, loss, (ids, ids))
     if name in PRODUCTS:
         with torch.device("meta"):
             model, batch = Products(PRODUCTS[name]), torch.empty(64, PRODUCTS[name][0])

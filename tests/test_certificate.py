@@ -201,7 +201,12 @@ def test_with_no_time_at_all_no_named_plan_is_faster(spec: str, budget_s: float)
 
 
 @pytest.mark.parametrize(
-    ("name", "spec"), [("even", "2x4xcpu"), slow("5", "2x4xcpu"), slow("5", "2x2xa100"), slow("5", "8xh100@pcie")]
+    ("name", "spec"),
+    [
+        ("even", "2x4xcpu"),
+        *(slow("5", spec) for spec in ("2x4xcpu", "2x2xa100", "8xh100@pcie")),
+        slow("7b", "2x8xa100-40g"),
+    ],
 )
 def test_a_wider_request_finds_nothing_slower_than_a_narrower_one(name: str, spec: str) -> None:
     """Whatever is left out or pinned."""
@@ -209,7 +214,11 @@ def test_a_wider_request_finds_nothing_slower_than_a_narrower_one(name: str, spe
     wide = laminar.plan(graph, spec, budget_s=10).step_s
     assert wide is not None
     for less in ({"only": "data,zero,recompute"}, {"only": "data,tensor"}, {"pin": {"stages": 1}}, {"only": "data"}):
-        narrow = laminar.plan(graph, spec, budget_s=10, **less).step_s  # type: ignore[arg-type]
+        try:
+            narrow = laminar.plan(graph, spec, budget_s=10, **less).step_s  # type: ignore[arg-type]
+        except LaminarError as error:
+            assert name == "7b" and "no plan fits" in str(error)  # without ZeRO
+            continue
         assert narrow is not None and wide <= narrow, less
 
 
