@@ -48,10 +48,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """A run of an hour that is stopped before its end has told by then what had failed."""
+    """A run that is stopped before its end has told by then what had failed; a long one, why."""
     told = _Told.config and _Told.config.pluginmanager.getplugin("terminalreporter")
-    if SEED and report.failed and told:
-        told.write_line(f"\nFAILED {report.nodeid} ({report.when})\n{str(report.longrepr)[-2000:]}")
+    if report.failed and told:
+        why = f"\n{str(report.longrepr)[-2000:]}" if SEED else ""
+        told.write_line(f"\nFAILED {report.nodeid} ({report.when}){why}")
 
 
 def pytest_runtest_setup() -> None:
