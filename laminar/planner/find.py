@@ -447,12 +447,17 @@ class _Search:
 
     def hopeless(self, one: Named) -> bool:
         """Whether it was simulated already, or is much like one that is far slower, or that fits as it is."""
-        style, deep = set(one.style) - {TYPED}, self.model.layers > SHALLOW
-        for score in (s for s in self.scores if set(s.style) - {TYPED} == style):
+        deep = self.model.layers > SHALLOW
+
+        def kind(style: tuple[str, ...]) -> set[str]:
+            """What styles that take nearly as long have in common: of a deep model, also tensor and sequence."""
+            return {"tensor" if deep and one == "sequence" else one for one in style} - {TYPED}
+
+        for score in (s for s in self.scores if kind(s.style) == kind(one.style)):
             same, slower = min(score.zero, 2) == min(one.zero, 2), score.seconds / self.best_s
             # As `laminar.plans` writes it a deep model takes nearly what it takes as the search does.
             far = self.looker.off(one.cell, one.style) if deep and TYPED in one.style else HOPELESS
-            if score.cell == one.cell and slower > (far if same else 2):
+            if score.cell == one.cell and slower > (far if same else 1.5 if deep else 2):
                 return True
             twin = one.cell.recompute and score.cell == replace(one.cell, recompute=False)
             if twin and same and (feasible(score, self.request) or slower > HOPELESS):
