@@ -478,14 +478,18 @@ def coupled_ops(graph: Graph) -> list[Coupled]:
 
     The former are found by splitting the batch over a few ranks: as many as divide it, or dims in which samples and
     something else are merged could not be split. Where forward has none of them, backward has only those of hooks.
+    A graph of one sample has nothing to split: the batch that it is a part of is asked, where that is known, else it is
+    only seen what normalises over samples by its name.
     """
+    if samples_of(graph) < 2:
+        graph = graph.notes.get("whole", graph)
     return _mixing(graph) + [Coupled(n.op, n.where, linear=False) for n in breaks(graph)]
 
 
 def _mixing(graph: Graph) -> list[Coupled]:
     samples = samples_of(graph)
     if samples < 2:
-        return []
+        return [Coupled(n.op, n.where) for n in graph.nodes if n.op == "laminar.batch_norm"]
     ranks = next(n for n in range(2, samples + 1) if samples % n == 0)
     graph = _trained(graph)
     program = written(graph, presets.data_parallel(graph, Mesh({"dp": ranks})))

@@ -22,6 +22,7 @@ from laminar import Mesh
 from laminar.cli import main
 from laminar.errors import BatchError, LaminarError, MeshError, PlanError
 from laminar.ir.timeline import Timeline
+from laminar.search.micro import micro
 from tests.marks import slow
 from tests.ranks import Ranks
 from tests.test_record import GPT, _batches, _loss
@@ -356,6 +357,55 @@ def test_ops_that_couple_samples_are_refused_by_name() -> None:
         laminar.plans.pipeline(graph, 2, 4)
     assert len(laminar.plans.pipeline(graph, 2, 4, couple="microbatch").stages) == 2
     assert len(laminar.plans.pipeline(graph, 2, 1).stages) == 2
+
+
+class Pictured(nn.Module):
+    """Batch statistics that one sample has, too, of its pixels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm, self.b = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 1, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.norm(self.a(x)))
+
+
+class Centred(Normed):
+    """The mean over samples taken away."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x)
+        return self.b(y - y.mean(0))
+
+
+def _squared(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean()
+
+
+def test_ops_that_couple_samples_are_refused_though_a_micro_batch_has_one() -> None:
+    """One sample has nothing to be mixed with; the batch that it is a part of has."""
+    graph = laminar.capture(Pictured(), _squared, torch.randn(4, 1, 8, 8))
+    alone = laminar.capture(Pictured(), _squared, torch.randn(1, 1, 8, 8))
+    for one in (micro(graph, 2), micro(graph, 4), alone):
+        with pytest.raises(PlanError, match="batch_norm couples the samples"):
+            laminar.plans.pipeline(one, 2, 4)
+        assert len(laminar.plans.pipeline(one, 2, 4, couple="microbatch").stages) == 2
+
+
+def _alone() -> str:
+    made, batch = Centred(), torch.randn(2, 8)
+    plan = laminar.plans.pipeline(laminar.capture(made, _squared, batch[:1]), 2, 2)
+    try:
+        laminar.parallelize(made, _squared, make, batch=batch, plan=plan)
+    except LaminarError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_job_looks_at_two_samples_where_a_micro_batch_has_one(two: Ranks) -> None:
+    """A graph of one sample can't show what its samples have to do with each other."""
+    for said in two.run(_alone):
+        assert "couples the samples of a batch" in said
 
 
 def test_a_staged_plan_is_planned_verified_and_trained_from_the_command_line(

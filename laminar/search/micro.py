@@ -50,6 +50,7 @@ class _Cut:
             replace(i, spec=local_spec(i.spec, (self.lies[Ref(i.name)],), (self.parts,))) for i in self.whole.inputs
         )
         made = replace(self.whole, inputs=inputs, nodes=nodes)
+        made.notes["whole"] = self.whole
         if not any(call.least for call in calls.values()):
             made.notes["calls"] = calls
         return made

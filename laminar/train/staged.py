@@ -42,7 +42,7 @@ from laminar.runtime.record import Tape
 from laminar.runtime.shards import shard
 from laminar.runtime.transport import Groups, Null
 from laminar.search.rewrite import rewritten
-from laminar.staging import again
+from laminar.staging import again, refuse_coupled
 from laminar.train import first_batch, storage
 from laminar.train import optimizer as optim
 from laminar.train.engine import Engine, Leaves
@@ -112,6 +112,8 @@ class StagedJob(Recorded, StagedPipes, StagedState, Logs):
         self._elementwise = elementwise
         first = self._leaves(batch).split(plan.micro_batches)[0]
         captured = self._engine.begin(first)
+        if plan.micro_batches > 1 and not plan.coupled and first.samples == 1:
+            refuse_coupled(self._engine.capture(first.like(2)))  # one sample has nothing to be mixed with
         self.graph: Graph = rewritten(captured, plan)
         emit("phase", name="planning")
         self.plan = again(self.graph, plan)
