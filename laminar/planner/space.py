@@ -124,7 +124,8 @@ class Space:
     def contains(self, plan: Plan | Staged, graph: Graph | None = None) -> Member:
         """Whether a plan is in the space, and why it is not.
 
-        A plan with stages is one of micro-batches: with the `graph` of the whole batch it is looked up whose.
+        A plan with stages is one of micro-batches: with the `graph` of the whole batch it is looked up whose. Whether
+        it fits is asked of a plan that says what it holds (`plan.peak_bytes`); of others it is taken for granted.
         """
         if "pipelines" in self.data:
             return self._over_parts(plan)
@@ -218,13 +219,13 @@ class Space:
             return Member(False, f"its mesh has {len(sizes)} axes, cells have up to 2")
         ways = [(sizes[0], sizes[1])] if len(sizes) == 2 else [(n, 1) for n in sizes or [1]] + [(1, n) for n in sizes]
         for dp, tp in ways:
-            cell = Cell(stages, parts, chunks.copy().pop(), dp, tp, again)
+            cell = Cell(stages, parts, min(chunks), dp, tp, again)
             if cell in self.cells:
                 return Member(True, str(cell), cell)
         shape = " x ".join(map(str, mesh.sizes))
         what = f"no cell has a mesh of {shape}" + (" with blocks made again" if again else "")
         if staged:
-            what += f" for each of {stages} stages, {parts} micro-batches, {chunks.pop()} virtual stages"
+            what += f" for each of {stages} stages, {parts} micro-batches, {min(chunks)} virtual stages"
         return Member(False, what)
 
     def _over_parts(self, plan: Plan | Staged) -> Member:
