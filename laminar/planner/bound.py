@@ -22,8 +22,8 @@ A sum that no plan can undercut, minimised over all placements. What it adds up,
     fetching   Parameters in pieces are gathered for forward, and for backward again, or held in between. What that
                saves is bounded by the room there is.
     stages     With S stages and M micro-batches some stage has at least its share of the work, wherever stages are cut,
-               and does it M times. What passes before its first one and behind its last is not counted: how much that
-               is hangs on the cuts. Besides, ranks agree on the beginning and the end of the step.
+               and does it M times. Where stages stand in a row, the pipe has to be filled and emptied as well
+               (`pipeline_bound`). Besides, ranks agree on the beginning and the end of the step.
 
 Layers stand in a row, and one stands for all (`Least.repeated`); what lies outside of layers may lie anyhow. What is
 taken for granted is said by `alone`.
@@ -49,6 +49,7 @@ from laminar.planner.alone import ONE, Alone, kernel_s
 from laminar.planner.cells import Cell
 from laminar.planner.least import Least, Weights, per_element_s
 from laminar.planner.options import Piece, Placements, Prices
+from laminar.planner.pipeline_bound import Order, Row, longest_row, stretch
 from laminar.planner.score import Model, extrapolated
 from laminar.planner.ways import LARGE, PARAMETERS, ROW, Ways, pairs_of
 
@@ -78,14 +79,17 @@ class Bound:
 class Bounds:
     """Lower bounds for the cells of one model on one cluster."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, rows: int | None = None) -> None:
+        """`rows`: up to how many stages are taken to stand in a row; unless given, as many as are sure to."""
         self.model = model
         self.alone = Alone(model)
+        self._given_rows = rows
         self._known: dict[Cell, Bound] = {}
         self._quick: dict[Cell, Bound] = {}
         self._prices = Prices()
         self._pieces: dict[tuple[Mesh, int], list[tuple[Piece, int]]] = {}
         self._lines: dict[tuple[object, ...], float] = {}
+        self._rows: dict[tuple[Mesh, int], Row] = {}
         self._ways: dict[tuple[Mesh, tuple[float, ...]], Ways] = {}
         self._norms: dict[Mesh, float] = {}
 
@@ -105,10 +109,14 @@ class Bounds:
         cell = replace(cell, recompute=False)  # what is made again only adds to it
         if cell not in self._quick:
             each, ends = self._counts(cell)
+            kernels_s = self.alone.kernels_s(cell)
             seconds = self._around_s(cell) + self._solved(
                 cell.mesh, cell.micro_batches, Weights(each, 0.0, ends, 0.0), None
             )
-            self._quick[cell] = Bound(seconds, 1.0, each * self.alone.kernels_s(cell))
+            if self.in_a_row(cell):
+                work_s = self._solved(cell.mesh, cell.micro_batches, Weights(1.0, 0.0, 0.0, 0.0), None)
+                seconds = max(seconds, self._row_s(cell, kernels_s + work_s))
+            self._quick[cell] = Bound(seconds, 1.0, each * kernels_s)
         return self._quick[cell]
 
     def of(self, cell: Cell, worth_s: float = math.inf) -> Bound:
@@ -125,6 +133,11 @@ class Bounds:
         best = max(found, key=lambda b: b.seconds)
         if best.seconds >= worth_s:
             return best
+        if self.in_a_row(cell):
+            found += [self._in_row(cell, shares, worth_s) for shares in self._shares(cell)]
+            best = max(found, key=lambda b: b.seconds)
+            if best.seconds >= worth_s:
+                return best
         hidden = self._hidden(self.model.machine(cell.mesh))
         # With a plan whose exchanges take less than everything together no mixture gets beyond that.
         if best.seconds - quick.seconds > hidden * best.seconds:
@@ -140,6 +153,44 @@ class Bounds:
         )
         # When the backward of a micro-batch begins, all places together keep all of it.
         return (stays + self.alone.kept_bytes(cell)) / (cell.ranks * cell.stages)
+
+    # --- stages in a row
+
+    @cached_property
+    def rows(self) -> int:
+        """Up to how many stages are taken to stand in a row: each waits for the one before it."""
+        if self._given_rows is not None:
+            return self._given_rows
+        keep = self.model.keeps[-1]
+        return longest_row(self.model.small(1, keep), self.model.fold, keep)
+
+    def in_a_row(self, cell: Cell) -> bool:
+        """Whether the stages of a cell's plans stand in a row."""
+        return cell.stages > 1 and cell.stages * cell.virtual <= self.rows
+
+    @cached_property
+    def _order(self) -> Order:
+        keep = self.model.keeps[-1]
+        return Order.of(self.model.small(1, keep), self.model.fold, keep)
+
+    def _row_s(self, cell: Cell, work_s: float, worth_s: float = math.inf) -> float:
+        """A step whose stages stand in a row and together take so long for a micro-batch."""
+        stages, micro, meeting_s = cell.stages, cell.micro_batches, self._meeting_s(cell)
+        if cell.virtual > 1:
+            return meeting_s + stretch(stages, cell.virtual, micro) * work_s
+        if (cell.mesh, micro) not in self._rows:
+            found = self._pieces_of(cell.mesh, micro)
+            placements = found[0][0].placements
+            seconds = {n.name: placements.least_s(n) for n in placements.graph.nodes}
+            self._rows[cell.mesh, micro] = self._order.row(seconds)
+        row = self._rows[cell.mesh, micro]
+        return meeting_s + row.least_s(stages, micro, work_s, worth_s - meeting_s)
+
+    def _in_row(self, cell: Cell, shares: Shares, worth_s: float) -> Bound:
+        """With exchanges of each level counting by its share; what comes once a step is not counted."""
+        kernels_s = self.alone.kernels_s(cell)
+        work_s = kernels_s + self._line(cell, shares, cell.micro_batches, 0.0) / cell.micro_batches
+        return Bound(self._row_s(cell, work_s, worth_s), 1.0, cell.micro_batches / cell.stages * kernels_s)
 
     # --- how it adds up
 
@@ -189,8 +240,10 @@ class Bounds:
     def _around_s(self, cell: Cell) -> float:
         """Kernels, the norm of every rank's share of gradients, and what ranks have to agree on."""
         each, ends = self._counts(cell)
-        seconds = each * self.alone.kernels_s(cell) + ends * self._norm_s(cell.mesh)
-        return seconds + (0.0 if cell.plain else MEETING_S[self.model.request.cluster.device.kind])
+        return each * self.alone.kernels_s(cell) + ends * self._norm_s(cell.mesh) + self._meeting_s(cell)
+
+    def _meeting_s(self, cell: Cell) -> float:
+        return 0.0 if cell.plain else MEETING_S[self.model.request.cluster.device.kind]
 
     def _norm_s(self, mesh: Mesh) -> float:
         if mesh not in self._norms:

@@ -37,13 +37,14 @@ from laminar.ir.staged import Staged
 from laminar.planner import fewest
 from laminar.planner.bound import Bounds
 from laminar.planner.branches import Branches
-from laminar.planner.cells import CHUNKS, Cell, cells
+from laminar.planner.cells import Cell, cells
 from laminar.planner.certificate import Certificate, Contradiction, checking, contradicted
 from laminar.planner.chain import improve
 from laminar.planner.finals import USUAL, Final, Found, Nothing, described
 from laminar.planner.leaner import mixes
 from laminar.planner.look import HOPELESS, SHALLOW, Looker
 from laminar.planner.named import Named, named
+from laminar.planner.pipeline_bound import out_of_row
 from laminar.planner.placing import KEPT, TYPED
 from laminar.planner.request import Request
 from laminar.planner.rewrites import Variants
@@ -134,7 +135,8 @@ class _Search:
         self.steps = steps
         self.request, self.progress = request, progress
         self.model = Model(graph, request)
-        self.bounds, self.looker = Bounds(self.model), Looker(self.model)
+        self.bounds = Bounds(self.model, captured.bounds.rows if captured else None)
+        self.looker = Looker(self.model)
         self.outside = ["stages of different meshes"]
         self.branches: Branches | None = None
         """Of the captured graph."""
@@ -303,11 +305,6 @@ class _Search:
     def bounded(self, cell: Cell, known: int) -> float:
         """At least so good a bound."""
         if self.known[cell] < known:
-            # With more virtual stages a pipe is filled sooner: what is below the one's time is below the other's.
-            twins = [t for v in CHUNKS if v > cell.virtual and (t := replace(cell, virtual=v)) in self.at]
-            self.at[cell] = max([self.at[cell], *(self.at[t] for t in twins if t not in self.unfit)])
-            if self.at[cell] >= self.best_s:
-                return self.at[cell]
             better = (self.bounds.quick(cell) if known == 1 else self.bounds.of(cell, self.best_s)).seconds
             self.at[cell], self.known[cell] = max(self.at[cell], better), known
         return self.at[cell]
@@ -375,7 +372,7 @@ class _Search:
             self.bias[plain] = min(self.bias.get(plain, math.inf), final.seconds / score.seconds)
         if feasible(now, self.request):
             self.finals.append(replace(final, score=now))
-            if checking():
+            if checking() and self.bounded_by_cell(final):
                 contradicted(described(now), final.seconds, self.bounds.of(now.cell).seconds)
             if self.best_s == final.seconds:
                 self.progress(f"{final.seconds * 1e3:.3f} ms: {described(now)}")
@@ -385,9 +382,17 @@ class _Search:
         found = []
         for final in self.finals:
             cell = final.score.cell
-            if final.score.rewrites == self.steps and not final.score.apart and cell in self.at:
+            if final.score.rewrites == self.steps and cell in self.at and self.bounded_by_cell(final):
                 found.append(contradicted(described(final.score), final.seconds, self.at[cell]))
         return [one for one in found if one is not None]
+
+    def bounded_by_cell(self, final: Final) -> bool:
+        """Whether a plan is one of those that the bound of its cell is about."""
+        if final.score.apart:
+            return False
+        return not (
+            isinstance(final.plan, Staged) and self.bounds.in_a_row(final.score.cell) and out_of_row(final.plan)
+        )
 
     def least_bytes(self, cell: Cell) -> float:
         """What a rank holds at least; where the batch at once leaves plenty of room, micro-batches do too."""
@@ -562,7 +567,7 @@ class _Search:
         rewrites = [[step.to_json() for step in s.steps] for s in sure]
         branches = [way.to_json() for way in (self.branches.at if self.branches else {})]
         about = {"rewrites": rewrites, "branches": branches, "outside": list(outside)}
-        return Space.of(self.model.graph, self.request, self.cells, self.model.blocks, **about)
+        return Space.of(self.model.graph, self.request, self.cells, self.model.blocks, self.bounds.rows, **about)
 
     def result(self, others: Sequence[_Search] = (), unexplored: int = 0) -> Found:
         """The choice among plans of all graphs, and what is known about it; so many rewrites were not made at all."""

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from laminar.cost.work import FREE
 from laminar.errors import PlanError
 from laminar.ir.codec import content_hash
 from laminar.ir.graph import Graph
@@ -27,6 +28,7 @@ from laminar.ir.planned import Planned
 from laminar.ir.staged import Staged
 from laminar.planner.cells import Cell
 from laminar.planner.pinned import parsed, pattern
+from laminar.planner.pipeline_bound import out_of_row
 from laminar.planner.request import Request
 from laminar.search.micro import micro
 
@@ -37,9 +39,13 @@ SETS = (
     "branches with devices of their own: any placement on one axis, or on one across nodes and one inside; none again"
 )
 CUTS = "stages are stretches of the program, cut anywhere, with equal meshes, under any schedule"
+ROWS = (
+    "up to {} stages stand in a row: each waits for the one before it, dealt out to places in turn; with several at a "
+    "place, gradients of weights are not apart from those of inputs"
+)
 GATHERS = "parameters in pieces: once a step, or for forward and for backward"
 ALGORITHMS = "of each exchange the cheapest: ring, trees, direct, by switches with trees between them, by shared memory"
-WORDS = ("placements", "cuts", "recompute", "offload", "sets", "gathers", "algorithms")
+WORDS = ("placements", "cuts", "in a row", "recompute", "offload", "sets", "gathers", "algorithms")
 """What of a space is a sentence."""
 
 
@@ -68,8 +74,11 @@ class Space:
     data: Mapping[str, Any]
 
     @staticmethod
-    def of(graph: Graph, request: Request, cells: Sequence[Cell], blocks: str | None = None, **more: Any) -> Space:
-        """All plans of these cells; `blocks` names the modules that may be made again."""
+    def of(
+        graph: Graph, request: Request, cells: Sequence[Cell], blocks: str | None = None, rows: int = 0, **more: Any
+    ) -> Space:
+        """All plans of these cells; `blocks` names the modules that may be made again, up to `rows` stages in a row."""
+        rows = max((n for c in cells if c.stages > 1 and (n := c.stages * c.virtual) <= rows), default=0)
         return Space({
             "graph": graph.hash,
             "cluster": request.cluster.hash,
@@ -78,6 +87,7 @@ class Space:
             "memory_bytes": request.room_bytes,
             "placements": PLACEMENTS,
             "cuts": CUTS,
+            **({"rows": rows, "in a row": ROWS.format(rows)} if rows else {}),
             **({"sets": SETS} if more.get("branches") else {}),
             **({"pinned": dict(request.place)} if request.place else {}),
             **({"recompute": RECOMPUTE} if request.recomputes else {}),
@@ -129,7 +139,7 @@ class Space:
         """
         if "pipelines" in self.data:
             return self._over_parts(plan)
-        for asks in (self._of_graph, self._fits, self._pinned, self._pieces, self._set_apart):
+        for asks in (self._of_graph, self._fits, self._pinned, self._pieces, self._set_apart, self._in_a_row):
             answer = asks(plan, graph)
             if answer is not None:
                 return answer
@@ -204,6 +214,16 @@ class Space:
             if sorted(way["devices"]) == sizes and way["microbatches"] == plan.micro_batches:
                 return Member(True, f"branches apart on {' and '.join(map(str, way['devices']))} devices")
         return Member(False, "its stages have different meshes")
+
+    def _in_a_row(self, plan: Plan | Staged, graph: Graph | None) -> Member | None:
+        """As few stages as that stand in a row; that they are stretches is asked of the graph."""
+        if not isinstance(plan, Staged) or len(plan.stages) > self.data.get("rows", 0):
+            return None
+        why = out_of_row(plan)
+        if not why and graph is not None and not plan.rewrites:
+            stages = [plan.of[n.name] for n in graph.nodes if n.name in plan.of and n.op not in FREE]
+            why = "" if stages == sorted(stages) else "its stages are no stretches of the program"
+        return Member(False, why) if why else None
 
     def _in_cells(self, plan: Plan | Staged) -> Member:
         staged = isinstance(plan, Staged)
