@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -250,3 +251,20 @@ def test_what_holds_is_not_withdrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not found.certificate.contradictions
     assert 0 < found.certificate.bound_s <= found.certificate.step_s
     assert found.certificate.gap == pytest.approx(1 - found.certificate.bound_s / found.certificate.step_s)
+
+
+@pytest.mark.parametrize("name", ["mlp.py:tiny", slow("7")])
+def test_a_wider_request_takes_nothing_slower_than_a_narrower_one_has_found(name: str) -> None:
+    """By construction: with no time at all, and where the simplest of nearly equal plans would be a little slower."""
+    graph, cluster = graph_of(name), Cluster.preset("2x2xcpu")
+    graph = replace(graph)  # what other tests have found for it is not known here
+    narrow = [
+        laminar.plan(graph, cluster, budget_s=2, **request)
+        for request in ({"pin": {"tp": 2}}, {"only": "data,tensor"}, {"pin": {"stages": 2}}, {"only": "data,zero"})
+    ]
+    wide = laminar.plan(graph, cluster, budget_s=0.0)
+    assert wide.step_s is not None and wide.step_s <= min(one.step_s or math.inf for one in narrow)
+    assert wide.bound_s <= wide.step_s and wide.account["choice"]["spent"]
+    again = laminar.plan(graph, cluster, budget_s=0.0, pin={"tp": 2})
+    assert again.step_s <= narrow[0].step_s, "a narrower one takes what it may take"
+    assert again.space.contains(again, graph)

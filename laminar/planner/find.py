@@ -40,6 +40,7 @@ from laminar.planner.branches import Branches
 from laminar.planner.cells import Cell, cells
 from laminar.planner.certificate import Certificate, Contradiction, checking, contradicted
 from laminar.planner.chain import improve
+from laminar.planner.earlier import remember, usable
 from laminar.planner.finals import USUAL, Final, Found, Nothing, described
 from laminar.planner.leaner import mixes
 from laminar.planner.look import HOPELESS, SHALLOW, Looker
@@ -147,6 +148,8 @@ class _Search:
         """Those that have been."""
         self.finals: list[Final] = captured.finals if captured else []
         """Of all graphs."""
+        self.earlier_s = math.inf
+        """What a search before this one has found that this one may take."""
         self.at: dict[Cell, float] = {}
         """The best bound that is known of each cell."""
         self.known: dict[Cell, int] = {}
@@ -211,6 +214,10 @@ class _Search:
         Where a machine has nodes, then also with exchanges in each node and between them: a good plan early leaves
         less to be looked at.
         """
+        for final in usable(self.captured, self.request, self.space([self])):
+            self.finals.append(final)
+            self.earlier_s = min(self.earlier_s, final.seconds)
+            self.progress(f"{final.seconds * 1e3:.3f} ms, found before: {described(final.score)}")
         plain: list[Cell] = []
         with suppress(PlanError):  # pinned to something else
             plain = [c for c in cells(self.request, 1, 1, False) if not c.recompute and self.roomy(c)]
@@ -572,8 +579,8 @@ class _Search:
     def result(self, others: Sequence[_Search] = (), unexplored: int = 0) -> Found:
         """The choice among plans of all graphs, and what is known about it; so many rewrites were not made at all."""
         finals = sorted(self.finals, key=lambda f: f.seconds)
-        # Nothing that has a name may be faster than what is taken, be it by a little.
-        most_s = min([EQUAL * finals[0].seconds, *(f.seconds for f in finals if f.usual)])
+        # Nothing that has a name may be faster than what is taken, nor what was found before, be it by a little.
+        most_s = min([EQUAL * finals[0].seconds, self.earlier_s, *(f.seconds for f in finals if f.usual)])
         best = min((f for f in finals if f.seconds <= most_s), key=lambda f: (f.simple, f.seconds))
         sure = [self, *(s for s in others if s.through or s.steps == best.plan.rewrites)]
         ways = self.branches.at if self.branches else {}
@@ -603,13 +610,13 @@ class _Search:
             unfinished=sum(at_s < best.seconds and c not in s.looked_at for s, c, at_s in bounds)
             + sum(at_s < best.seconds and way not in seen for way, at_s in ways.items()),
             outside=tuple(outside),
-            interval=interval(best.seconds, best.account.pop("sigma")),
+            interval=interval(best.seconds, best.account["sigma"]),
             known="prices " + (", ".join(f"{v:.0%} {k}" for k, v in known.items() if v >= 0.01) or "from peaks"),
             contradictions=tuple(wrong),
         )
         account = {
             **best.plan.account,
-            **best.account,
+            **{name: value for name, value in best.account.items() if name != "sigma"},
             "bound_s": bound_s,
             "certificate": certificate.to_json(),
             "space": dict(about.data),
@@ -618,6 +625,7 @@ class _Search:
             "search_s": time.process_time() - self.began,
             "budget_s": self.request.budget_s,
         }
+        remember(self.captured, self.request, best)
         scores = tuple(sorted((x for s in (self, *others) for x in (*s.scores, *s.apart)), key=lambda x: x.seconds))
         return Found(replace(best.plan, account=account), certificate, tuple(finals), scores, about)
 

@@ -1,0 +1,59 @@
+"""Plans that earlier searches of the same graph have found: a later one is no slower than those that it may take.
+
+Somebody who searches with data parallelism alone, and then with everything, expects nothing slower. Searches are
+bounded by time, so no order of looking at cells can promise that. The graph remembers what was found for it instead, by
+cluster and optimizer; a search begins by simulating what lies in its own space.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from laminar.forecast import predict, predict_staged
+from laminar.ir.graph import Graph
+from laminar.ir.plan import Plan
+from laminar.ir.staged import Staged
+from laminar.planner.finals import Final
+from laminar.planner.request import Request
+from laminar.planner.score import Score, feasible
+from laminar.planner.space import Space
+from laminar.search.micro import micro
+
+KEPT = 8
+"""Plans that a graph remembers of one cluster, the latest."""
+
+
+def _known(graph: Graph, request: Request) -> list[tuple[Score, Plan | Staged]]:
+    every = graph.notes.setdefault("plans found", {})
+    found: list[tuple[Score, Plan | Staged]] = every.setdefault((request.cluster.hash, request.optimizer), [])
+    return found
+
+
+def remember(graph: Graph, request: Request, final: Final) -> None:
+    """Keep a plan that was found."""
+    known = _known(graph, request)
+    others = [one for one in known if one[1].hash != final.plan.hash]
+    known[:] = [*others[1 - KEPT :], (final.score, final.plan)]
+
+
+def usable(graph: Graph, request: Request, space: Space) -> Iterator[Final]:
+    """Plans that were found before and are in a space, simulated anew."""
+    for score, plan in list(_known(graph, request)):
+        if score.apart or request.pin.get("zero", score.zero) != score.zero:
+            continue
+        if plan.rewrites and not request.allows("rewrite"):
+            continue
+        about = Space({**space.data, "rewrites": [[step.to_json() for step in plan.rewrites]]})
+        if feasible(score, request) and about.contains(plan, graph):
+            if isinstance(plan, Staged):
+                part = micro(graph, plan.micro_batches)
+                staged = predict_staged(part, plan, request.cluster, optimizer=request.optimizer)
+                account = {**plan.account, **staged.account(), "sigma": staged.sigma}
+                yield Final(score, plan, staged.seconds, max(staged.peaks), account, staged)
+            else:
+                ran = predict(graph, plan, request.cluster, optimizer=request.optimizer)
+                account = {**ran.account(), "sigma": ran.sigma}
+                yield Final(score, plan, ran.seconds, ran.memory.peak_bytes, account, ran)
+
+
+__all__ = ["remember", "usable"]
