@@ -136,7 +136,7 @@ class _Search:
         self.steps = steps
         self.request, self.progress = request, progress
         self.model = Model(graph, request)
-        self.bounds = Bounds(self.model, captured.bounds.rows if captured else None)
+        self.bounds: Bounds = Bounds(self.model, captured.bounds.rows if captured else None)
         self.looker = Looker(self.model)
         self.outside = ["stages of different meshes"]
         self.branches: Branches | None = None

@@ -199,8 +199,9 @@ def _belongs(graph: Graph, spot: Mapping[str, int]) -> dict[str, int]:
     for node in reversed(graph.nodes):
         if node.phase == "forward":
             here = spot.get(node.name, readers.get(node.name))
-            for ref in node.ins if here is not None else ():
-                readers[ref.name] = min(readers.get(ref.name, here), here)
+            if here is not None:
+                for ref in node.ins:
+                    readers[ref.name] = min(readers.get(ref.name, here), here)
     homes = _homes(graph, readers)
     base: dict[str, int] = {}
     """Forward values: views may be in the stage of the tensor that they show."""
