@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import sys
 
 os.environ["LAMINAR_CACHE"] = "off"  # every test makes its own
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded; processes that tests start have it too
@@ -56,8 +57,13 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_runtest_setup() -> None:
-    """What a test draws does not hang on the tests before it, of which there are others in every run."""
+    """What a test draws does not hang on the tests before it, of which there are others in every run.
+
+    Nor does what it finds.
+    """
     random.seed(0)
+    if earlier := sys.modules.get("laminar.planner.earlier"):
+        earlier.forget()
     np.random.seed(0)
     torch.manual_seed(0)
 

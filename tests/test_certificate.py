@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -257,7 +256,6 @@ def test_what_holds_is_not_withdrawn(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_wider_request_takes_nothing_slower_than_a_narrower_one_has_found(name: str) -> None:
     """By construction: with no time at all, and where the simplest of nearly equal plans would be a little slower."""
     graph, cluster = graph_of(name), Cluster.preset("2x2xcpu")
-    graph = replace(graph)  # what other tests have found for it is not known here
     narrow = [
         laminar.plan(graph, cluster, budget_s=2, **request)
         for request in ({"pin": {"tp": 2}}, {"only": "data,tensor"}, {"pin": {"stages": 2}}, {"only": "data,zero"})

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 import laminar
+from laminar.cost.families import measured_traits
 from laminar.errors import ClusterError, LaminarError, PlanError, TimelineError
 from laminar.forecast import predict, predict_staged
 from laminar.ir.cluster import Cluster
@@ -28,7 +29,7 @@ from laminar.runtime.verify import verify_program
 from laminar.search.draw import random_plan
 from laminar.staging import pipeline
 from tests.mutated import mutated
-from tests.seeds import first
+from tests.seeds import dice, first
 from tests.test_staged import worst
 from tests.zoo import specimen
 
@@ -221,3 +222,25 @@ def test_what_is_wrong_in_a_profile_is_named(change: Callable[[Any], None], said
     change(data["profile"])
     with pytest.raises(ClusterError, match=said):
         use_profile(data)
+
+
+def test_the_name_of_a_measured_op_is_an_op_or_refused() -> None:
+    """Names in a profile are calls written down: any letter of them may be another one, or none."""
+    keys = [key for section in Cluster.load(PROFILE).to_json()["profile"]["ops"].values() for key in section["ops"]]
+    letters = sorted({letter for key in keys for letter in key})
+    rng, refused = dice("measured ops"), 0
+    for _ in range(3000):
+        key = rng.choice(keys)
+        for _ in range(rng.randint(1, 3)):
+            at = rng.randrange(len(key) + 1)
+            cut = rng.choice((0, 1, 1, len(key) // 3))
+            key = key[:at] + rng.choice(("", rng.choice(letters))) + key[at + cut :]
+        try:
+            assert measured_traits(key).family
+        except LaminarError as error:
+            refused += 1
+            assert "is not the key of a measured op" in str(error), key
+    assert refused > 300
+    for key in ("", "batch.0", "aten.mm", "aten.mm()", "aten.mm(f32[2,3])->f32[2,3]", "aten.add.Tensor(f32[2],f32[2])"):
+        with pytest.raises(LaminarError, match="is not the key of a measured op"):
+            measured_traits(key)

@@ -12,7 +12,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from laminar.cost.table import parse_key
 from laminar.cost.work import FREE, flops
+from laminar.errors import LaminarError
 from laminar.ir.codec import Ref
 from laminar.ir.tensor import ITEM_BYTES
 from laminar.rules.notation import Call
@@ -89,6 +91,18 @@ def family_of(op: str) -> str:
         return "moving"
     short = ".".join(op.split(".")[:2])
     return FAMILY.get(op) or FAMILY.get(short, "cheap")
+
+
+def measured_traits(key: str) -> Traits:
+    """The traits of an op that a profile names; a name that is no op's is refused."""
+    call, marks = parse_key(key)
+    try:
+        found = describe(call, marks)
+    except (ArithmeticError, AssertionError, LookupError, TypeError, ValueError) as error:
+        raise LaminarError(
+            f"{key!r} is not the key of a measured op: {error}", next="measure the profile again"
+        ) from None
+    return found
 
 
 def describe(call: Call, marks: Sequence[str] = ()) -> Traits:

@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from laminar.cost.families import COMPUTES, NAMES, Traits, describe
-from laminar.cost.table import Entry, Section, Table, canonical, key_of, local_call, nearest_section, parse_key
+from laminar.cost.families import COMPUTES, NAMES, Traits, describe, measured_traits
+from laminar.cost.table import Entry, Section, Table, canonical, key_of, local_call, nearest_section
 from laminar.ir.cluster import Cluster
 from laminar.ir.mesh import Mesh
 from laminar.ir.program import Instr
@@ -257,7 +257,7 @@ class OpCost:
 
     @cached_property
     def _entries(self) -> list[tuple[Traits, Entry]]:
-        return [(describe(*parse_key(key)), entry) for key, entry in self.measured.ops.items()]
+        return [(measured_traits(key), entry) for key, entry in self.measured.ops.items()]
 
     def family(self, name: str) -> Family | None:
         """What was learnt of a family; nothing where nothing of it was measured."""

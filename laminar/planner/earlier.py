@@ -1,8 +1,8 @@
-"""Plans that earlier searches of the same graph have found: a later one is no slower than those that it may take.
+"""Plans that earlier searches for the same graph have found: a later one is no slower than those that it may take.
 
 Somebody who searches with data parallelism alone, and then with everything, expects nothing slower. Searches are
-bounded by time, so no order of looking at cells can promise that. The graph remembers what was found for it instead, by
-cluster and optimizer; a search begins by simulating what lies in its own space.
+bounded by time, so no order of looking at cells can promise that. What was found in this process is remembered instead,
+by graph, cluster and optimizer; a search begins by simulating what of it lies in its own space.
 """
 
 from __future__ import annotations
@@ -20,25 +20,34 @@ from laminar.planner.space import Space
 from laminar.search.micro import micro
 
 KEPT = 8
-"""Plans that a graph remembers of one cluster, the latest."""
+"""Plans that are remembered of one graph on one cluster, the latest."""
+GRAPHS = 64
+"""Graphs on clusters of which any are, the latest."""
+
+_FOUND: dict[tuple[str, str, str], list[tuple[Score, Plan | Staged]]] = {}
 
 
-def _known(graph: Graph, request: Request) -> list[tuple[Score, Plan | Staged]]:
-    every = graph.notes.setdefault("plans found", {})
-    found: list[tuple[Score, Plan | Staged]] = every.setdefault((request.cluster.hash, request.optimizer), [])
-    return found
+def _key(graph: Graph, request: Request) -> tuple[str, str, str]:
+    return graph.hash, request.cluster.hash, request.optimizer
 
 
 def remember(graph: Graph, request: Request, final: Final) -> None:
     """Keep a plan that was found."""
-    known = _known(graph, request)
-    others = [one for one in known if one[1].hash != final.plan.hash]
-    known[:] = [*others[1 - KEPT :], (final.score, final.plan)]
+    key = _key(graph, request)
+    others = [one for one in _FOUND.pop(key, []) if one[1].hash != final.plan.hash]
+    _FOUND[key] = [*others[1 - KEPT :], (final.score, final.plan)]
+    while len(_FOUND) > GRAPHS:
+        del _FOUND[next(iter(_FOUND))]
+
+
+def forget() -> None:
+    """As if nothing had been searched yet."""
+    _FOUND.clear()
 
 
 def usable(graph: Graph, request: Request, space: Space) -> Iterator[Final]:
     """Plans that were found before and are in a space, simulated anew."""
-    for score, plan in list(_known(graph, request)):
+    for score, plan in _FOUND.get(_key(graph, request), []):
         if score.apart or request.pin.get("zero", score.zero) != score.zero:
             continue
         if plan.rewrites and not request.allows("rewrite"):
@@ -56,4 +65,4 @@ def usable(graph: Graph, request: Request, space: Space) -> Iterator[Final]:
                 yield Final(score, plan, ran.seconds, ran.memory.peak_bytes, account, ran)
 
 
-__all__ = ["remember", "usable"]
+__all__ = ["forget", "remember", "usable"]

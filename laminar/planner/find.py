@@ -68,6 +68,8 @@ WORTH = 0.998
 """A score is simulated if it is below this of the best."""
 SAME = 0.98
 """Two estimates of memory within this are the same."""
+EACH_STAGE = 4
+"""Micro-batches for each stage of the pipeline that is tried first."""
 PROMISING = 1.03
 """How much slower than the best a cell may be guessed to be, to be looked at."""
 
@@ -214,7 +216,8 @@ class _Search:
         Where a machine has nodes, then also with exchanges in each node and between them: a good plan early leaves
         less to be looked at.
         """
-        for final in usable(self.captured, self.request, self.space([self])):
+        known = usable(self.captured, self.request, self.space([self]))
+        for final in (f for f in known if f.seconds < self.below_s):
             self.finals.append(final)
             self.earlier_s = min(self.earlier_s, final.seconds)
             self.progress(f"{final.seconds * 1e3:.3f} ms, found before: {described(final.score)}")
@@ -232,6 +235,18 @@ class _Search:
                 zero = self.looker.zeros(cell)[-1]
                 self.wait([scored(self.model, cell, ("data", "data", KEPT), zero, roomy=self.roomy(cell))])
                 self.settle(math.inf)
+        if not self.settled:
+            self.pipe()
+
+    def pipe(self) -> None:
+        """Where the batch at once has no room for certain: of pipelines as people write them, the one guessed best."""
+        node = self.request.cluster.levels[0].size
+        usual = [c for c in self.cells if c.stages > 1 and c.virtual == 1 and c.tp in (1, node)]
+        guesses = {c: self.looker.guess(c) for c in usual if c.micro_batches == EACH_STAGE * c.stages}
+        best = min(guesses, key=guesses.__getitem__, default=None)
+        if best is not None and math.isfinite(guesses[best]):
+            self.look(best)
+            self.settle(math.inf)
 
     def spread(self) -> None:
         """Branches on devices of their own, where there are any that are worth it.

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from laminar.cost.families import describe
+from laminar.cost.families import measured_traits
 from laminar.cost.layout import local_layouts
 from laminar.cost.ops import OpCost
 from laminar.cost.table import Table, key_of, parse_key
@@ -75,7 +75,7 @@ def held_out(cluster: Cluster, programs: Mapping[str, Program], section: str, bu
         worst = sorted(fresh, key=lambda k: -abs(predicted[k] - measured[k]) * count[k])[:5]
         families: dict[str, tuple[float, float]] = {}
         for key in fresh:
-            family = describe(*parse_key(key)).family
+            family = measured_traits(key).family
             p, m = families.get(family, (0.0, 0.0))
             families[family] = (p + predicted[key] * count[key], m + measured[key] * count[key])
         out.append(

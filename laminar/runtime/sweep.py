@@ -30,10 +30,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from laminar.cost.families import describe
+from laminar.cost.families import measured_traits
 from laminar.cost.layout import layouts
 from laminar.cost.ops import OpCost
-from laminar.cost.table import Entry, Section, Table, cpu_section, key_of, local_call, parse_key
+from laminar.cost.table import Entry, Section, Table, cpu_section, key_of, local_call
 from laminar.errors import LaminarError
 from laminar.ir.cluster import Cluster, Figure
 from laminar.ir.program import Program
@@ -81,7 +81,7 @@ def blocks(keys: Sequence[str]) -> list[list[str]]:
 
 def roughly_s(key: str) -> float:
     """Seconds on an ordinary core, for dealing out time."""
-    t = describe(*parse_key(key))
+    t = measured_traits(key)
     return t.flops / 8e10 + t.nbytes / 8e9
 
 
@@ -454,7 +454,7 @@ def with_figures(cluster: Cluster) -> Cluster:
     cost = OpCost(cluster, name)
     threads = int(name.rpartition("threads=")[2]) if "threads=" in name else 1
     note = f"best of {len(cost.measured.ops)} ops, {name}"
-    seen = {describe(*parse_key(key)).dtype for key in cost.measured.ops}
+    seen = {measured_traits(key).dtype for key in cost.measured.ops}
     rates = {
         dtype: Figure(rate / threads, "measured", note) if dtype in seen else device.flops_per_s[dtype]
         for dtype, rate in cost.rates.flops_per_s.items()
