@@ -8,7 +8,8 @@ All in bfloat16, all dimensions open. The graph is there already; capture, on me
 
     python bench/search.py [gpt] [175b] [405b] [--devices 8 16 32 64] [--budget 60] [--times 2]
 
-Targets: 5 processor seconds and a gap of 3 % for `gpt`, 30 and 5 % for the others. `first_s` is when the first plan
+Targets: 5 processor seconds and a gap of 2 % for `gpt`, 30 and 6 % for `175b`, 30 and 15 % for `405b`; the first plan
+after 0.3, 5 and 10. `first_s` is when the first plan
 was there, `best_s` the one that was chosen; a second search of the same graph in the same process finds prices and
 rules in their caches.
 """
@@ -30,6 +31,7 @@ from torch import Tensor, nn
 from laminar.api import capture
 from laminar.ir.cluster import Cluster
 from laminar.ir.graph import Graph
+from laminar.planner.earlier import forget
 from laminar.planner.find import find
 from laminar.planner.request import Request
 
@@ -38,6 +40,8 @@ GPT = {"gpt": (24, 1024, 50304, 1024), "175b": (96, 12288, 51200, 2048)}
 """Layers, width, vocabulary and tokens; heads of 64, and of 128."""
 LARGE = {"175b": (1024, 1536), "405b": (16384, 2048)}
 """Devices and sequences."""
+TARGETS = {"gpt": (5.0, 0.3, 0.02), "175b": (30.0, 5.0, 0.06), "405b": (30.0, 10.0, 0.15)}
+"""Processor seconds to the end and to the first plan, and the gap."""
 
 
 def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -73,6 +77,7 @@ def searched(graph: Graph, request: Request, times: int) -> dict[str, Any]:
     for _ in range(times):
         begun = time.process_time()
         said.append([])
+        forget()  # what the first one has found
         found = find(graph, request, lambda _, begun=begun: said[-1].append(time.process_time() - begun))
         seconds.append(time.process_time() - begun)
     proof = found.certificate
@@ -103,10 +108,10 @@ def main() -> None:
     for name, devices, batch in cases:
         graph, capture_s = traced(name, batch)
         request = Request(Cluster.preset(f"{devices}xh100"), budget_s=given.budget)
-        target_s, target_gap = (5.0, 0.03) if name == "gpt" else (30.0, 0.05)
+        target_s, first_s, target_gap = TARGETS[name]
         row = {"model": name, "devices": devices, "sequences": batch, "capture_s": round(capture_s, 2)}
         row |= searched(graph, request, given.times)
-        report("search", {**row, "target_s": target_s, "target_gap": target_gap})
+        report("search", {**row, "target_s": target_s, "target_first_s": first_s, "target_gap": target_gap})
 
 
 if __name__ == "__main__":

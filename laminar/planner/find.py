@@ -69,7 +69,7 @@ WORTH = 0.998
 SAME = 0.98
 """Two estimates of memory within this are the same."""
 EACH_STAGE = 4
-"""Micro-batches for each stage of the pipeline that is tried first."""
+"""Micro-batches for each stage of the pipeline that is tried first, at most."""
 PROMISING = 1.03
 """How much slower than the best a cell may be guessed to be, to be looked at."""
 
@@ -242,7 +242,9 @@ class _Search:
         """Where the batch at once has no room for certain: of pipelines as people write them, the one guessed best."""
         node = self.request.cluster.levels[0].size
         usual = [c for c in self.cells if c.stages > 1 and c.virtual == 1 and c.tp in (1, node)]
-        guesses = {c: self.looker.guess(c) for c in usual if c.micro_batches == EACH_STAGE * c.stages}
+        usual = sorted((c for c in usual if c.micro_batches <= EACH_STAGE * c.stages), key=lambda c: c.micro_batches)
+        most = {(c.stages, c.dp, c.tp, c.recompute): c for c in usual}
+        guesses = {c: self.looker.guess(c) for c in most.values()}
         best = min(guesses, key=guesses.__getitem__, default=None)
         if best is not None and math.isfinite(guesses[best]):
             self.look(best)
