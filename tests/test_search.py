@@ -18,10 +18,12 @@ from laminar.errors import LaminarError, PlanError
 from laminar.forecast import predict, predict_staged
 from laminar.ir.cluster import Cluster
 from laminar.ir.graph import Graph, map_refs
+from laminar.ir.mesh import Mesh
 from laminar.ir.staged import Staged
 from laminar.planner.bound import Bounds
 from laminar.planner.cells import Cell, cells
-from laminar.planner.find import find
+from laminar.planner.find import find, promised
+from laminar.planner.look import Looker
 from laminar.planner.placing import Placer, styles
 from laminar.planner.request import Request
 from laminar.planner.score import Model
@@ -309,3 +311,20 @@ def test_gradients_are_not_lost_where_layers_of_backward_begin_elsewhere(act: ty
     assert {k for k in plan.outputs if k.startswith("grad:")} == {
         f"grad:{o.name}" for o in graph.outputs if o.kind == "grad"
     }
+
+
+def test_where_the_batch_at_once_has_no_room_a_pipeline_is_there_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a model that fits in no other way hundreds of cells would be guessed at before anything was simulated."""
+    graph, cluster = traced(6, batch=16, d=256, tokens=64), Cluster.preset("4xh100")
+    room = 0.5 * predict(graph, presets.zero(graph, Mesh({"dp": 4}), 3), cluster).memory.peak_bytes
+    guessed: list[Cell] = []
+    guess = Looker.guess
+    monkeypatch.setattr(Looker, "guess", lambda self, cell: guessed.append(cell) or guess(self, cell))
+
+    def first(text: str) -> None:
+        raise InterruptedError(text)
+
+    request = Request(cluster, memory_bytes=room)
+    with pytest.raises(InterruptedError, match=" stages, "):
+        find(graph, request, first)
+    assert 0 < len(guessed) < 0.3 * len(promised(graph, request)[1])
