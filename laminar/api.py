@@ -435,6 +435,7 @@ def parallelize(
     elementwise: bool = False,
     check: bool = True,
     unguarded: Sequence[str] = (),
+    measure: bool = True,
 ) -> Any:
     """A `Job` that trains `model` on all ranks as if they were one.
 
@@ -462,6 +463,8 @@ def parallelize(
     elementwise    the optimizer updates each element by itself, so it may be run on pieces; torch's own are known
     check          compare loss, gradients and buffers of the first (micro-)batch with the model run in plain PyTorch
     unguarded      names of attributes whose changes between steps don't matter; others are followed
+    measure        with a cluster: run copies of the model under the plans that the search finds fastest, and under data
+                   parallel, for some seconds on these ranks, and take the fastest; where that costs little
 
     Works alone in one process, under `laminar train`, and under `torchrun`. All methods of a job are
     collective: every rank calls them, in the same order.
@@ -497,7 +500,7 @@ def parallelize(
 
     return Job(
         model, loss, optimizer, batch, plan, mesh, device, precision, micro_batches, clip_norm, clip_value, ema, seed,
-        compile, detect_anomaly, timeout_s, cluster, elementwise, check=check, unguarded=unguarded,
+        compile, detect_anomaly, timeout_s, cluster, elementwise, check=check, unguarded=unguarded, measure=measure,
     )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import laminar
+from laminar import events
 from laminar.cli import main
 from laminar.errors import LaminarError
 from laminar.train import auto
@@ -41,6 +42,7 @@ def test_all_ranks_train_with_the_plan_that_one_of_them_found(two: Ranks, micro_
     """The same plan everywhere, searched for this machine, and the weights of plain PyTorch."""
     (first, account, losses, apart), (second, _, others, _) = two.run(_trained, micro_batches)
     assert first == second and losses == others and apart < 1e-8
+    assert "measured" in account or "slower" in account["unmeasured"]
     if micro_batches == 1:
         assert account["certificate"]["bound_s"] <= account["certificate"]["step_s"]
 
@@ -73,3 +75,9 @@ def test_the_command_line_searches_too(tmp_path: Path) -> None:
     assert main(["train", str(EXAMPLES / "mlp.py:tiny"), "--cluster", HERE, "--steps", "3", "--run-dir", str(run)]) == 0
     saved = json.loads((run / "plan.json").read_text())
     assert saved["account"]["certificate"]["cells"]["looked_at"] > 0
+    (told,) = [e.fields for e in events.read(run / "events.jsonl") if e.kind == "measured"]
+    assert told["done"] == ("measured" in saved["account"]) != ("unmeasured" in saved["account"])
+    run = tmp_path / "other"
+    asked = ["train", str(EXAMPLES / "mlp.py:tiny"), "--cluster", HERE, "--steps", "1", "--run-dir", str(run)]
+    assert main([*asked, "--no-measure"]) == 0
+    assert not [e for e in events.read(run / "events.jsonl") if e.kind == "measured"]

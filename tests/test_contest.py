@@ -51,13 +51,14 @@ def test_plans_take_turns_on_real_ranks(graph: Graph) -> None:
         contest.contest(RECIPE, [plans[0], presets.data_parallel(graph, laminar.Mesh({"dp": 1}))])
 
 
-def raced(monkeypatch: pytest.MonkeyPatch, searched: Any, ratios: list[float]) -> tuple[Any, list[Any]]:
-    """What is taken if plans are measured to have these ratios."""
+def raced(monkeypatch: pytest.MonkeyPatch, searched: Any, ratios: list[float | str]) -> tuple[Any, list[Any]]:
+    """What is taken if plans are measured to have these ratios, or are out."""
     ran: list[Any] = []
 
-    def measured(recipe: str, plans: Any, **_: Any) -> list[Measured]:
+    def measured(recipe: str, plans: Any, **_: Any) -> list[Measured | str]:
         ran.extend(plans)
-        return [Measured(r, r, r, r, 4) for r in (ratios + [ratios[-1]] * len(plans))[: len(plans)]]
+        every = (ratios + [ratios[-1]] * len(plans))[: len(plans)]
+        return [r if isinstance(r, str) else Measured(r, r, r, r, 4) for r in every]
 
     monkeypatch.setattr(contest, "contest", measured)
     return taken(RECIPE, searched), ran
@@ -79,6 +80,15 @@ def test_what_is_as_good_as_equal_stays_what_was_predicted(searched: Any, monkey
     assert found.hash == searched.hash and "as good as it" in found.explain()
     data = presets.data_parallel(searched.origin.graph, MESH)
     assert data.hash in {plan.hash for plan in ran}
+
+
+def test_a_plan_that_fails_is_out_and_the_others_are_compared(searched: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also the one that was predicted fastest: then another is taken, and says why."""
+    found, ran = raced(monkeypatch, searched, ["RuntimeError: no room", 1.0])
+    assert found.hash == ran[1].hash and len(found.account["measured"]["rows"]) == len(ran) - 1
+    assert "predicted fastest is out: RuntimeError: no room" in found.explain()
+    found, _ = raced(monkeypatch, searched, [1.0, "RuntimeError: no room"])
+    assert found.hash == searched.hash and "out, RuntimeError: no room" in found.explain()
 
 
 def test_a_cluster_that_is_not_here_is_refused_at_once(capsys: pytest.CaptureFixture[str]) -> None:

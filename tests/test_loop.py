@@ -314,6 +314,16 @@ def test_lines_show_first_and_last_step_and_what_happens() -> None:
     assert "capturing, 0 s so far" in out.getvalue()
 
 
+def test_what_a_job_tried_out_is_one_line() -> None:
+    """Which plan it trains with, or why nothing was measured."""
+    rows = [{"plan": "free", "step_s": 0.0123}, {"plan": "data parallel", "step_s": 0.0111}]
+    told = {"done": True, "taken": "data parallel", "seconds": 3.21, "rows": rows}
+    said = State().on(Event("measured", told))
+    assert said == "taken: data parallel (measured in 3.2 s: free 12.3 ms, data parallel 11.1 ms)"
+    said = State().on(Event("measured", {"done": False, "why": "there is one rank"}))
+    assert said == "finalists of the search were not measured: there is one rank"
+
+
 def test_the_rest_of_the_time_leaves_out_the_first_step() -> None:
     """It is slow, and comes once."""
     state = State()

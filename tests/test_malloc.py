@@ -40,3 +40,27 @@ def test_a_step_that_frees_and_takes_the_same_gets_no_new_pages() -> None:
         )
         faults[keep] = int(done.stdout)
     assert 5 * faults[True] < faults[False], "five steps of 48 MB are 61,440 pages"
+
+
+GIVEN = """
+import torch
+from laminar.runtime.malloc import give_back_freed_memory, keep_freed_memory
+
+def held_mb():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096 / 1e6
+
+assert keep_freed_memory()
+some = [torch.ones(1 << 18) for _ in range(200)]  # 1 MB each
+del some
+before = held_mb()
+give_back_freed_memory()
+print(before - held_mb())
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's malloc")
+def test_what_won_t_come_again_is_given_back() -> None:
+    """Kept, it would be missing to other processes for as long as this one lives."""
+    done = subprocess.run([sys.executable, "-c", GIVEN], capture_output=True, text=True, check=True, timeout=240)
+    assert float(done.stdout) > 150

@@ -292,14 +292,17 @@ def difference(mine: Mapping[str, float], other: Mapping[str, float], step_s: fl
 def _measured(account: Mapping[str, Any]) -> list[str]:
     found = account.get("measured")
     if not found:
-        return []
-    lines = ["", f"measured on this machine, by turns in {found['rounds']} rounds"]
+        return ["", f"not measured: {account['unmeasured']}"] if account.get("unmeasured") else []
+    parts = found.get("micro_batches", 1)
+    every = f"; a step of {parts} micro-batches, one of which is predicted" if parts > 1 else ""
+    lines = ["", f"measured on this machine, by turns in {found['rounds']} rounds{every}"]
     for row in found["rows"]:
         mark = "*" if row["taken"] else " "
         lines.append(
             f" {mark} {row['plan']}: {row['step_s'] * 1e3:.3f} ms ({row['low_s'] * 1e3:.3f} to "
             f"{row['high_s'] * 1e3:.3f}, quartiles), {row['predicted_s'] * 1e3:.3f} predicted"
         )
+    lines += [f"   {row['plan']}: out, {row['why']}" for row in found.get("out", ())]
     return [*lines, f"  {found['says']}"]
 
 

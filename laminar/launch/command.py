@@ -35,6 +35,7 @@ examples
   laminar train examples/gpt.py:tiny --workers 4 --plan zero3       parameters, gradients and state in pieces
   laminar train examples/gpt.py:tiny --mesh dp=2,tp=2 --plan tensor
   laminar train examples/gpt.py:tiny --plan plan.json               as many ranks as the plan has
+  laminar train examples/gpt.py:tiny --cluster here.json            the fastest plan for a machine that was profiled
   laminar train examples/gpt.py:tiny --steps 200 --checkpoint here  weights and optimizer state at the end,
   laminar train examples/gpt.py:tiny --steps 400 --checkpoint here --resume    to go on from (auto: if they are there)
   laminar train examples/gpt.py:tiny --workers 2 --timeline         what each rank did in a step, as timeline.json
@@ -66,6 +67,9 @@ def options(p: argparse.ArgumentParser) -> None:
         "--cluster",
         help="for --plan auto: search the fastest plan for this machine, a file of `laminar profile` or a name",
     )
+    add("--measure", action=argparse.BooleanOptionalAction, default=True,
+        help="with --cluster: run the finalists of the search on these ranks for some seconds, and take the fastest, "
+        "where copies of the model fit (default: yes)")  # fmt: skip
     add("--mesh", help="axes and sizes, such as dp=2,tp=2 (default: dp=N; tp=N for --plan tensor)")
     add("--device", choices=["cpu", "cuda"], help="default: a GPU for each rank if there are enough")
     add("--precision", default="f32", choices=PRECISIONS, help="default: f32")
@@ -209,7 +213,7 @@ def be_a_rank(args: argparse.Namespace, place: Place, train: Callable[..., Any])
             device=args.device, precision=args.precision, micro_batches=args.micro_batches, clip_norm=args.clip_norm,
             clip_value=args.clip_value, ema=args.ema, compile=args.compile, detect_anomaly=args.detect_anomaly,
             timeout_s=max(args.timeout, 1.0), timeline_steps=args.timeline_steps,
-            prefetch=args.prefetch, checkpoint_every=args.checkpoint_every, check=args.check,
+            prefetch=args.prefetch, checkpoint_every=args.checkpoint_every, check=args.check, measure=args.measure,
             timeline=None if args.timeline is None else Path(args.timeline or where.timeline),
         )  # fmt: skip
         ended.update(asdict(outcome))

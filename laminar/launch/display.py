@@ -89,6 +89,8 @@ class State:
             return f"step {fields['step']}: evaluation loss {number(fields['loss'])}{listed(fields.get('metrics'))}"
         elif event.kind == "log":
             self.logged |= fields.get("values", {})
+        elif event.kind == "measured":
+            return plan_taken(fields)
         elif event.kind == "warning":
             return f"warning: {fields.get('message', '')}"
         return None
@@ -116,6 +118,15 @@ class State:
         if last.get("lr") is not None:
             parts.append(f"lr {float(last['lr']):.3g}")
         return "  ".join(parts)
+
+
+def plan_taken(fields: dict[str, Any]) -> str:
+    """Which of a search's finalists a job trains with, and why."""
+    if not fields.get("done"):
+        return f"finalists of the search were not measured: {fields.get('why')}"
+    rows, took = fields.get("rows", ()), float(fields.get("seconds", 0))
+    times = ", ".join(f"{row['plan']} {1e3 * float(row['step_s']):.4g} ms" for row in rows)
+    return f"taken: {fields.get('taken')} (measured in {took:.1f} s: {times})"
 
 
 def number(value: Any) -> str:

@@ -9,6 +9,7 @@ What stays is at most what a step needs at its peak. Pieces beyond 32 MB are sti
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
@@ -25,3 +26,9 @@ def keep_freed_memory() -> bool:
         return False
     wishes = ((M_MMAP_THRESHOLD, LARGEST_BYTES), (M_TRIM_THRESHOLD, MOST_BYTES), (M_TOP_PAD, LARGEST_BYTES))
     return [mallopt(what, value) for what, value in wishes] == [1, 1, 1]
+
+
+def give_back_freed_memory() -> None:
+    """Return what is free right now to the system: after something large that won't come again."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)

@@ -268,6 +268,14 @@ class Groups:
             self._given = self._slots.assign(needs)
             self._assigned({name: last for name, (_, last) in lives.items()})
 
+    def close(self) -> None:
+        """Leave the process groups that were made here, with their threads; no exchange may be under way."""
+        for talk in self._groups.values():
+            group = getattr(talk, "group", None)
+            if group is not None and group is not dist.group.WORLD:
+                dist.destroy_process_group(group)
+        self._groups, self._yards = {}, {}
+
     def _assigned(self, last: dict[str, int]) -> None:
         """Slots are given out; `last` is the last line that reads what lies in each. For those who check."""
 
@@ -410,6 +418,9 @@ class Null:
 
     def prepare(self, program: Program, in_order: bool = False) -> None:
         """Nothing to make."""
+
+    def close(self) -> None:
+        """Nothing to leave."""
 
     def ended(self, line: int) -> list[Tensor]:
         """Nothing is kept."""

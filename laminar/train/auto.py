@@ -1,29 +1,34 @@
 """The plan that a search finds for the job at hand: by rank 0, for everybody.
 
 Searches are bounded by time, so two ranks may find two plans; one of them searches and leaves its plan in the store.
-Plans with stages are made by another kind of job and are left out: find them with `laminar plan`, and hand in the file.
+What comes next to it is told as well: where it costs little, all ranks try these plans out before the job begins
+(`tryout.py`). Plans with stages are made by another kind of job and are left out: find them with `laminar plan`, and
+hand in the file.
 """
 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
-from datetime import timedelta
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
 from laminar.capture.batches import unflatten
 from laminar.capture.capture import capture
-from laminar.errors import LaminarError, PlanError, RankError
 from laminar.events import emit
 from laminar.ir.cluster import Cluster
 from laminar.ir.plan import Plan
 from laminar.planner.best import best
+from laminar.planner.finalists import Finalist, finalists
 from laminar.planner.request import DIMENSIONS, asking
 from laminar.planner.whatif import resized
 from laminar.runtime.probe import probe
+from laminar.train import tryout
 from laminar.train.engine import Leaves
+from laminar.train.precision import Precision
 from laminar.train.world import World
 
 BUDGET_S = 10.0
@@ -36,6 +41,48 @@ def cluster_of(given: Cluster | str, ranks: int) -> Cluster:
     return cluster if cluster.devices == ranks else resized(cluster, ranks)
 
 
+def planned(
+    world: World,
+    cluster: Cluster,
+    model: nn.Module,
+    loss: Callable[[Any, Any], Any],
+    optimizer: Any,
+    batch: Any,
+    *,
+    measure: bool,
+    compiles: bool,
+    **options: Any,
+) -> Plan:
+    """The plan for a job, searched and, unless it is told not to `measure`, tried out; all ranks get the same.
+
+    `options` are those of a job, `compiles` whether its steps go through Inductor.
+    """
+    precision: Precision = options["precision"]
+    leaves = Leaves.of(batch).mapped(precision.leaf).split(options["micro_batches"])[0]
+    why = _elsewhere(world, cluster, compiles) if measure else ""
+    found = searched(world, cluster, model, precision.around(loss, world.device), leaves, finals=measure and not why)
+    plan = found.plan
+    if measure and why:
+        plan = tryout.untried(plan, why)
+    elif measure:
+        plan = tryout.tried(
+            world, plan, found.finals, model, loss, optimizer, batch, capture_s=found.capture_s, **options
+        )
+    return plan if world.size == 1 else replace(plan, origin=None)
+
+
+@dataclass(frozen=True)
+class Searched:
+    """What rank 0 found, as every rank has it."""
+
+    plan: Plan
+    """On rank 0 with its origin."""
+    finals: list[Finalist]
+    """It and those that come next, where they are wanted."""
+    capture_s: float
+    """What it took to capture the model."""
+
+
 def searched(
     world: World,
     cluster: Cluster,
@@ -43,34 +90,51 @@ def searched(
     loss: Callable[[Any, Any], Any],
     leaves: Leaves,
     optimizer: str = "adamw",
-) -> Plan:
+    finals: bool = False,
+) -> Searched:
     """The fastest plan without stages for such a (micro-)batch on a cluster; all ranks call this, and get the same."""
-    if world.size == 1:
-        return _found(cluster, model, loss, leaves, optimizer)
-    assert world.store is not None
-    slot = world.meeting("plan")
-    said: dict[str, Any]
-    if world.rank == 0:
-        try:
-            said = {"plan": _found(cluster, model, loss, leaves, optimizer).to_json()}
-        except LaminarError as error:
-            said = {"error": str(error)}
-        world.store.set(slot, json.dumps(said))
-    else:
-        try:
-            world.store.wait([slot], timedelta(seconds=world.timeout_s))
-        except Exception as error:
-            raise RankError(f"rank 0 found no plan within {world.timeout_s:.0f} s") from error
-        said = json.loads(world.store.get(slot))
-    if "error" in said:
-        raise PlanError(said["error"])
-    return Plan.from_json(said["plan"])
+    here: list[Searched] = []
+
+    def search() -> Any:
+        here.append(_found(cluster, model, loss, leaves, optimizer, finals))
+        found = here[0]
+        return {
+            "plan": found.plan.to_json(),
+            "finals": [each.to_json() for each in found.finals],
+            "capture_s": found.capture_s,
+        }
+
+    said = world.told("plan", search)
+    if here:
+        return here[0]
+    others = [Finalist.from_json(each) for each in said["finals"]]
+    return Searched(Plan.from_json(said["plan"]), others, said["capture_s"])
 
 
-def _found(cluster: Cluster, model: nn.Module, loss: Callable[[Any, Any], Any], leaves: Leaves, optimizer: str) -> Plan:
+def _found(
+    cluster: Cluster, model: nn.Module, loss: Callable[[Any, Any], Any], leaves: Leaves, optimizer: str, finals: bool
+) -> Searched:
     emit("phase", name="searching a plan")
+    start = time.perf_counter()
     graph = probe(capture(model, loss, unflatten(json.loads(leaves.tree), leaves.tensors), wide=True))
+    capture_s = time.perf_counter() - start
     only = [d for d in DIMENSIONS if d != "pipeline"]
     found = best(graph, asking(cluster, None, BUDGET_S, optimizer, None, only))
     assert isinstance(found, Plan)
-    return found
+    others = [f for f in finalists(found) if isinstance(f.plan, Plan)] if finals else []
+    return Searched(found, others, capture_s)
+
+
+def _elsewhere(world: World, cluster: Cluster, compiles: bool) -> str:
+    """Why plans for this cluster can't be tried out on these ranks, known before anything is searched."""
+    kinds = {part.device.kind for part in cluster.parts}
+    here = "gpu" if world.device.type == "cuda" else world.device.type
+    if world.size == 1:
+        return "there is one rank"
+    if kinds != {here}:
+        return f"{cluster.name} is another machine: these ranks are on a {here}"
+    if len(cluster.parts) > 1:
+        return f"{cluster.name} has parts that differ"
+    if compiles:
+        return "steps are compiled, which takes longer than trying a plan out may"
+    return ""

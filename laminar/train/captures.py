@@ -74,6 +74,17 @@ class Captures:
         self._slots = {s.name: s for s in slots}
         self.settle()
 
+    def learn(self, others: Captures) -> None:
+        """Take the graphs of a job whose model is a copy of this one's: what their traces read is read here by name."""
+        self.guards.look()
+        for shape, known in others._of.items():
+            for each in known:
+                loose = each.reads.loose
+                reads = Reads(None if loose is None else {*loose, *each.reads.names})
+                needed = self.guards.needed(reads)
+                self._of.setdefault(shape, []).append(Guarded(each.graph, needed, reads))
+                self.guards.read.update(needed)
+
     def look(self, held: Mapping[str, Tensor]) -> None:
         """See whether anything has changed; tensors that were replaced are taken over or refused."""
         if _autocast() != self._autocast:

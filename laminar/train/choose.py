@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,9 @@ def chosen(plan: Any, graph: Graph, mesh: Mesh, device: torch.device) -> Plan:
         if graph.hash in (plan_here.graph_hash, plan_here.captured_hash):
             return plan_here
         made, steps = replayed(graph, plan.rewrites)
-        return carrying(presets.like(made, plan), graph, steps)
+        here = carrying(presets.like(made, plan), graph, steps)
+        told = {key: value for key, value in plan.account.items() if key in ("measured", "unmeasured")}
+        return replace(here, account={**here.account, **told})
     if callable(plan):
         made = plan(graph, mesh)
         if not isinstance(made, Plan):

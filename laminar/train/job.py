@@ -84,7 +84,10 @@ class Job(Recorded, storage.Stored, Logs):
         elementwise: bool = False,
         check: bool = True,
         unguarded: Sequence[str] = (),
+        measure: bool = True,
+        twin: Job | None = None,
     ) -> None:
+        """`twin` is a job of a copy of this model, whose graphs are this one's."""
         if micro_batches < 1:
             raise LaminarError(f"micro_batches is {micro_batches}", allowed="a whole number of at least 1")
         if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
@@ -98,9 +101,13 @@ class Job(Recorded, storage.Stored, Logs):
         if cluster is not None:
             from laminar.train import auto  # and the planner with it, which takes a while to load
 
-            first = self._leaves(batch).split(micro_batches)[0]
-            machine = auto.cluster_of(cluster, self.world)
-            plan = auto.searched(self._world, machine, model, self.precision.around(loss, self.device), first)
+            released(model)
+            plan = auto.planned(
+                self._world, auto.cluster_of(cluster, self.world), model, loss, optimizer, batch, measure=measure,
+                compiles=self._compiles(compile), precision=self.precision, micro_batches=micro_batches,
+                clip_norm=clip_norm, clip_value=clip_value, ema=ema, seed=seed, elementwise=elementwise,
+                unguarded=unguarded,
+            )  # fmt: skip
         self.mesh = choose.mesh_for(plan, mesh, self.world)
         self.clip_norm, self.clip_value, self.seed = clip_norm, clip_value, seed
         self.steps = 0
@@ -126,6 +133,8 @@ class Job(Recorded, storage.Stored, Logs):
         leaves = self._leaves(batch)
         if leaves.local:
             raise LaminarError("batch= is an example of the global batch", next="give all of it, not a Local share")
+        if twin is not None:
+            self._engine.captures.learn(twin._engine.captures)
         try:
             graph = self._engine.begin(leaves.split(micro_batches)[0])
         except CaptureError as error:
@@ -157,9 +166,13 @@ class Job(Recorded, storage.Stored, Logs):
         self._ema = {k.name: k.owned.detach().float().clone() for k in self._kept} if ema is not None else {}
         self._copy: nn.Module | None = None
 
+    def _compiles(self, compile: bool | None) -> bool:
+        """Whether steps go through Inductor: on GPUs or if asked."""
+        return self.device.type == "cuda" if compile is None else compile
+
     def _builder(self, compile: bool | None) -> Callable[..., Callable[..., list[Tensor]]]:
-        """How programs become code: through Inductor on GPUs or if asked, else line by line."""
-        through_inductor = self.device.type == "cuda" if compile is None else compile
+        """How programs become code: through Inductor, or line by line."""
+        through_inductor = self._compiles(compile)
 
         def build(
             program: Program, transport: Groups | Null, constants: Mapping[str, Tensor], static: tuple[int, ...]

@@ -12,10 +12,11 @@ from __future__ import annotations
 import atexit
 import contextlib
 import itertools
+import json
 import os
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -24,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from laminar.capture.private import default_store
-from laminar.errors import BatchError, LaminarError, MeshError
+from laminar.errors import BatchError, LaminarError, MeshError, PlanError, RankError
 from laminar.events import emit
 from laminar.runtime.malloc import keep_freed_memory
 
@@ -51,7 +52,7 @@ class World:
         if self.device.type == "cpu":
             keep_freed_memory()
         self.store = default_store() if self.size > 1 else None
-        self.timeout_s = timeout_s
+        self.timeout_s, self.patience_s = timeout_s, PATIENCE_S
         self.open: weakref.WeakSet[Any] = weakref.WeakSet()
         """What is to be closed before the process group is left."""
         self._notes = self._meetings = 0
@@ -163,6 +164,31 @@ class World:
         self._meetings += 1
         return f"{self._home}/{what}/{self._meetings}"
 
+    def told(self, what: str, make: Callable[[], Any]) -> Any:
+        """Plain data that rank 0 makes, for everybody; where it can't, all of them raise what it says."""
+        if self.store is None:
+            return make()
+        slot = self.meeting(what)
+        said: dict[str, Any]
+        if self.rank == 0:
+            try:
+                said = {what: make()}
+            except LaminarError as error:
+                said = {"error": str(error)}
+            except Exception as error:
+                self.store.set(slot, json.dumps({"error": f"rank 0: {type(error).__name__}: {error}"}))
+                raise
+            self.store.set(slot, json.dumps(said))
+        else:
+            try:
+                self.store.wait([slot], timedelta(seconds=self.timeout_s))
+            except Exception as error:
+                raise RankError(f"rank 0 found no {what} within {self.timeout_s:.0f} s") from error
+            said = json.loads(self.store.get(slot))
+        if "error" in said:
+            raise PlanError(said["error"])
+        return said[what]
+
     def _slot(self, rank: int) -> str:
         """Where a rank's note about this step lies: a ring, for others may be some steps ahead or behind."""
         return f"{self._place}/{rank}/{self._notes % RING}"
@@ -170,14 +196,14 @@ class World:
     def _note_of(self, other: int) -> str | None:
         """What another rank noted about this step; nothing if it is so far ahead that the note is gone."""
         start = time.monotonic()
-        while time.monotonic() - start < PATIENCE_S:
+        while time.monotonic() - start < self.patience_s:
             if self.store.check([self._slot(other)]):  # type: ignore[union-attr]
                 count, _, note = self.store.get(self._slot(other)).decode().partition("|")  # type: ignore[union-attr]
                 if int(count) >= self._notes:
                     return str(note) if int(count) == self._notes else None
             time.sleep(0.005)
         raise BatchError(
-            f"rank {other} has not begun step {self._notes} after {PATIENCE_S:.0f} s",
+            f"rank {other} has not begun step {self._notes} after {self.patience_s:.0f} s",
             next="see that every rank makes the same number of steps, and whether that one still runs",
         )
 

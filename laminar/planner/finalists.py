@@ -1,0 +1,159 @@
+"""The last plans of a search, before and after they are run: which take part, and which one is taken.
+
+Nothing is run here. Whoever has ranks at hand runs them (`train/turns.py`): `laminar plan --measure` on ranks that it
+starts, a job with `plan="auto"` on its own. Either way what was measured stands in the account of the plan that is
+taken, and the plan tells of itself, not of the one that was predicted fastest.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from laminar.errors import LaminarError
+from laminar.forecast import Prediction, StagedPrediction, predict, predict_staged
+from laminar.ir.mesh import Mesh
+from laminar.ir.plan import Plan
+from laminar.ir.planned import Origin
+from laminar.ir.staged import Staged, plan_of
+from laminar.planner.explain import binding, held, spent
+from laminar.search import presets
+from laminar.search.micro import micro
+
+FINALISTS = 3
+"""Plans of a search that take part, besides data parallel."""
+ROUNDS = 8
+"""How often each is run, at most."""
+EQUAL = 1.01
+"""Plans within this of the fastest are as good as it."""
+
+
+@dataclass(frozen=True)
+class Finalist:
+    """A plan that may be run, and what it was predicted to take."""
+
+    name: str
+    plan: Plan | Staged
+    step_s: float
+    peak_bytes: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data, without what the plan says of itself."""
+        plan = {**self.plan.to_json(), "account": {}}
+        return {"name": self.name, "plan": plan, "step_s": self.step_s, "peak_bytes": self.peak_bytes}
+
+    @staticmethod
+    def from_json(data: Any) -> Finalist:
+        """The inverse."""
+        return Finalist(data["name"], plan_of(data["plan"]), data["step_s"], data["peak_bytes"])
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a plan took."""
+
+    step_s: float
+    """Median over rounds."""
+    low_s: float
+    high_s: float
+    """Quartiles."""
+    ratio: float
+    """Median over rounds of its time over that of the first plan that ran, in the same round."""
+    rounds: int
+
+
+def finalists(plan: Plan | Staged) -> list[Finalist]:
+    """The plan that a search predicts to be fastest, those that come next, and behind them data parallel."""
+    account, origin = plan.account, plan.origin
+    if origin is None or "choice" not in account:
+        return []  # plans that lie outside of what was searched
+    names = [account["choice"], *account["runners_up"]]
+    sides: dict[str, Finalist] = {}
+    for row, one in zip(names, (plan, *origin.others), strict=False):
+        if len(sides) < FINALISTS:
+            sides.setdefault(one.hash, Finalist(row["plan"], one, row["step_s"], row["peak_bytes"]))
+    with suppress(LaminarError):  # what can't be spread by sample
+        mesh = Mesh({"dp": origin.cluster.devices})
+        data = presets.data_parallel(origin.graph, mesh)
+        if data.hash not in sides:
+            ran = _simulated(data, origin)
+            peak = ran.account()["peak_bytes"]
+            sides[data.hash] = Finalist(f"data parallel on dp={mesh.ranks}", data, ran.seconds, peak)
+    return list(sides.values())
+
+
+def measured(rows: Sequence[Sequence[float] | str]) -> list[Measured | str]:
+    """Seconds of a step by round, summed up; of a plan that is out, why."""
+    first = next((row for row in rows if not isinstance(row, str)), ())
+    return [row if isinstance(row, str) else _summed(row, first) for row in rows]
+
+
+def _summed(row: Sequence[float], first: Sequence[float]) -> Measured:
+    low, middle, high = statistics.quantiles(row, n=4, method="inclusive") if len(row) > 1 else (row[0],) * 3
+    ratios = [a / b for a, b in zip(row, first, strict=True)]
+    return Measured(middle, low, high, statistics.median(ratios), len(row))
+
+
+def fastest(rows: Sequence[Measured | str]) -> int:
+    """Which one is taken; as good as equal, what was predicted fastest stays."""
+    ratios = {k: row.ratio for k, row in enumerate(rows) if isinstance(row, Measured)}
+    best = min(ratios, key=lambda k: ratios[k])
+    return 0 if ratios.get(0, float("inf")) <= EQUAL * ratios[best] else best
+
+
+def settled(
+    plan: Plan | Staged, finals: Sequence[Finalist], rows: Sequence[Measured | str], **about: Any
+) -> Plan | Staged:
+    """The plan that is taken, with all that was measured in its account; at least one has run.
+
+    `plan` is the one that was predicted fastest, and the first of the finalists; `about` is said besides.
+    """
+    assert plan.origin is not None, "a plan that comes from a search"
+    best, ran = fastest(rows), [row for row in rows if isinstance(row, Measured)]
+    found = [
+        {"plan": f.name, "step_s": row.step_s, "low_s": row.low_s, "high_s": row.high_s, "ratio": row.ratio,
+         "predicted_s": f.step_s, "taken": k == best}
+        for k, (row, f) in enumerate(zip(rows, finals, strict=True)) if isinstance(row, Measured)
+    ]  # fmt: skip
+    out = [{"plan": f.name, "why": row} for row, f in zip(rows, finals, strict=True) if isinstance(row, str)]
+    told = {"rounds": ran[0].rounds, "rows": found, "says": _says(rows, best), **({"out": out} if out else {}), **about}
+    if best == 0:
+        return replace(plan, account={**plan.account, "measured": told})
+    return _instead(plan, finals[best], told)
+
+
+def _says(rows: Sequence[Measured | str], best: int) -> str:
+    first, taken = rows[0], rows[best]
+    if best == 0:
+        return "the plan that was predicted fastest is the fastest measured, or as good as it"
+    if isinstance(first, str) or isinstance(taken, str):
+        return f"taken because the plan that was predicted fastest is out: {first}"
+    ahead = first.ratio / taken.ratio
+    return f"taken because it was measured fastest: {ahead:.3f} times as fast as the predicted best"
+
+
+def _instead(plan: Plan | Staged, taken: Finalist, told: dict[str, Any]) -> Plan | Staged:
+    """Another plan than the one that was predicted fastest, with an account of its own."""
+    assert plan.origin is not None
+    account, ran = plan.account, _simulated(taken.plan, plan.origin)
+    figures = ran.account()
+    choice = {"plan": taken.name, "step_s": ran.seconds, "peak_bytes": figures["peak_bytes"], "spent": spent(ran)}
+    others = [account["choice"], *(r for r in account["runners_up"] if r["plan"] != choice["plan"])]
+    room = {k: v for k, v in account.get("binding", {}).items() if k == "memory_bytes"}
+    binds = {**binding(choice["spent"]), **room}
+    about = {"choice": choice, "runners_up": others, "binding": binds, "memory": held(ran), "measured": told}
+    other = {**account, **taken.plan.account, **figures, **about, "searched": account["choice"]["plan"]}
+    dropped = ("wins", "form", "bubbles", "stages") if isinstance(taken.plan, Plan) else ("wins", "form")
+    other = {k: v for k, v in other.items() if k not in dropped}
+    return replace(taken.plan, name="measured", account=other, origin=plan.origin)
+
+
+def _simulated(plan: Plan | Staged, origin: Origin) -> Prediction | StagedPrediction:
+    """What a plan is predicted to take."""
+    optimizer = origin.asked.get("optimizer", "adamw")
+    if isinstance(plan, Staged):
+        return predict_staged(micro(origin.graph, plan.micro_batches), plan, origin.cluster, optimizer=optimizer)
+    return predict(origin.graph, plan, origin.cluster, optimizer=optimizer)
