@@ -101,13 +101,17 @@ class Pair:
 
     def on(self, attack: Attack, plans: int) -> None:
         """All kinds of plans, until there are as many."""
-        if not attack.alike:
-            self.alone(attack, plans)
-        elif plans >= 100:
+        alone = [] if attack.alike else self.alone(attack)
+        for one in alone:
+            one.presets()
+            one.run(round(ALONE * plans / len(alone)))
+        if attack.alike and plans >= 100:
             attack.walk()
-        if self.free and attack.alike:
+        if attack.alike and self.free:
             self.batches(attack.request, round(FREE * plans))
         attack.run(plans - self.report.simulated)
+        for one in alone:  # where samples need each other there are no pipelines over parts
+            one.run(plans - self.report.simulated)
 
     def request(self, share: float | None) -> Request:
         """With a share of what data parallel holds."""
@@ -129,16 +133,14 @@ class Pair:
                 raise
             return None
 
-    def alone(self, attack: Attack, plans: int) -> None:
-        """Plans on one part of a cluster whose parts differ, each part once."""
-        parts = list({part.hash: part for part in self.cluster.parts}.values())
-        for part in parts:
-            if part.devices > 1:
-                request = replace(attack.request, cluster=part)
-                claim = replace(attack.claims[0], space=space_of(self.graph, request))
-                one = Attack(self.graph, request, [claim], self.rng, self.report, "alone:")
-                one.presets()
-                one.run(round(ALONE * plans / len(parts)))
+    def alone(self, attack: Attack) -> list[Attack]:
+        """Each part of a cluster whose parts differ, by itself: what is claimed holds for plans on one part, too."""
+        found = []
+        for part in {part.hash: part for part in self.cluster.parts if part.devices > 1}.values():
+            request = replace(attack.request, cluster=part)
+            claim = replace(attack.claims[0], space=space_of(self.graph, request))
+            found.append(Attack(self.graph, request, [claim], self.rng, self.report, "alone:"))
+        return found
 
     def batches(self, request: Request, plans: int) -> None:
         """The same question with the batch left free, and plans for every part of it."""
@@ -157,7 +159,8 @@ class Pair:
             step_s = found.step_s if row is mine else 0.0
             claim = Claim(samples / most if most else math.inf, step_s or 0.0, space_of(graph, request))
             one = Attack(graph, request, [claim], self.rng, self.report, f"batch of {samples}:")
-            one.presets()
+            if row is mine:
+                one.presets()
             one.run(round(plans / len(rows)))
 
 

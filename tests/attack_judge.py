@@ -151,11 +151,11 @@ class Attack:
 
     def run(self, plans: int) -> None:
         """So many more, if so many can be drawn; each is like one of the fastest of its kind."""
-        until, broods = self.report.simulated + plans, list(self.broods())
+        until = self.report.simulated + plans
         for _ in range(TRIES * plans):
-            if self.report.simulated >= until or not broods:
+            if self.report.simulated >= until or not self.broods:
                 break
-            name, brood, way = self.rng.choice(broods)
+            name, brood, way = self.rng.choice(self.broods)
             try:
                 key, candidate = brood.next(self.rng)
                 seconds = self.held_against(candidate, name, way=way)
@@ -163,11 +163,14 @@ class Attack:
                 continue
             brood.keep(seconds, key)
 
-    def broods(self) -> Iterator[tuple[str, Brood, Way | None]]:
+    @cached_property
+    def broods(self) -> list[tuple[str, Brood, Way | None]]:
         """Kinds of plans of the space that can be made, by name; and where branches stand apart, the way."""
+        found = []
         for name, make, way in self.kinds():
             with suppress(LaminarError):  # micro-batches of samples that need each other
-                yield name, make(), way
+                found.append((name, make(), way))
+        return found
 
     def kinds(self) -> Iterator[tuple[str, Callable[[], Brood], Way | None]]:
         """On each mesh, in some cells with stages, in some ways with branches apart; or over parts that differ."""

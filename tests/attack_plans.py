@@ -12,7 +12,7 @@ least cost on that mesh; it keeps the fastest few, and makes the next from these
                      all; or cuts anyhow: as if ops took other times than they do
 
 The other plan is a preset or one drawn at random, so every placement that the rules allow may come up. What is
-simulated, and by whom it is judged, is the business of `tests/attack.py`. Collects nothing itself.
+simulated, and how it is judged, is the business of `tests/attack_judge.py`. Collects nothing itself.
 """
 
 from __future__ import annotations
