@@ -7,7 +7,7 @@
 PYTHON ?= python3
 PLANS  ?= 1000
 PROGRAMS ?= 1000
-EACH   ?= 4
+EACH   ?= 1
 JOBS   ?= $(shell nproc)
 
 FRESH := $(or $(SEED),$(shell date +%s))
@@ -45,15 +45,15 @@ lint: setup ## ruff (lint and format), mypy --strict, who-may-import-whom
 test: lint ## lint, then every test that needs neither a GPU nor minutes
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not gpu and not slow'
 
-prove: setup ## tests that take minutes: training in every layout, optimizer and precision; parts of a sweep drawn by the seed
+prove: setup ## tests that take minutes: training in every layout, optimizer and precision; 100,000 plans against searches; parts of a sweep
 	@echo "random examples of seed $(FRESH); again with SEED=$(FRESH)"
 	LAMINAR_SEED=$(FRESH) $(BIN)/python -m pytest -n 2 --dist worksteal -m 'slow and not sweep and not gpu' --ignore=tests/fuzz --timeout 1800 --hypothesis-seed=$(FRESH)
 
 sweep: setup ## all of torch's operators and modules, transformers' and torchvision's models, in every way; hours, on JOBS cores
 	LAMINAR_SEED=$(FRESH) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m sweep
 
-attack: setup ## plans that may contradict a search, every model on every machine; EACH=4 seconds, on JOBS cores
-	PYTHONPATH=.:examples $(BIN)/python -m tests.attack --jobs $(JOBS) --seconds $(EACH) $(if $(SEED),--seed $(SEED))
+attack: setup ## plans that may contradict a search, as in make prove and for larger models; EACH=1 times as many, on JOBS cores
+	OMP_NUM_THREADS=1 PYTHONPATH=.:examples $(BIN)/python -m tests.attack --jobs $(JOBS) --times $(EACH) $(if $(SEED),--seed $(SEED))
 
 fuzz: setup ## random plans and edited files; PLANS=1000 says how many, SEED=... which
 	@echo "random examples of seed $(FRESH); again with SEED=$(FRESH)"

@@ -1,363 +1,216 @@
 """Tries to break what a search claims: no plan of its space is faster than its bound, no named one than what it found.
 
-For one model on one machine, searches with little time and with more; then plans of every kind that somebody could
-write, simulated one by one: all presets on all meshes, pipelines with their stages cut anyhow under any schedule,
-random placements, and walks downhill from the best of them. The machines are odd on purpose: slow links, little
-memory, measured prices, three ranks, parts that differ.
+For one model on one machine: a search, then so many plans, each simulated in full and judged. They are all presets on
+all meshes, pipelines of equal stages, and what `tests/attack_plans.py` makes of them: it goes downhill from each, by
+placements, cuts and schedules. The machines are odd on purpose: slow links, little memory, measured prices, three
+ranks, nodes of different sizes, devices that differ.
 
-    python -m tests.attack --jobs 16 --seconds 20 --seed 7      every model on every machine, so long each
+Each plan is held against
 
-Collects nothing itself: `tests/test_attack.py` runs a slice in the normal run and as much as it takes for a hundred
-thousand plans in `make prove`.
+    the search     if `space.contains` has it: its seconds against the bound, and if it has a name, against what was
+                   found
+    its own cell   seconds and bytes against the best bound of the cell, which says more than that of the search;
+                   branches apart against the bound of their own way
+    free batches   plans of every equal part of the batch, in samples a second (a third of the pairs)
+    single parts   of clusters whose parts differ: plans on one part alone, by the same bound
+
+A plan counts once it was judged, and once only. How many there are is said by count, not by time, so a slow machine
+takes longer and sees the same. A search is cut short by time, so what it finds is not the same on every machine.
+
+    python -m tests.attack --jobs 16 --times 3 --seed 7      every model on every machine, three times as many plans
+
+Collects nothing itself: `tests/test_attack.py` runs a slice in the normal run, and a hundred thousand plans in `make
+prove`. Not tried: pins, `only`, other optimizers than AdamW, margins, offload, two regions of branches at once.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import math
 import random
 import sys
-import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field, replace
-from functools import cache
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 import laminar
 from laminar.errors import LaminarError
-from laminar.forecast import predict, predict_staged
-from laminar.ir.cluster import Cluster, Figure
+from laminar.forecast import WORKSPACE_BYTES, predict
 from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh
 from laminar.ir.plan import Plan
 from laminar.ir.staged import Staged
-from laminar.planner.bound import Bounds
-from laminar.planner.cells import Cell, divisors
-from laminar.planner.certificate import ROUNDING
-from laminar.planner.chain import improve
+from laminar.planner.find import promised
 from laminar.planner.request import Request
-from laminar.planner.score import Model
+from laminar.planner.space import Space
 from laminar.rules.samples import samples_of
 from laminar.search import presets
-from laminar.search.draw import random_plan
-from laminar.search.micro import micro
-from laminar.staging import pipeline, work_s
+from tests.attack_judge import Attack, Attacked, Claim, priced_once
+from tests.attack_models import MACHINES, MEMORY, MODELS, graph_of, plans_of, short
+from tests.attack_plans import part_of
 from tests.seeds import dice
-from tests.zoo import EXAMPLES, NAMES, specimen
 
-PROFILE = Path(__file__).parents[1] / "bench" / "results" / "profile_2.json"
-SCHEDULES = (None, "gpipe", "1f1b", "zero-bubble", "zero-bubble-level", "backward-first")
-BUDGETS = (0.2, 2.0)
-"""Processor seconds of the searches."""
-
-
-class Products(nn.Module):
-    """Three products of one size whose weights are a list, or one after the other with work of different size."""
-
-    def __init__(self, widths: tuple[int, ...]) -> None:
-        super().__init__()
-        self.ws = nn.ParameterList([nn.Parameter(torch.empty(a, b)) for a, b in itertools.pairwise(widths)])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Of every row."""
-        for w in self.ws:
-            x = torch.relu(x @ w)
-        return x.square().mean()
+BUDGETS = (0.0, 0.2, 1.0)
+"""Processor seconds of a search: one of them, drawn."""
+FREE = 1 / 3
+"""Share of the pairs whose batch is also left free, and of their plans those that are for a part of it."""
+PARTS = 2
+"""Equal parts of the batch that are gone into beside the one that was taken."""
+ALONE = 0.3
+"""Where parts differ, the share of plans on one part."""
 
 
-PRODUCTS = {"even": (1024, 1024, 1024, 1024), "wide": (8192, 8192, 8192), "front": (4096, 4096, 256, 64, 64),
-            "back": (64, 64, 256, 4096, 4096)}  # fmt: skip
-DEEP = ("3", "5", "7")
-"""GPTs of so many layers, whose work is large beside what a step costs anyway."""
-MODELS = (*NAMES, *DEEP, *PRODUCTS)
+# --- one model on one machine
 
 
-@cache
-def graph_of(name: str) -> Graph:
-    """A model of the zoo, on meta where it is larger, a GPT of so many layers, a Llama of 7b, or some products."""
-    from tests.test_search import traced
+class Pair:
+    """Searches for one model on one machine, and attacks on all that they claim."""
 
-    if name.isdigit():
-        return traced(int(name), batch=16, d=256, tokens=64)
-    if name == "7b":
-        from llama import Llama, loss
-
-        with torch.device("meta"):
-            model = Llama(layers=32, d=4096, heads=32, kv_heads=32, hidden=11008, vocab=32000, tokens=2048).bfloat16()
-            ids = torch.zeros(64, 2048, dtype=torch.long)
-        return laminar.capture(model, loss, (ids, ids))
-    if name in PRODUCTS:
-        with torch.device("meta"):
-            model, batch = Products(PRODUCTS[name]), torch.empty(64, PRODUCTS[name][0])
-        return laminar.capture(model, lambda model, x: model(x), batch)
-    if name.endswith(":small"):
-        return laminar.api.graph_of(str(EXAMPLES / name))
-    return specimen(name).graph
-
-
-def slow_link(spec: str, bytes_per_s: float) -> Cluster:
-    """A machine whose ranks are far from each other."""
-    cluster = Cluster.preset(spec)
-    level = replace(cluster.levels[-1], bytes_per_s=Figure(bytes_per_s, "assumed"))
-    return replace(cluster, levels=(*cluster.levels[:-1], level))
-
-
-MACHINES: dict[str, Callable[[], Cluster]] = {
-    **{spec: (lambda spec=spec: Cluster.preset(spec)) for spec in (  # type: ignore[misc]
-        "2xcpu", "3xcpu", "4xcpu", "8xcpu", "2x4xcpu", "4xh100", "8xh100@pcie", "2x2xa100", "4x2xh100@nvlink+eth50",
-        "2xh100+2xa100")},
-    "2xcpu far": lambda: slow_link("2xcpu", 1e7),
-    "4xcpu far": lambda: slow_link("4xcpu", 1e8),
-    "measured": lambda: Cluster.load(PROFILE),
-}  # fmt: skip
-MEMORY = (None, 0.6)
-"""What a rank may fill: all there is, or so much of what data parallel holds."""
-
-
-# --- plans that somebody could write
-
-
-def meshes(devices: int) -> list[Mesh]:
-    """One axis of either name, and all products of two."""
-    found = [Mesh({"dp": devices}), Mesh({"tp": devices})]
-    return found + [Mesh({"dp": devices // n, "tp": n}) for n in divisors(devices) if 1 < n < devices]
-
-
-def typed(graph: Graph, devices: int) -> Iterator[Callable[[], Plan]]:
-    """Every preset on every mesh."""
-    for mesh in meshes(devices):
-        if "tp" in mesh.names:
-            yield lambda mesh=mesh: presets.tensor_parallel(graph, mesh)  # type: ignore[misc]
-        if "dp" in mesh.names:
-            yield lambda mesh=mesh: presets.data_parallel(graph, mesh)  # type: ignore[misc]
-            for stage in (1, 2, 3):
-                yield lambda mesh=mesh, stage=stage: presets.zero(graph, mesh, stage)  # type: ignore[misc]
-            yield lambda mesh=mesh: presets.zero(graph, mesh, 3, gather_once=True)  # type: ignore[misc]
-
-
-def piped(graph: Graph, devices: int) -> Iterator[Callable[[], Staged]]:
-    """Pipelines of the default cut, with data and tensor parallel inside."""
-    for stages in (s for s in divisors(devices) if s > 1):
-        inner = devices // stages
-        ways = [Mesh({"dp": inner})] + ([Mesh({"tp": inner})] if inner > 1 else [])
-        for parts in (m for m in (stages, 2 * stages, 4 * stages) if samples_of(graph) % m == 0):
-            for mesh in ways:
-                yield lambda s=stages, m=parts, w=mesh: pipeline(part_of(graph, m), s, m, inner=w)  # type: ignore[misc]
-
-
-_PARTS: dict[tuple[str, int], Graph] = {}
-
-
-def part_of(graph: Graph, parts: int) -> Graph:
-    """Of a micro-batch."""
-    return _PARTS.setdefault((graph.hash, parts), micro(graph, parts))
-
-
-def skewed(graph: Graph, devices: int, rng: random.Random) -> Staged:
-    """A pipeline cut anyhow: ops are said to take other times than they do, evenly distorted or at random."""
-    stages = rng.choice([s for s in divisors(devices) if s > 1])
-    virtual = rng.choice((1, 1, 1, 2))
-    parts = rng.choice([m for m in divisors(samples_of(graph)) if stages <= m <= 16 * stages] or [stages])
-    part = part_of(graph, parts)
-    lean, noise = rng.choice((1.0, 0.9, 0.75, 0.6, 1.2)), rng.choice((0.0, 0.0, 0.5, 2.0))
-    work = {name: s * math.exp(noise * rng.gauss(0, 1)) for name, s in work_s(part).items()}
-    told = [{name: s * lean ** (stages - 1 - p) for name, s in work.items()} for p in range(stages)]
-    inner = rng.choice([Mesh({"dp": devices // stages}), Mesh({"tp": devices // stages})])
-    options: dict[str, Any] = {"speeds": told, "virtual": virtual, "inner": inner}
-    if virtual == 1:
-        options["schedule"] = rng.choice(SCHEDULES)
-    if rng.random() < 0.3:
-        options |= {"window": rng.choice((1, 2, None)), "stash": rng.choice((1.0, 2.0))}
-    return pipeline(part, stages, parts, **options)
-
-
-# --- the attack
-
-
-@dataclass
-class Attacked:
-    """What came of one model on one machine."""
-
-    model: str
-    machine: str
-    memory_bytes: float | None
-    simulated: int = 0
-    outside: int = 0
-    """Of those, plans that are not in the space."""
-    wrong: list[str] = field(default_factory=list)
-    """Plans below a bound, and named plans faster than what was found."""
-    closest: float = math.inf
-    """Of the seconds of a plan, the least share that its cell's bound leaves."""
-
-
-class Attack:
-    """One model on one machine: searches, and whatever may contradict them."""
-
-    def __init__(self, model: str, machine: str, share: float | None, seed: int) -> None:
+    def __init__(self, model: str, machine: str, seed: int) -> None:
         self.graph, self.cluster = graph_of(model), MACHINES[machine]()
-        self.memory_bytes = None
-        if share is not None:
-            data = presets.data_parallel(self.graph, Mesh({"dp": self.cluster.devices}))
-            self.memory_bytes = share * predict(self.graph, data, self.cluster.parts[0]).memory.peak_bytes
-        self.rng = dice(f"{model} {machine} {share} {seed}")
-        self.report = Attacked(model, machine, self.memory_bytes)
-        self.found: list[Plan | Staged] = []
-        self.best: dict[str, tuple[float, Plan]] = {}
-        self.bounds = Bounds(Model(self.graph, Request(self.cluster, self.memory_bytes)))
-        self.cells: dict[Cell, tuple[float, float]] = {}
-        """What is proved of each, in seconds and in bytes."""
+        self.rng = dice(f"{model} {machine} {seed}")
+        self.report = Attacked(model, machine)
+        self.shares = MEMORY if short(machine, self.rng) else (None,)
+        self.free = self.rng.random() < FREE
+        self.budget_s = self.rng.choice(BUDGETS)
 
-    def run(self, seconds: float) -> Attacked:
-        """So many processor seconds after the searches."""
-        for budget_s in BUDGETS:
-            try:
-                self.found.append(
-                    laminar.plan(self.graph, self.cluster, budget_s=budget_s, memory_bytes=self.memory_bytes)
-                )
-            except LaminarError as error:
-                if self.memory_bytes is None or "no plan fits" not in str(error):
-                    raise
-        for found in self.found:  # each against what the other has proved
-            assert found.step_s is not None
-            self.judge(found, found.step_s)
-        devices = self.cluster.devices
-        for make in (*typed(self.graph, devices), *piped(self.graph, devices)):
-            self.held_against(make, named=True)
-        until = time.process_time() + seconds
-        while self.found and time.process_time() < until:
-            chance = self.rng.random()
-            if chance < 0.5:
-                self.held_against(lambda: skewed(self.graph, devices, self.rng))
-            elif chance < 0.8:
-                mesh = self.rng.choice(meshes(devices))
-                self.held_against(lambda mesh=mesh: random_plan(self.graph, mesh, self.rng.randrange(1 << 30)))  # type: ignore[misc]
-            else:
-                self.walk()
+    def run(self, plans: int) -> Attacked:
+        """Searches until one finds something, and so many plans."""
+        with priced_once():
+            for share in self.shares:
+                if self.attacked(self.request(share), plans):
+                    break
         return self.report
 
-    def held_against(self, make: Callable[[], Plan | Staged], named: bool = False) -> None:
-        """Simulate a plan, and look whether it contradicts anything."""
+    def attacked(self, request: Request, plans: int) -> bool:
+        """One search, and all that it claims; whether it found anything."""
+        self.report.memory_bytes = request.memory_bytes
+        found = self.searched(request)
+        attack = Attack(self.graph, request, [] if found is None else [claim_of(found)], self.rng, self.report)
+        attack.found = [] if found is None else [found]
+        attack.presets()
+        if found is not None:
+            if found.certificate.contradictions:
+                self.report.wrong.append(f"the search contradicts itself: {found.certificate.contradictions[0]}")
+            self.on(attack, plans)
+        return found is not None
+
+    def on(self, attack: Attack, plans: int) -> None:
+        """All kinds of plans, until there are as many."""
+        alone = [] if attack.alike else self.alone(attack)
+        for one in alone:
+            one.presets()
+            one.run(round(ALONE * plans / len(alone)))
+        if attack.alike and plans >= 100:
+            attack.walk()
+        if attack.alike and self.free:
+            self.batches(attack.request, round(FREE * plans))
+        attack.run(plans - self.report.simulated)
+        for one in alone:  # where samples need each other there are no pipelines over parts
+            one.run(plans - self.report.simulated)
+
+    def request(self, share: float | None) -> Request:
+        """With a share of what data parallel holds."""
+        if share is None:
+            return Request(self.cluster)
+        data = presets.data_parallel(self.graph, Mesh({"dp": self.cluster.devices}))
+        peak = predict(self.graph, data, self.cluster).memory.peak_bytes
+        fixed = WORKSPACE_BYTES if self.cluster.kind == "gpu" else 0  # no plan can do without
+        return Request(self.cluster, fixed + share * (peak - fixed))
+
+    def searched(self, request: Request, **asked: Any) -> Plan | Staged | None:
+        """What a search finds; nothing only where nothing fits."""
         try:
-            plan = make()
-            if isinstance(plan, Staged):
-                ran = predict_staged(part_of(self.graph, plan.micro_batches), plan, self.cluster)
-                peak = max(ran.peaks)
-            else:
-                flat = predict(self.graph, plan, self.cluster)
-                ran, peak = flat, flat.memory.peak_bytes  # type: ignore[assignment]
-                if ran.seconds < self.best.get(str(plan.mesh), (math.inf,))[0]:
-                    self.best[str(plan.mesh)] = (ran.seconds, plan)
-        except LaminarError:
-            return
-        self.judge(replace(plan, account={"peak_bytes": peak}), ran.seconds, named)
-
-    def judge(self, plan: Plan | Staged, seconds: float, named: bool = False) -> None:
-        """One plan against every search; where nothing is said to fit, nothing that has a name may."""
-        self.report.simulated += 1
-        if named and not self.found and (plan.peak_bytes or math.inf) <= (self.memory_bytes or 0.0):
-            self.report.wrong.append(f"{plan.name} fits in {self.memory_bytes} bytes, though nothing was found to")
-        for found in self.found:
-            member = found.space.contains(plan)
-            if not member:
-                self.report.outside += 1
-                continue
-            assert found.bound_s is not None and found.step_s is not None
-            told = f"{plan.name} ({member}): {seconds * 1e3:.6g} ms"
-            if member.cell is not None:
-                self.report.wrong += self.against_cell(told, member.cell, seconds, plan.peak_bytes)
-            if seconds < found.bound_s * (1 - ROUNDING):
-                self.report.wrong.append(f"{told} is below the bound {found.bound_s * 1e3:.6g}")
-            if named and seconds < found.step_s * (1 - ROUNDING):
-                self.report.wrong.append(f"{told} is faster than what was found, {found.step_s * 1e3:.6g}")
-
-    def against_cell(self, told: str, cell: Cell, seconds: float, peak: int | None) -> list[str]:
-        """One plan against all bounds of its own cell, of seconds and of bytes."""
-        if cell not in self.cells:
-            bounds = self.bounds
-            self.cells[cell] = (
-                max(bounds.rough(cell), bounds.quick(cell).seconds, bounds.of(cell).seconds),
-                bounds.least_bytes(cell),
+            return laminar.plan(
+                self.graph, self.cluster, budget_s=self.budget_s, memory_bytes=request.memory_bytes, **asked
             )
-        least_s, least_bytes = self.cells[cell]
-        self.report.closest = min(self.report.closest, seconds / least_s)
+        except LaminarError as error:
+            if request.memory_bytes is None or "no plan fits" not in str(error):
+                raise
+            return None
+
+    def alone(self, attack: Attack) -> list[Attack]:
+        """Each part of a cluster whose parts differ, by itself: what is claimed holds for plans on one part, too."""
         found = []
-        if seconds < least_s * (1 - ROUNDING):
-            found.append(f"{told} is below its cell's bound {least_s * 1e3:.6g}")
-        if peak is not None and peak < least_bytes * (1 - ROUNDING):
-            found.append(f"{told} holds {peak} bytes, its cell at least {least_bytes:.0f}")
+        for part in {part.hash: part for part in self.cluster.parts if part.devices > 1}.values():
+            request = replace(attack.request, cluster=part)
+            claim = replace(attack.claims[0], space=space_of(self.graph, request))
+            found.append(Attack(self.graph, request, [claim], self.rng, self.report, "alone:"))
         return found
 
-    def walk(self) -> None:
-        """Downhill from the best plan on some mesh."""
-        if not self.best or len(self.cluster.parts) > 1:
+    def batches(self, request: Request, plans: int) -> None:
+        """The same question with the batch left free, and plans for every part of it."""
+        found = self.searched(request, batch="free")
+        said = found.account["batch"] if found is not None else {}
+        if found is None or said["bound_samples_per_s"] is None:
             return
-        mesh = self.rng.choice(sorted(self.best))
-        _, plan = self.best[mesh]
-        sizes = plan.mesh.sizes
-        cell = Cell(1, 1, 1, sizes[0], sizes[1] if len(sizes) > 1 else 1)
-        if "tp" in plan.mesh.names and len(sizes) == 1:
-            cell = Cell(1, 1, 1, 1, sizes[0])
-        try:
-            moved = improve(Model(self.graph, Request(self.cluster, self.memory_bytes)), cell, plan,
-                            proposals=6000, seed=self.rng.randrange(1 << 30))  # fmt: skip
-        except LaminarError:
-            return
-        self.report.simulated += moved.simulated
-        ran = predict(self.graph, moved.plan, self.cluster)
-        self.best[mesh] = (ran.seconds, moved.plan)
-        self.judge(replace(moved.plan, account={"peak_bytes": ran.memory.peak_bytes}), ran.seconds)
+        mine = {"samples": said["samples"], "bound_samples_per_s": said["bound_samples_per_s"], "why": ""}
+        others = [row for row in said["others"] if row["bound_samples_per_s"] is not None]
+        rows = [mine, *self.rng.sample(others, min(PARTS, len(others)))]
+        for row in rows:
+            samples, most = row["samples"], row["bound_samples_per_s"]
+            if row["why"] != "no mesh shares it evenly":
+                most = min(most, said["bound_samples_per_s"])
+            graph = part_of(self.graph, samples_of(self.graph) // samples)
+            step_s = found.step_s if row is mine else 0.0
+            claim = Claim(samples / most if most else math.inf, step_s or 0.0, space_of(graph, request))
+            one = Attack(graph, request, [claim], self.rng, self.report, f"batch of {samples}:")
+            if row is mine:
+                one.presets()
+            one.run(round(plans / len(rows)))
 
 
-def attacked(case: tuple[str, str, float | None, float, int]) -> Attacked:
+def space_of(graph: Graph, request: Request) -> Space:
+    """All plans of a graph as captured: of a batch that need not have been searched, or on a part of a cluster."""
+    return Space.of(graph, request, promised(graph, request)[1])
+
+
+def claim_of(found: Plan | Staged) -> Claim:
+    """What a search says."""
+    assert found.bound_s is not None and found.step_s is not None
+    return Claim(found.bound_s, found.step_s, found.space)
+
+
+def attacked(case: tuple[str, str, float, int]) -> Attacked:
     """One model on one machine, in a process of its own."""
-    model, machine, share, seconds, seed = case
+    model, machine, times, seed = case
     torch.set_num_threads(1)
     try:
-        return Attack(model, machine, share, seed).run(seconds)
+        return Pair(model, machine, seed).run(round(times * plans_of(model)))
     except Exception as error:
-        out = Attacked(model, machine, None)
+        out = Attacked(model, machine)
         out.wrong.append(f"{type(error).__name__}: {error}")
         return out
-
-
-def cases(seconds: float, seed: int) -> list[tuple[str, str, float | None, float, int]]:
-    """Every model on every machine; memory is short in a quarter of them."""
-    rng = random.Random(seed)
-    return [(model, machine, MEMORY[rng.random() < 0.25 and "+" not in machine], seconds, seed)
-            for model in MODELS for machine in MACHINES]  # fmt: skip
 
 
 def main() -> int:
     """The command line."""
     parse = argparse.ArgumentParser(description="plans that may contradict a certificate")
     parse.add_argument("--jobs", type=int, default=2)
-    parse.add_argument("--seconds", type=float, default=5.0, help="of random plans, for each model on each machine")
+    parse.add_argument("--times", type=float, default=1.0, help="as many plans for each model on each machine")
     parse.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 30))
     parse.add_argument("--models", nargs="*", default=list(MODELS))
     parse.add_argument("--machines", nargs="*", default=list(MACHINES))
     parse.add_argument("--out", help="a file for one line of JSON for each")
     told = parse.parse_args()
-    some = [c for c in cases(told.seconds, told.seed) if c[0] in told.models and c[1] in told.machines]
+    some = [(model, machine, told.times, told.seed) for model in told.models for machine in told.machines]
     print(f"seed {told.seed}: {len(some)} pairs", flush=True)
-    simulated, wrong = 0, 0
+    simulated, inside, wrong = 0, 0, 0
     with ProcessPoolExecutor(told.jobs) as pool:
         for done, one in enumerate(pool.map(attacked, some), 1):
-            simulated, wrong = simulated + one.simulated, wrong + bool(one.wrong)
+            simulated, inside, wrong = simulated + one.simulated, inside + one.inside, wrong + bool(one.wrong)
             if told.out:
                 with Path(told.out).open("a") as file:
-                    file.write(json.dumps(one.__dict__) + "\n")
+                    file.write(json.dumps(one.to_json()) + "\n")
             if one.wrong or done % 20 == 0:
                 memory = f", {one.memory_bytes / 1e6:.3g} MB" if one.memory_bytes else ""
                 print(f"{done}/{len(some)} {one.model} on {one.machine}{memory}: {one.simulated} plans, "
                       f"closest {one.closest:.4f}", *one.wrong[:4], sep="\n    ", flush=True)  # fmt: skip
-    print(f"{simulated} plans simulated, {wrong} of {len(some)} pairs contradicted")
+    print(f"{simulated} plans judged, {inside} of them in a space, {wrong} of {len(some)} pairs contradicted")
     return 1 if wrong else 0
 
 

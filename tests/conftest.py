@@ -56,6 +56,20 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         told.write_line(f"\nFAILED {report.nodeid} ({report.when}){why}")
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """How many plans were held against searches (`tests/test_attack.py`), by all workers together."""
+    told = [dict(report.user_properties) for reports in terminalreporter.stats.values() for report in reports
+            if getattr(report, "when", "") == "call"]  # fmt: skip
+    told = [one for one in told if "attack simulated" in one]
+    if told:
+        simulated, inside = (sum(one[f"attack {name}"] for one in told) for name in ("simulated", "inside"))
+        closest = min(one["attack closest"] for one in told)
+        terminalreporter.write_line(
+            f"{simulated:,} plans were simulated and judged, on {len(told)} pairs of model and machine; {inside:,} of "
+            f"them in the space of a search; the closest took {closest:.5f} times the bound of its cell"
+        )
+
+
 def pytest_runtest_setup() -> None:
     """What a test draws does not hang on the tests before it, of which there are others in every run.
 

@@ -29,7 +29,8 @@ from laminar.planner.request import Request
 from laminar.planner.score import Model
 from laminar.search.micro import micro
 from laminar.staging import pipeline, work_s
-from tests.attack import PROFILE, graph_of, slow_link, typed
+from tests.attack_models import PROFILE, graph_of, slow_link
+from tests.attack_plans import typed
 from tests.marks import slow
 
 
