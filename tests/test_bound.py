@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 import laminar
 from laminar.cost.tasks import Drag
 from laminar.errors import LaminarError
-from laminar.forecast import held_by, predict_staged, timed
+from laminar.forecast import held_by, predict, predict_staged, timed
 from laminar.ir.cluster import Cluster
 from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh
@@ -45,6 +45,7 @@ from laminar.search.micro import micro
 from laminar.search.minsum import Factor, MinSum, floor
 from laminar.staging import pipeline
 from tests.marks import slow, some
+from tests.zoo import MOST, specimen
 
 FORWARD: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "one": lambda x, a, b: x @ a,
@@ -444,3 +445,21 @@ def test_a_floor_that_takes_values_for_alike_that_are_not_is_caught(monkeypatch:
     monkeypatch.setattr(minsum._Floor, "_told_apart", lambda self, v, mine, own: np.array([own.argmin()]))
     found = [(floor(sizes, factors), best) for sizes, factors, best in map(classed, range(40))]
     assert any(bound > best + 1e-9 for bound, best in found)
+
+
+@pytest.mark.parametrize("name", MOST)
+def test_blocks_made_again_are_not_below_what_is_proved_of_them(name: str) -> None:
+    """What is made again is not written and read: a compiler may need fewer kernels for it, and so less time."""
+    graph, cluster = specimen(name).graph, Cluster.preset("1xh100")
+    model = Model(graph, Request(cluster))
+    if model.blocks is None:
+        pytest.skip("nothing repeats that could be made again")
+    bounds, mesh = Bounds(model), Mesh({"dp": 1})
+    for recompute in (False, True):
+        cell = Cell(1, 1, 1, 1, 1, recompute)
+        least = max(bounds.rough(cell), bounds.quick(cell).seconds, bounds.of(cell).seconds)
+        first = model.blocks.replace("*", "0")
+        for block in (model.blocks, first) if recompute else ("",):
+            for how in ("", "-products"):
+                again = (block + how,) if block else ()
+                assert least <= predict(graph, presets.data_parallel(graph, mesh, again), cluster).seconds, again

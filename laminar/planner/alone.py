@@ -14,7 +14,7 @@ from __future__ import annotations
 from laminar.cost.forms import Forms
 from laminar.cost.prices import Machine, fused_work, kernel_kind
 from laminar.ir.mesh import Mesh
-from laminar.ir.patterns import pick
+from laminar.ir.patterns import PRODUCTS, pick
 from laminar.ir.program import Program
 from laminar.lower.fuse import kernels
 from laminar.lower.recompute import boundary_bytes, recompute, written_out
@@ -27,6 +27,8 @@ from laminar.staging import pipeline
 
 Kernel = tuple[int, tuple[int, int, str] | None]
 """Bytes that it moves; rows, columns and kind of what it reduces."""
+Again = tuple[str, ...]
+"""Blocks that are made again, as patterns."""
 ONE = Mesh({"dp": 1})
 
 
@@ -35,30 +37,51 @@ class Alone:
 
     def __init__(self, model: Model) -> None:
         self.model = model
-        self._lowered: dict[tuple[int, int, bool, bool], tuple[list[Program], float]] = {}
-        self._kernels: dict[tuple[int, int, bool], list[Kernel]] = {}
+        self._lowered: dict[tuple[int, int, bool, Again], tuple[list[Program], float]] = {}
+        self._kernels: dict[tuple[int, int, bool, Again], list[Kernel]] = {}
         self._kept: dict[tuple[int, bool, bool], float] = {}
-        self._seconds: dict[tuple[int, bool, Mesh], float] = {}
+        self._seconds: dict[tuple[int, bool, Mesh, bool], float] = {}
 
     def kernels_s(self, cell: Cell) -> float:
-        """Seconds of a micro-batch's kernels at least, at full depth."""
+        """Seconds of a micro-batch's kernels at least, at full depth.
+
+        What is made again need not be written and read, so there may be fewer of them: where blocks may be made again,
+        whichever way of doing so takes least, of all blocks at once and, where they differ, of each by itself.
+        """
         machine = self.model.machine(cell.mesh)
         if not machine.fused:
             return 0.0
-        key = (cell.micro_batches, cell.plain, cell.mesh)
+        key = (cell.micro_batches, cell.plain, cell.mesh, cell.recompute)
         if key not in self._seconds:
-            found = {
-                keep: sum(kernel_s(machine, *one, cell.ranks) for one in self.kernels(cell, keep))
-                for keep in self.model.keeps
-            }
-            self._seconds[key] = extrapolated(found, self.model.layers)
+
+            def taken(again: Again) -> float:
+                found = {
+                    keep: sum(kernel_s(machine, *one, cell.ranks) for one in self.kernels(cell, keep, again))
+                    for keep in self.model.keeps
+                }
+                return extrapolated(found, self.model.layers)
+
+            none_s = least_s = taken(())
+            family = self.model.blocks if cell.recompute else None
+            if family:
+                least_s = min(none_s, *(taken((family + how,)) for how in ("", PRODUCTS)))
+                if len(self.model.keeps) == 1:
+                    each = [[taken((block + how,)) for how in ("", PRODUCTS)] for block in self._blocks(family)]
+                    least_s = min(least_s, none_s - sum(max(0.0, none_s - min(ways)) for ways in each))
+            self._seconds[key] = least_s
         return self._seconds[key]
 
-    def kernels(self, cell: Cell, keep: int) -> list[Kernel]:
-        """Every kernel that a compiler writes, at a depth."""
-        key = (cell.micro_batches, keep, cell.plain)
+    def _blocks(self, family: str) -> list[str]:
+        """The blocks of a model whose layers are not folded."""
+        inside = pick(self.model.graph, (family,))
+        found = dict.fromkeys(inside.block_of(node.module) for node in self.model.graph.nodes)
+        return [block for block in found if block is not None]
+
+    def kernels(self, cell: Cell, keep: int, again: Again = ()) -> list[Kernel]:
+        """Every kernel that a compiler writes, at a depth, with some blocks made again."""
+        key = (cell.micro_batches, keep, cell.plain, again)
         if key not in self._kernels:
-            programs, _ = self._program(cell, keep, False)
+            programs, _ = self._program(cell, keep, again)
             self._kernels[key] = [one for program in programs for one in kernels_of(program)]
         return self._kernels[key]
 
@@ -72,24 +95,28 @@ class Alone:
             if cell.recompute and cell.plain and self.model.request.offloads:
                 found = {keep: self._outside_bytes(cell, keep) for keep in self.model.keeps}
             else:
-                found = {keep: self._program(cell, keep, cell.recompute)[1] for keep in self.model.keeps}
+                found = {keep: self._program(cell, keep, self._every(cell.recompute))[1] for keep in self.model.keeps}
             self._kept[key] = extrapolated(found, self.model.layers)
         return self._kept[key]
 
     def _outside_bytes(self, cell: Cell, keep: int) -> float:
         """Of what is kept for backward, that which no block has made: with blocks made again, or with none."""
-        every = (self.model.blocks or "",)
-        programs = [self._program(cell, keep, again)[0][0] for again in (False, True)]
+        every = self._every(True)
+        programs = [self._program(cell, keep, again)[0][0] for again in ((), every)]
         inside = pick(self.model.small(cell.micro_batches, keep), every)
         return float(min(boundary_bytes(p, lambda line: inside.block_of(line.module) is None) for p in programs))
 
-    def _program(self, cell: Cell, keep: int, again: bool) -> tuple[list[Program], float]:
+    def _every(self, recompute: bool) -> Again:
+        """All blocks, if they may be made again and there are any."""
+        return (self.model.blocks,) if recompute and self.model.blocks else ()
+
+    def _program(self, cell: Cell, keep: int, again: Again) -> tuple[list[Program], float]:
         """What it runs for a micro-batch, as a compiler has it if there is one, and the bytes kept for backward."""
         key = (cell.micro_batches, keep, cell.plain, again)
         if key in self._lowered:
             return self._lowered[key]
         graph, fused = self.model.small(cell.micro_batches, keep), self.model.machine(ONE).fused
-        plan = presets.data_parallel(graph, ONE, (self.model.blocks,) if again and self.model.blocks else ())
+        plan = presets.data_parallel(graph, ONE, again)
         if cell.plain:
             program = step_programs(graph, plan)[0]
             program = recompute(written_out(program)) if fused else program

@@ -4,7 +4,8 @@ A sum that no plan can undercut, minimised over all placements. What it adds up,
 
     work       Every rank does its lines one after the other, so a step takes at least the sum of them. Products and
                whatever else has a price of its own are chosen with the placements (`least`); kernels that a compiler
-               writes count what they cost on one device, divided by all ranks (`alone`).
+               writes count what they cost on one device, divided by all ranks (`alone`); blocks that are made again
+               may leave fewer of them.
     exchange   While an exchange runs beside work, the work is slower, and so is the exchange; while no work runs, time
                passes for nothing. Let work keep a share c of its speed beside an exchange, and the exchange a share t
                of its own. In a second of both, work loses 1 - c seconds and the exchange gets on by t; in a second of
@@ -92,6 +93,7 @@ class Bounds:
         self._rows: dict[tuple[Mesh, int], Row] = {}
         self._ways: dict[tuple[Mesh, tuple[float, ...]], Ways] = {}
         self._norms: dict[Mesh, float] = {}
+        self._ones: dict[bool, tuple[float, float]] = {}
 
     # --- bounds, the cheapest first
 
@@ -101,12 +103,11 @@ class Bounds:
         Work takes no less in parts than in one, and every call is repeated for each micro-batch.
         """
         each, _ = self._counts(cell)
-        total_s, calls_s = self._alone_s
+        total_s, calls_s = self._alone_s(cell.recompute)
         return each * ((total_s - calls_s) / cell.ranks / cell.micro_batches + calls_s)
 
     def quick(self, cell: Cell) -> Bound:
         """A better one without exchanges: what work and updates take at least."""
-        cell = replace(cell, recompute=False)  # what is made again only adds to it
         if cell not in self._quick:
             each, ends = self._counts(cell)
             kernels_s = self.alone.kernels_s(cell)
@@ -121,7 +122,6 @@ class Bounds:
 
     def of(self, cell: Cell, worth_s: float = math.inf) -> Bound:
         """The best that is known of a cell, exchanges counted; one that is not below `worth_s` is good enough."""
-        cell = replace(cell, recompute=False)
         if cell in self._known:
             return self._known[cell]
         quick = self.quick(cell)
@@ -357,11 +357,18 @@ class Bounds:
 
     def one_device_s(self) -> float:
         """Seconds of all ops and kernels on one device."""
-        return self._alone_s[0]
+        return self._alone_s(False)[0]
 
-    @cached_property
-    def _alone_s(self) -> tuple[float, float]:
-        """Seconds of all ops and kernels on one device, and of their calls alone, which nothing divides."""
+    def _alone_s(self, recompute: bool) -> tuple[float, float]:
+        """Seconds of all ops and kernels on one device, and of their calls alone, which nothing divides.
+
+        Without kernels where blocks may be made again: there may be fewer of them then.
+        """
+        if recompute not in self._ones:
+            self._ones[recompute] = self._one_s(recompute)
+        return self._ones[recompute]
+
+    def _one_s(self, recompute: bool) -> tuple[float, float]:
         cell = Cell(1, 1, 1, 1, 1)
         machine = self.model.machine(ONE)
         # Where prices were measured nothing says what of them is the call's.
@@ -369,7 +376,7 @@ class Bounds:
         found = self._pieces_of(ONE, 1)
         ops = [(times, s) for piece, times in found for n in piece.nodes if (s := piece.placements.least_s(n))]
         total_s, calls = sum(times * s for times, s in ops), float(sum(times for times, _ in ops))
-        if machine.fused:
+        if machine.fused and not recompute:
             written = {k: [kernel_s(machine, *one, 1) for one in self.alone.kernels(cell, k)] for k in self.model.keeps}
             total_s += extrapolated({k: sum(v) for k, v in written.items()}, self.model.layers)
             calls += extrapolated({k: float(len(v)) for k, v in written.items()}, self.model.layers)
