@@ -3,7 +3,9 @@
 The machine is as many cores as there are ranks, a thread each. It is measured first, as `laminar profile` does (or a
 file of that is given); then plans are searched for all models as a job with `plan="auto"` and a cluster does it,
 without stages (`--stages`: the whole space); then each model is trained by all sides in the same processes, in paired
-rounds. Sides: the found plan (`laminar`), our data parallel, ZeRO 1 and 3 and tensor parallel, DDP and FSDP2; for the
+rounds. As in such a job, finalists of the search are tried out on the ranks first, and the fastest is taken (not with
+`--stages`, and not with `--no-measure`); the row says which that was, what was predicted fastest, and what it took.
+Sides: the plan that was taken (`laminar`), our data parallel, ZeRO 1 and 3 and tensor parallel, DDP and FSDP2; for the
 DLRM also DDP with sparse gradients, which is comparable where everybody uses SGD (`dlrm_sgd`) and is only shown
 beside AdamW: it updates tables with SparseAdam.
 
@@ -43,15 +45,19 @@ import torch
 import torch.distributed as dist
 from common import report
 from models import WIDER, Case
-from peers import Side, ddp, ddp_sparse, fresh, fsdp, ours
+from peers import OPTIMIZERS, Side, ddp, ddp_sparse, fresh, fsdp, ours
 from race import AGREE
 
 import laminar
 from laminar.forecast import predict
 from laminar.ir.cluster import Cluster
+from laminar.ir.plan import Plan
+from laminar.planner.finalists import finalists
 from laminar.planner.request import DIMENSIONS
 from laminar.runtime.transport import join
+from laminar.train import tryout
 from laminar.train.auto import BUDGET_S
+from laminar.train.world import World
 
 BENCH = "train_found"
 TURN_S = 0.2
@@ -128,6 +134,7 @@ def search(name: str, ranks: int, path: str, stages: bool, budget_s: float) -> d
     predicted = {k: predict(graph, p, cluster, optimizer=case.optimizer).seconds for k, p in by_name.items()}
     return {
         "plan": plan,
+        "finals": [] if stages else [f for f in finalists(plan) if isinstance(f.plan, Plan)],
         "capture_s": round(captured - start, 2),
         "search_cpu_s": round(done - busy, 2),
         "choice": account["choice"],
@@ -176,9 +183,30 @@ def begun(sides: dict[str, Callable[[Case], Side]], case: Case) -> tuple[dict[st
     return made, {"notes": notes, "losses": {n: [round(x, 6) for x in xs] for n, xs in losses.items()}}
 
 
-def race(name: str, ranks: int, plan: Any, rounds: int, until: float) -> dict[str, Any]:
+def tried_out(case: Case, plan: Any, finals: list[Any], capture_s: float) -> tuple[Any, dict[str, Any]]:
+    """The plan that a job with `plan="auto"` takes, and how it came to it."""
+    if not finals:
+        return plan, {"why": "it was not asked for"}
+    start = time.perf_counter()
+    made = OPTIMIZERS[case.optimizer]
+    batch = case.batches[0]
+    taken = tryout.tried(World("cpu"), plan, finals, fresh(case), case.loss, made, batch, capture_s=capture_s)
+    said: dict[str, Any] = {"seconds": round(time.perf_counter() - start, 2), "predicted": finals[0].name}
+    told = taken.account.get("measured")
+    if told is None:
+        return taken, {**said, "taken": finals[0].name, "why": taken.account["unmeasured"]}
+    rows = [{"plan": r["plan"], "ms": round(1e3 * r["step_s"], 3), "predicted_ms": round(1e3 * r["predicted_s"], 3),
+             "ratio": round(r["ratio"], 3), "taken": r["taken"]} for r in told["rows"]]  # fmt: skip
+    name = next(r["plan"] for r in rows if r["taken"])
+    return taken, {**said, "taken": name, "rounds": told["rounds"], "rows": rows, "out": told.get("out", [])}
+
+
+def race(
+    name: str, ranks: int, plan: Any, finals: list[Any], capture_s: float, rounds: int, until: float
+) -> dict[str, Any]:
     """Rounds of turns on this rank until they are done or time is up; rank 0 decides."""
     case = WIDER[name](ranks, True, 1)
+    plan, how = tried_out(case, plan, finals, capture_s)
     made, said = begun(sides_of(name, plan), case)
     gc.collect()
 
@@ -205,6 +233,7 @@ def race(name: str, ranks: int, plan: Any, rounds: int, until: float) -> dict[st
             left = [s for s in left if now[s] <= FAR * best or s == "laminar" or s.startswith("ddp")]
     return {
         **said,
+        "tried_out": how,
         "times": times,
         "same": {n: s.same for n, s in made.items()},
         "counts": made["laminar"].counts,
@@ -323,6 +352,7 @@ def main() -> None:
     args.add_argument("--profile-s", type=float, default=40, metavar="S", help="seconds for single ops of a profile")
     args.add_argument("--budget", type=float, default=BUDGET_S, metavar="S", help="processor seconds of a search")
     args.add_argument("--stages", action="store_true", help="search plans with stages too")
+    args.add_argument("--measure", action=argparse.BooleanOptionalAction, default=True, help="try finalists out first")
     given = args.parse_args()
     os.environ["LAMINAR_CACHE"] = "off"
     cores = own_cores(given.ranks)
@@ -356,7 +386,9 @@ def main() -> None:
         if "failed" in found[name]:
             run = found[name]["failed"]
         else:
-            job = (race, name, given.ranks, found[name].pop("plan"), given.rounds, begun_s + share)
+            plan, finals = found[name].pop("plan"), found[name].pop("finals")
+            finals = finals if given.measure else []
+            job = (race, name, given.ranks, plan, finals, found[name]["capture_s"], given.rounds, begun_s + share)
             run = on_ranks(given.ranks, *job, limit_s=max(90.0, 3 * share))
         if isinstance(run, str):
             failed[name] = run.strip().splitlines()[-1]
@@ -373,7 +405,7 @@ def main() -> None:
                 **shown,
                 "ms": ms,
                 "found": found[name],
-                **{k: run[k] for k in ("notes", "losses", "batch", "parameters")},
+                **{k: run[k] for k in ("tried_out", "notes", "losses", "batch", "parameters")},
                 "collectives": run["counts"],
                 "bytes_on_rank_0": run["memory"],
                 "seconds": round(time.time() - begun_s, 1),

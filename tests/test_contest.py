@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from laminar.ir.cluster import Cluster
 from laminar.ir.graph import Graph
 from laminar.launch import contest
 from laminar.launch.contest import Measured, refuse_elsewhere, taken
+from laminar.planner.finalists import finalists
 from laminar.search import presets
 from laminar.search.micro import micro
 from laminar.staging import pipeline
@@ -80,6 +82,18 @@ def test_what_is_as_good_as_equal_stays_what_was_predicted(searched: Any, monkey
     assert found.hash == searched.hash and "as good as it" in found.explain()
     data = presets.data_parallel(searched.origin.graph, MESH)
     assert data.hash in {plan.hash for plan in ran}
+
+
+def test_what_is_predicted_alike_takes_part_once(searched: Any) -> None:
+    """Two names for one program would cost the place of a plan that is another."""
+    before = finalists(searched)
+    twin, row = replace(searched, gather_once=True), searched.account["choice"]
+    account = {**searched.account, "runners_up": [{**row, "plan": "twin"}, *searched.account["runners_up"]]}
+    origin = replace(searched.origin, others=(twin, *searched.origin.others))
+    found = finalists(replace(searched, account=account, origin=origin))
+    assert twin.hash != searched.hash and [f.plan.hash for f in found] == [f.plan.hash for f in before]
+    account["runners_up"][0]["step_s"] += 1e-6
+    assert finalists(replace(searched, account=account, origin=origin))[1].plan.hash == twin.hash
 
 
 def test_a_plan_that_fails_is_out_and_the_others_are_compared(searched: Any, monkeypatch: pytest.MonkeyPatch) -> None:

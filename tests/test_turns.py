@@ -83,7 +83,10 @@ def test_no_round_is_begun_after_the_limit() -> None:
     assert (late[0].steps, late[1].steps) == (WARM, 0)
     soon, Fake.now = [Fake(n, uneven(0.1, 0.2)) for n in "ab"], 0.0
     assert [len(row) for row in raced(*soon, limit_s=10.0, gives_up=True)] == [ROUNDS] * 2
-    assert Fake.now < 11
+    assert Fake.now < 10
+    slow, Fake.now = [Fake(n, uneven(0.45, 0.55)) for n in "ab"], 0.0
+    assert LEAST <= len(raced(*slow, limit_s=10.0, gives_up=True)[0]) < ROUNDS
+    assert 8 < Fake.now <= 10
 
 
 def test_short_steps_fill_a_turn_and_updates_stand_still() -> None:

@@ -91,6 +91,8 @@ class _Race:
         self.losses: dict[int, list[float]] = {}
         self.rows: dict[int, list[float]] = {}
         self.rounds = 0
+        self.started_s = 0.0
+        """When rounds began."""
         self._runs: dict[str, int] = {}
 
     def heard(self, wrong: str, *said: Any) -> tuple[str, list[Any]]:
@@ -159,6 +161,7 @@ class _Race:
         calls = {k: max(1, round(turn_s / each)) for k, each in self.step_s.items()}
         for job in self.jobs.values():
             _hold_still(job)
+        self.started_s = self.passed_s
         tick(0)
         for r in range(rounds):
             order = list(self.jobs)
@@ -168,7 +171,7 @@ class _Race:
                 return
             self.rounds = r + 1
             tick(r + 1)
-            if self.rounds >= LEAST and (self.passed_s > self.limit_s or self.decided()):
+            if self.rounds >= LEAST and (self.over() or self.decided()):
                 return
 
     def turn(self, k: int, calls: dict[int, int]) -> None:
@@ -179,6 +182,10 @@ class _Race:
             self.leave(k, wrong)
         else:
             self.rows[k].append(max(each[0] for each in said))
+
+    def over(self) -> bool:
+        """Whether there is no time for another round, if it takes as long as one did so far."""
+        return self.passed_s + (self.passed_s - self.started_s) / self.rounds > self.limit_s
 
     def decided(self) -> bool:
         """Whether the slowest round of the fastest job is faster than the fastest round of any other."""
