@@ -102,6 +102,8 @@ class Attacked:
     """The first of them."""
     closest: float = math.inf
     """How many times the bound of its cell a plan took, at least."""
+    spent_s: float = 0.0
+    """Processor seconds of it all."""
     counted: set[tuple[str, str]] = field(default_factory=set, repr=False)
     """Plans by hash, and the clusters that they were simulated on."""
 

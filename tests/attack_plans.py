@@ -95,6 +95,12 @@ def part_of(graph: Graph, parts: int) -> Graph:
     return _PARTS[key]
 
 
+def forget() -> None:
+    """What was made for other models takes room."""
+    _PARTS.clear()
+    _PRESETS.clear()
+
+
 def presets_on(graph: Graph, mesh: Mesh) -> list[Plan]:
     """Every preset on one mesh that can be written, made once."""
     key = (graph.hash, mesh)
