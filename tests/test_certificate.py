@@ -267,3 +267,18 @@ def test_a_wider_request_takes_nothing_slower_than_a_narrower_one_has_found(name
     again = laminar.plan(graph, cluster, budget_s=0.0, pin={"tp": 2})
     assert again.step_s <= narrow[0].step_s, "a narrower one takes what it may take"
     assert again.space.contains(again, graph)
+
+
+@pytest.mark.parametrize("microbatches", [2, 4])
+def test_measured_prices_that_are_least_for_middle_sizes_are_not_taken_for_those_of_large_ones(
+    microbatches: int,
+) -> None:
+    """Some millions of elements are updated from a cache, for less each than more of them: columns, then rows."""
+    cluster = Cluster.load(PROFILE)
+    bounds = Bounds(Model(graph_of("front"), Request(cluster)))
+    part = micro(graph_of("front"), microbatches)
+    places = {"ws.0": laminar.S(1), "ws.1": laminar.S(0), "ws.2": laminar.B, "ws.3": laminar.B, "batch": laminar.B}
+    inner = laminar.plans.seeded(part, Mesh({"dp": 2}), {name: {"dp": sbp} for name, sbp in places.items()})
+    plan = pipeline(part, 1, microbatches, inner=inner)
+    least = bounds.of(Cell(1, microbatches, 1, 2, 1)).seconds
+    assert 0 < least <= predict_staged(part, plan, cluster).seconds

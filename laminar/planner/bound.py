@@ -87,7 +87,8 @@ class Bounds:
         self._given_rows = rows
         self._known: dict[Cell, Bound] = {}
         self._quick: dict[Cell, Bound] = {}
-        self._prices = Prices()
+        trained = sum(model.graph.specs[o.ref].numel for o in model.graph.outputs if o.kind == "grad")
+        self._prices = Prices(trained // model.request.cluster.devices)
         self._pieces: dict[tuple[Mesh, int], list[tuple[Piece, int]]] = {}
         self._lines: dict[tuple[object, ...], float] = {}
         self._rows: dict[tuple[Mesh, int], Row] = {}
@@ -100,8 +101,11 @@ class Bounds:
     def rough(self, cell: Cell) -> float:
         """Seconds if every op could be divided by all ranks: what a call costs besides its work, and its share of that.
 
-        Work takes no less in parts than in one, and every call is repeated for each micro-batch.
+        Work takes no less in parts than in one, and every call is repeated for each micro-batch. Of measured ops that
+        can't be said: parts may fit a cache.
         """
+        if self.model.request.cluster.profile:
+            return self.quick(cell).seconds
         each, _ = self._counts(cell)
         total_s, calls_s = self._alone_s(cell.recompute)
         return each * ((total_s - calls_s) / cell.ranks / cell.micro_batches + calls_s)
@@ -266,7 +270,7 @@ class Bounds:
         """At least so many seconds if no rank has pieces: every parameter is updated whole."""
         graph = self.model.graph
         elements = sum(graph.specs[o.ref].numel for o in graph.outputs if o.kind == "grad")
-        each_s = per_element_s(self.model.machine(cell.mesh))
+        each_s = per_element_s(self.model.machine(cell.mesh), self._prices.updated)
         return self.quick(cell).seconds + each_s * elements * (1 - 1 / cell.mesh.ranks)
 
     def _hidden(self, machine: Machine) -> float:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -25,9 +26,11 @@ from laminar.ir.codec import Ref
 from laminar.ir.graph import Node
 from laminar.ir.tensor import TensorSpec
 from laminar.planner.options import Exchange, Piece, Rows
-from laminar.planner.ways import GRADIENTS, LARGE, PARAMETERS, VALUES, Ways
+from laminar.planner.ways import GRADIENTS, LARGE, PARAMETERS, SIZES, VALUES, Ways
 from laminar.search.minsum import Factor, floor
 
+TENSORS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+"""Numbers of tensors for which measured updates are asked what they take."""
 LONG = 4
 """Layers below which a row is no more than so many of them."""
 WORTHS = (0.1, 0.5, 1.0)
@@ -267,9 +270,19 @@ class Least:
         return found
 
     def _update_s(self, spec: TensorSpec, share: int) -> float:
-        return self.weights.ends * per_element_s(self.piece.placements.machine) * spec.numel / share
+        placements = self.piece.placements
+        each_s = per_element_s(placements.machine, placements.prices.updated)
+        return self.weights.ends * each_s * spec.numel / share
 
 
-def per_element_s(machine: Machine) -> float:
-    """Seconds of an update, for each element of many."""
-    return machine.update(1, LARGE).seconds / LARGE
+@lru_cache(maxsize=1024)
+def per_element_s(machine: Machine, least: int = 0) -> float:
+    """Seconds of an update at least, for each element of `least` elements or more.
+
+    Where updates were measured, some millions of elements may take less each than more of them: they fit a cache.
+    """
+    rate = machine.update(1, LARGE).seconds / LARGE
+    if not machine.cluster.profile:
+        return rate
+    sizes = [least, *(size for size in SIZES if size > least)] if least else SIZES
+    return min(rate, *(machine.update(tensors, size).seconds / size for tensors in TENSORS for size in sizes))

@@ -71,7 +71,9 @@ class Exchange(NamedTuple):
 class Prices:
     """Local calls of one model and what they cost, asked once for all meshes."""
 
-    def __init__(self) -> None:
+    def __init__(self, updated: int = 0) -> None:
+        self.updated = updated
+        """Elements that a rank updates at least."""
         self.needed: dict[tuple[Mesh, bool], int] = {}
         """By mesh, for layers and for the rest, how far options had to be kept the last time."""
         self.worths: dict[tuple[Mesh, bool], float] = {}

@@ -34,6 +34,8 @@ from laminar.ir.sbp import B, NdSbp, Partial, Sbp, Split
 from laminar.lower.merge import BUCKET_BYTES, GATHER_BYTES, REDUCTIONS, SMALL_BYTES
 
 LARGE = 1 << 28
+SIZES = [round(2 ** (k / 4)) for k in range(4 * 10, 4 * 29)]
+"""At which a measured price is looked at to find where it is least for each byte or element."""
 """Bytes of an exchange whose latency does not count."""
 WHOLE, TERM, PIECE, OTHER = range(4)
 """What a placement is on an axis; `OTHER` is a piece, but not the one that was there at first."""
@@ -185,10 +187,17 @@ class Ways:
         return times * min(cost.on(kind, nbytes, self.mesh, axes, resident=there).seconds for there in lying)
 
     def _bare(self, kind: str, held: float, axes: tuple[int, ...]) -> float:
-        """Of its bytes alone: what as many more add to an exchange that is large already."""
+        """Of its bytes alone: what as many more add to an exchange that is large already.
+
+        Where exchanges were measured, those of a few megabytes may take less for each byte than larger ones: they find
+        them in a cache.
+        """
         key = (kind, axes)
         if key not in self._rates:
-            self._rates[key] = (self.seconds(kind, 2 * LARGE, axes) - self.seconds(kind, LARGE, axes)) / LARGE
+            rate = (self.seconds(kind, 2 * LARGE, axes) - self.seconds(kind, LARGE, axes)) / LARGE
+            if self.machine.cluster.profile:
+                rate = min(rate, *(self.seconds(kind, size, axes) / size for size in SIZES))
+            self._rates[key] = rate
         return self._rates[key] * held
 
     def _together(self, kind: str, held: float, axes: tuple[int, ...]) -> float:
@@ -197,7 +206,7 @@ class Ways:
         Buckets are closed once they are full, so the largest of small tensors holds twice as much. What is larger
         itself may have company that is less than half of that, and leaves it as much.
         """
-        if kind not in (*REDUCTIONS, "all_gather"):
+        if kind not in (*REDUCTIONS, "all_gather") or self.machine.cluster.profile:
             return self._bare(kind, held, axes)
         full = self._full[kind, axes]
         if held < full / 2:
