@@ -60,6 +60,7 @@ def test_no_plan_contradicts_a_search(model: str, machine: str, tmp_path: Path) 
 
 
 @pytest.mark.slow
+@pytest.mark.attack
 @pytest.mark.parametrize(("model", "machine"), PAIRS)
 def test_nothing_contradicts_a_search_however_much_is_tried(
     model: str, machine: str, tmp_path: Path, record_property: Told

@@ -282,3 +282,12 @@ def test_measured_prices_that_are_least_for_middle_sizes_are_not_taken_for_those
     plan = pipeline(part, 1, microbatches, inner=inner)
     least = bounds.of(Cell(1, microbatches, 1, 2, 1)).seconds
     assert 0 < least <= predict_staged(part, plan, cluster).seconds
+
+
+def test_a_pipeline_that_one_could_type_is_tried_beside_the_search_s_own_of_the_same_kind() -> None:
+    """Where memory is short: cut otherwise it is a little faster, and the search's own is taken for its simplicity."""
+    graph, cluster, room = graph_of("lstm.py:tiny"), Cluster.preset("2x4xcpu"), 203_635
+    found = laminar.plan(graph, cluster, memory_bytes=room, budget_s=2)
+    part = micro(graph, 2)
+    ran = predict_staged(part, pipeline(part, 2, 2, inner=Mesh({"dp": 4})), cluster)
+    assert max(ran.peaks) <= room and found.step_s is not None and found.step_s <= ran.seconds

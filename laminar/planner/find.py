@@ -491,6 +491,10 @@ class _Search:
             twin = one.cell.recompute and score.cell == replace(one.cell, recompute=False)
             if twin and same and (feasible(score, self.request) or slower > HOPELESS):
                 return True
+        return self.was_done(one) and (one.staged is None or deep)
+
+    def was_done(self, one: Named) -> bool:
+        """Whether it was simulated as the search writes it."""
         return any((s.cell, s.style, s.zero) == one.key for s in self.done)
 
     def try_one(self, one: Named) -> None:
@@ -499,7 +503,8 @@ class _Search:
             known = next((s for s in self.scores if (s.cell, s.style, s.zero) == one.key), None)
             score = known or replace(scored(*one.asked(self.model), HOPELESS * self.best_s), rewrites=self.steps)
             off = self.looker.off(one.cell, one.style)
-            if score.seconds <= off * self.best_s and not score.peak_bytes > off * self.request.room_bytes:
+            worth = score.seconds <= off * self.best_s and not score.peak_bytes > off * self.request.room_bytes
+            if worth and not self.was_done(one):
                 self.confirmed(score)
             elif known is None:
                 self.scores.append(score)
