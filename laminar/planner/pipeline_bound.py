@@ -128,36 +128,36 @@ class Order:
     @staticmethod
     def of(graph: Graph, fold: Fold, keep: int) -> Order:
         """Of a model that `fold` has folded to `keep` layers."""
-        layers = fold.layers if keep < fold.layers else 0
-        kept = [*range(keep - 1), layers - 1] if layers else []
-        light, at, trains = light_ops(graph), fold.at if layers else {}, _training(graph)
+        light, trains = light_ops(graph), _training(graph)
         ops = [n.name for n in graph.nodes if n.phase == "forward" and n.name not in light and n.name in trains]
-        spot: dict[str, int] = {}
-        """Where an op comes in the folded graph."""
-        first: list[int] = []
-        """Of each place in the folded graph, the place in the deep one."""
+        folded = keep < fold.layers
+        at = fold.at if folded else {}
+        kept = [*range(keep - 1), fold.layers - 1]
+        """Layers of the folded graph; the last but one stands for all that were taken out."""
+        stands_for = fold.layers - keep + 1 if folded else 1
         length = sum(name in at and at[name][0] == 0 for name in ops)
-        place = 0
+        gap = (stands_for - 1) * length
+        behind_gap = next((name for name in ops if name in at and at[name][0] == kept[-1]), "")
+        places: list[int] = []
+        """Of each op of the folded graph, its place in the deep one."""
         for name in ops:
-            if layers and name in at and at[name][0] == layers - 1 and kept and len(first) and _begins(ops, at, name):
-                place += (layers - keep) * length
-            spot[name] = len(first)
-            first.append(place)
-            place += 1
-        begins = _belongs(graph, spot)
+            places.append(places[-1] + 1 if places else 0)
+            if name == behind_gap:
+                places[-1] += gap
+        last = places[-1]
 
         def spread(node: str, target: int) -> tuple[int, ...]:
             """In the deep graph: the same once more for every layer that the op's own stands for."""
             here, there = at.get(node), at.get(ops[target])
-            if here is None or there is None or kept.index(here[0]) != keep - 2:
-                return (first[target],)
-            apart = kept.index(there[0]) - kept.index(here[0])
-            start = first[target] - (layers - keep) * length * (apart > 0)
-            most = place - 1
-            return tuple(min(start + k * length, most) for k in range(layers - keep + 1))
+            if here is None or there is None or here[0] != kept[-2]:
+                return (places[target],)
+            beyond = there[0] == kept[-1]  # in the layer behind its own, which is the next one
+            start = places[target] - (gap if beyond else 0)
+            return tuple(min(start + k * length, last) for k in range(stands_for))
 
+        spot = {name: k for k, name in enumerate(ops)}
         forward = {name: spread(name, k) for name, k in spot.items()}
-        return Order(forward, {name: spread(name, k) for name, k in begins.items()}, place)
+        return Order(forward, {name: spread(name, k) for name, k in _belongs(graph, spot).items()}, last + 1)
 
     def row(self, seconds: Mapping[str, float]) -> Row:
         """With the seconds of each op of the folded graph."""
@@ -170,12 +170,6 @@ class Order:
                     for k in where:
                         forward_s[k] += own
         return Row.of(forward_s, all_s)
-
-
-def _begins(ops: Sequence[str], at: Mapping[str, tuple[int, str, int]], name: str) -> bool:
-    """Whether an op is the first of its layer."""
-    layer = at[name][0]
-    return next(n for n in ops if n in at and at[n][0] == layer) == name
 
 
 def _training(graph: Graph) -> set[str]:
