@@ -11,7 +11,7 @@ Each plan is held against
                    found
     its own cell   seconds and bytes against the best bound of the cell, which says more than that of the search;
                    branches apart against the bound of their own way
-    free batches   plans of every equal part of the batch, in samples a second (a third of the pairs)
+    free batches   plans of every equal part of the batch, in samples a second (a quarter of the pairs)
     single parts   of clusters whose parts differ: plans on one part alone, by the same bound
 
 A plan counts once it was judged, and once only. How many there are is said by count, not by time, so a slow machine
@@ -57,7 +57,7 @@ from tests.seeds import dice
 
 BUDGETS = (0.0, 0.2, 1.0)
 """Processor seconds of a search: one of them, drawn."""
-FREE = 1 / 3
+FREE = 1 / 4
 """Share of the pairs whose batch is also left free, and of their plans those that are for a part of it."""
 PARTS = 2
 """Equal parts of the batch that are gone into beside the one that was taken."""
