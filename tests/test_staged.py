@@ -12,8 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import laminar
+from laminar.errors import PlanError
 from laminar.ir.mesh import Mesh
 from laminar.ir.staged import Staged
+from laminar.lower.pipes import piped
 from laminar.lower.split import light_ops
 from laminar.lower.stages import KEPT, stages
 from laminar.runtime import loopback_stages
@@ -22,7 +24,7 @@ from laminar.runtime.reference import run_graph
 from laminar.runtime.sizes import Sizes
 from laminar.runtime.verify import judged
 from laminar.search.draw import random_plan
-from laminar.staging import SLACK, balanced, pipeline, work_s
+from laminar.staging import SLACK, arranged, balanced, inner_plan, pipeline, work_s
 from tests.seeds import dice
 from tests.zoo import MOST, NAMES, Specimen, captured, specimen, wide
 
@@ -213,3 +215,13 @@ def test_stages_are_balanced(name: str, stages: int) -> None:
     found = [sum(seconds[n] for n in ops if of[n] == s) for s in range(stages)]
     assert max(found) <= SLACK * best + 1e-15
     assert [of[n] for n in ops] == sorted(of[n] for n in ops) and set(of.values()) == set(range(stages))
+
+
+def test_stages_that_are_numbered_against_their_order_are_refused_by_name() -> None:
+    """Whoever writes a plan by hand, or edits its file, may count from the end."""
+    graph = specimen("mlp.py:tiny").graph
+    whole = inner_plan(graph, None)
+    of = {name: 1 - stage for name, stage in pipeline(graph, 2, 1).of.items()}
+    turned = arranged(graph, of, [0, 1], [whole, whole], 1)
+    with pytest.raises(PlanError, match=r"stage 0 reads %\w+ in forward, which stage 1 makes"):
+        piped(stages(graph, turned))

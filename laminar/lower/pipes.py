@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
+from laminar.errors import PlanError
 from laminar.ir.mesh import Place
 from laminar.ir.net import Net, Queue
 from laminar.ir.program import Placed
@@ -118,6 +119,12 @@ def layout_of(made: Stages) -> tuple[Layout, dict[str, tuple[str, ...]]]:
                 trained=bool(grads),
             )
         )
+    for edge in (w.edge for w in made.wires):
+        if (edge.src > edge.dst) == (edge.phase == "forward"):
+            raise PlanError(
+                f"stage {edge.dst} reads %{edge.name} in {edge.phase}, which stage {edge.src} makes",
+                next="number stages in the order in which a micro-batch passes them",
+            )
     pairs = {(min(w.edge.src, w.edge.dst), max(w.edge.src, w.edge.dst)) for w in made.wires}
     edges = []
     for a, b in sorted(pairs):
