@@ -19,9 +19,9 @@ from laminar.planner.score import Score, feasible
 from laminar.planner.space import Space
 from laminar.search.micro import micro
 
-KEPT = 8
+KEPT = 4
 """Plans that are remembered of one graph on one cluster, the latest."""
-GRAPHS = 64
+GRAPHS = 8
 """Graphs on clusters of which any are, the latest."""
 
 _FOUND: dict[tuple[str, str, str], list[tuple[Score, Plan | Staged]]] = {}
