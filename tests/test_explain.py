@@ -21,6 +21,7 @@ from laminar.errors import ClusterError, LaminarError, PlanError
 from laminar.forecast import predict, predict_staged
 from laminar.ir.cluster import Cluster
 from laminar.ir.graph import Graph
+from laminar.ir.planned import difference
 from laminar.ir.sbp import Split
 from laminar.ir.staged import Staged, load_plan
 from laminar.planner.best import best
@@ -470,3 +471,19 @@ def test_questions_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureF
     assert "closest" in capsys.readouterr().err
     assert main(["explain", str(file), "--what-if", "memory=much"]) == 2
     assert "is a number" in capsys.readouterr().err
+
+
+def test_plans_of_which_no_parts_are_known_are_not_compared_by_parts(found: laminar.Plan) -> None:
+    """Of the first few it is told what they spend their time on; the others would all spend less on everything."""
+    known = [row for row in found.account["runners_up"] if "spent" in row]
+    others = [row for row in found.account["runners_up"] if "spent" not in row]
+    assert known and others
+    lines = found.explain().splitlines()
+    for row in others:
+        at = [k for k, line in enumerate(lines) if line.startswith(f"  {row['plan']}: {row['step_s'] * 1e3:.3f} ms")]
+        assert len(at) == 1, "once, however often it was written"
+        twins = [k for k in known if (k["plan"], round(k["step_s"], 6)) == (row["plan"], round(row["step_s"], 6))]
+        assert twins or not lines[at[0] + 1].startswith("    ")
+    mine, step_s = found.account["choice"]["spent"], found.account["step_s"]
+    assert difference(mine, {}, step_s) == difference({}, mine, step_s) == ""
+    assert "ms more on products" in difference({"products": 1.0}, {"products": 2.0}, 1.0)

@@ -261,10 +261,11 @@ def _lost(account: Mapping[str, Any]) -> list[str]:
     for row in rows:
         slower = 100 * (row["step_s"] / mine["step_s"] - 1)
         why = f"{slower:.1f} % slower" if slower >= 0 else f"{-slower:.1f} % faster, but less simple"
-        lines.append(f"  {row['plan']}: {row['step_s'] * 1e3:.3f} ms, {why}")
+        said = [f"  {row['plan']}: {row['step_s'] * 1e3:.3f} ms, {why}"]
+        if said[0] in lines:  # written in another way, it takes as long
+            continue
         more = difference(mine.get("spent", {}), row.get("spent", {}), mine["step_s"])
-        if more:
-            lines.append(f"    {more}")
+        lines += [*said, f"    {more}"] if more else said
     wins = account.get("wins")
     if wins:
         lines += [f"this plan is the fastest of these with a probability of {wins['share']:.0%}: {wins['assumed']}"]
@@ -281,7 +282,9 @@ def _lost(account: Mapping[str, Any]) -> list[str]:
 
 
 def difference(mine: Mapping[str, float], other: Mapping[str, float], step_s: float) -> str:
-    """What another plan spends more and less on, in words, the largest first."""
+    """What another plan spends more and less on, in words, the largest first; nothing where that is not known of both."""
+    if not mine or not other:
+        return ""
     apart = {k: other.get(k, 0.0) - mine.get(k, 0.0) for k in {*mine, *other}}
     told = sorted((k for k, s in apart.items() if abs(s) > SLIGHT_S * step_s), key=lambda k: -abs(apart[k]))
     more = [f"{apart[k] * 1e3:.3f} ms more on {k}" for k in told if apart[k] > 0][:3]
