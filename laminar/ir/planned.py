@@ -282,7 +282,7 @@ def _lost(account: Mapping[str, Any]) -> list[str]:
 
 
 def difference(mine: Mapping[str, float], other: Mapping[str, float], step_s: float) -> str:
-    """What another plan spends more and less on, in words, the largest first; nothing where that is not known of both."""
+    """What another plan spends more and less on, in words, the largest first; nothing if one of them is not known."""
     if not mine or not other:
         return ""
     apart = {k: other.get(k, 0.0) - mine.get(k, 0.0) for k in {*mine, *other}}
