@@ -253,6 +253,14 @@ class StagedPrediction:
         """By place, the share of a step in which it has nothing to do."""
         return self.execution.bubbles[: len(self.staged.places)]
 
+    @property
+    def uneven(self) -> float:
+        """How many times what the mean place does for a micro-batch the busiest one does."""
+        places = [0.0] * len(self.staged.places)
+        for s, stage in enumerate(self.staged.stages):
+            places[stage.place] += sum(self.part_s.get(f"{part}{s}", 0.0) for part in "FBIW")
+        return max(places) * len(places) / (sum(places) or 1.0)
+
     @cached_property
     def timeline(self) -> Timeline:
         """Who does what when, in one step."""

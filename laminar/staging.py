@@ -41,6 +41,7 @@ from laminar.rules.samples import samples_of
 from laminar.rules.signing import blocks_in, options, probed_signatures
 from laminar.rules.table import RULES
 from laminar.search import presets
+from laminar.turns import evened
 
 Inner = Mesh | Plan | Callable[[Graph], Plan] | None
 MEANS = ("aten.nll_loss_forward", "aten.nll_loss2d_forward", "aten.mean", "aten.mean.dim", "aten.sum",
@@ -73,6 +74,7 @@ def pipeline(
     recompute: str | Sequence[str] = (),
     offload: str | Sequence[str] = (),
     speeds: Sequence[float | Mapping[str, float]] | None = None,
+    by_place: bool = False,
 ) -> Staged:
     """A pipeline over the stages' ranks, one place after the other; `graph` is that of one micro-batch.
 
@@ -85,6 +87,7 @@ def pipeline(
     a time. `recompute` names modules and values that backward makes again, besides those that inner plans name.
     `offload` is refused: what stages keep stays on the device. `speeds` says for each place how fast it is beside the
     others, or what each forward op with its backward takes there, in seconds: a faster place gets more of the work.
+    `by_place` evens out what places take with all their virtual stages, not what stages do (`turns.py`).
     """
     if couple not in (None, "microbatch"):
         raise PlanError(f"couple={couple!r}", allowed='None  "microbatch"')
@@ -93,7 +96,7 @@ def pipeline(
     if couple is None and microbatches > 1:
         refuse_coupled(graph)
     schedule = schedule or ("interleaved" if virtual > 1 else "1f1b")
-    of, count = _assigned(graph, stages, virtual, speeds)
+    of, count = _assigned(graph, stages, virtual, speeds, microbatches if by_place else 0)
     places = count // virtual
     inners: list[Any] = list(inner) if isinstance(inner, Sequence) else [inner] * places
     if len(inners) != places:
@@ -155,14 +158,19 @@ def inner_plan(graph: Graph, inner: Inner) -> Plan:
     return inner(graph)
 
 
-def _assigned(graph: Graph, stages: Any, virtual: int, speeds: Any = None) -> tuple[dict[str, int], int]:
+def _assigned(
+    graph: Graph, stages: Any, virtual: int, speeds: Any = None, microbatches: int = 0
+) -> tuple[dict[str, int], int]:
     """The stage of each forward op, and how many there are."""
     if isinstance(stages, int):
         if stages < 1:
             raise PlanError(f"a pipeline of {stages} stages", allowed="at least 1")
-        return balanced(graph, stages * virtual, speeds and _work(graph, speeds, stages)), stages * virtual
+        work = _work(graph, speeds, stages) if speeds else [work_s(graph)] * stages if microbatches else None
+        return balanced(graph, stages * virtual, work, microbatches), stages * virtual
     if speeds is not None:
         raise PlanError("speeds with stages that are named", next="say how many stages there are, or leave out speeds")
+    if microbatches:
+        raise PlanError("by_place with stages that are named", next="say how many stages there are")
     if isinstance(stages, Mapping):
         return _by_pattern(graph, stages), (1 + max(stages.values())) * 1
     return _beginning_at(graph, list(stages)), len(stages) + 1
@@ -246,10 +254,13 @@ def _work(graph: Graph, speeds: Sequence[float | Mapping[str, float]], places: i
     return out
 
 
-def balanced(graph: Graph, stages: int, work: Sequence[Mapping[str, float]] | None = None) -> dict[str, int]:
+def balanced(
+    graph: Graph, stages: int, work: Sequence[Mapping[str, float]] | None = None, microbatches: int = 0
+) -> dict[str, int]:
     """Cuts of the forward ops, in order, whose slowest stage is fastest; of nearly equal ones those that send least.
 
-    `work` has the seconds of each op at each place; stages take turns on places. Unless given, places are equal.
+    `work` has the seconds of each op at each place; stages take turns on places. Unless given, places are equal. With
+    `microbatches`, stages that take turns are evened out by place (`turns.py`).
     A product and the bias added to it stay together, if there are enough other cuts: with another number of samples it
     may be one op that reads both weight and bias.
     """
@@ -270,6 +281,8 @@ def balanced(graph: Graph, stages: int, work: Sequence[Mapping[str, float]] | No
         starts = _even_cuts(total[0], np.array(sent), allowed, stages, slack)
     else:
         starts = _cuts(total, np.array(sent), allowed, stages, slack)
+    if microbatches and len(given) > 1 and stages > len(given) and stages % len(given) == 0:
+        starts = evened(total, np.array(sent), allowed, starts, len(given), microbatches)
     return {node.name: int(np.searchsorted(starts, i, side="right")) - 1 for i, node in enumerate(ops)}
 
 

@@ -29,7 +29,7 @@ from itertools import groupby
 from laminar.cost.calibrate import interval
 from laminar.cost.uncollected import uncollected
 from laminar.errors import LaminarError, PlanError
-from laminar.forecast import predict, predict_staged
+from laminar.forecast import StagedPrediction, predict, predict_staged
 from laminar.ir.graph import Graph
 from laminar.ir.plan import Plan
 from laminar.ir.rewrites import Steps
@@ -68,6 +68,10 @@ WORTH = 0.998
 """A score is simulated if it is below this of the best."""
 SAME = 0.98
 """Two estimates of memory within this are the same."""
+UNEVEN = 1.02
+"""How much more than the mean the slowest place does, for places with several stages to be evened out."""
+EVENED = 2
+"""Plans in which they are."""
 EACH_STAGE = 4
 """Micro-batches for each stage of the pipeline that is tried first, at most."""
 PROMISING = 1.03
@@ -112,6 +116,11 @@ def sought(
         captured.around()
         captured.raise_bound()
         return captured.result(others, worth.unexplored)
+
+
+def same_plan(one: Score, other: Score) -> bool:
+    """Whether two scores are of one cell, placed in the same way."""
+    return (one.cell, one.style, one.zero, one.rewrites) == (other.cell, other.style, other.zero, other.rewrites)
 
 
 def promised(graph: Graph, request: Request) -> tuple[float, list[Cell]]:
@@ -454,11 +463,27 @@ class _Search:
         for score in dict.fromkeys([*near[:FINALISTS], *usual[:FINALISTS]]):
             if self.left() > self.confirm_s or not self.settled:
                 self.confirmed(score)
+        self.even_places()
         if not self.steps:
             begun = time.process_time()
             self.try_named()
             self.settle(math.inf)
             self.extra_s = time.process_time() - begun
+
+    def even_places(self) -> None:
+        """The best plans, where places have several stages and differ in what they do, with these evened out."""
+        mine = [f for f in self.finals if f.score.cell.virtual > 1 and f.score.rewrites == self.steps]
+        near = sorted((f for f in mine if f.seconds < NEAR * self.best_s), key=lambda f: f.seconds)
+        for one in [f for f in near if isinstance(f.ran, StagedPrediction) and f.ran.uneven > UNEVEN][:EVENED]:
+            asked = next((s for s in self.done if same_plan(s, one.score)), None)
+            if asked is None or self.left() < self.confirm_s:
+                continue
+            final = self.simulated(asked, "places")
+            if final is not None and final.peak_bytes <= self.request.room_bytes and final.seconds < one.seconds:
+                score = replace(final.score, peak_bytes=float(final.peak_bytes), seconds=final.seconds)
+                self.finals.append(replace(final, score=score))
+                if self.best_s == final.seconds:
+                    self.progress(f"{final.seconds * 1e3:.3f} ms: {described(score)}, places evened out")
 
     def try_named(self) -> None:
         """Simulate the plans with a name that may be faster than the best and fit, whatever time is left.
@@ -553,7 +578,7 @@ class _Search:
                 better = self.bounded(cell, self.known[cell] + 1)
             heapq.heappush(queue, (better, k, cell))
 
-    def simulated(self, score: Score) -> Final | None:
+    def simulated(self, score: Score, cut: fewest.Cut | None = None) -> Final | None:
         """A score's plan at full depth; nothing if it can't be written after all."""
         request, cell, model = self.request, score.cell, self.model
         try:
@@ -567,8 +592,9 @@ class _Search:
                 return Final(score, plan, found.seconds, found.memory.peak_bytes, account, found)
             deep = model.whole(cell.micro_batches)
             # Where hops are slow, cuts that are less even and send less may be better.
-            ways = (True, False) if self.looker.slow_hops(cell, score.style) else (True,)
-            tried = [fewest.pipelined(model, score, deep, plan, known, self.best_s) for known in ways]
+            ways: list[fewest.Cut] = ["stages", "sent"] if self.looker.slow_hops(cell, score.style) else ["stages"]
+            ways = [cut] if cut else ways
+            tried = [fewest.pipelined(model, score, deep, plan, way, self.best_s) for way in ways]
             staged, ran, again = min(tried, key=lambda t: (max(t[1].peaks) > request.room_bytes, t[1].seconds))
             score = replace(score, again=again)
             account = {**staged.account, **ran.account(), "sigma": ran.sigma}
