@@ -140,16 +140,41 @@ def test_no_order_of_any_cut_ends_sooner_where_gradients_of_weights_are_apart(
     assert micro * sum(map(sum, ops)) / places <= least * (1 + 1e-4) and least <= best
 
 
-@pytest.mark.parametrize(("places", "virtual", "micro"), [(2, 1, 2), (8, 1, 8), (4, 3, 8), (8, 6, 8), (5, 2, 20)])
-def test_the_stretch_is_the_best_that_follows_from_its_premises(places: int, virtual: int, micro: int) -> None:
-    """The least T over all sizes of stages, as a linear program."""
+def least_stretch(places: int, virtual: int, micro: int, floor: float = 0.0) -> float:
+    """The least T by (1) over all sizes of stages of at least a share of the mean one, as a linear program."""
     count = places * virtual
     rows, zeros = [], [0.0] * count
     for q in range(count):
         row = [1.0 if r < q else micro if (r - q) % places == 0 else 0.0 for r in range(count)]
         rows.append([*row, -1.0])
-    found = linprog([*zeros, 1.0], A_ub=np.array(rows), b_ub=zeros, A_eq=[[1.0] * count + [0.0]], b_eq=[1.0])
-    assert stretch(places, virtual, micro) == pytest.approx(found.fun, rel=1e-6)
+    found = linprog(
+        [*zeros, 1.0],
+        A_ub=np.array(rows),
+        b_ub=zeros,
+        A_eq=[[1.0] * count + [0.0]],
+        b_eq=[1.0],
+        bounds=[(floor / count, None)] * count + [(0.0, None)],
+    )
+    return float(found.fun)
+
+
+@pytest.mark.parametrize(("places", "virtual", "micro"), [(2, 1, 2), (8, 1, 8), (4, 3, 8), (8, 6, 8), (5, 2, 20)])
+def test_the_stretch_is_the_best_that_follows_from_its_premises(places: int, virtual: int, micro: int) -> None:
+    """The least T over all sizes of stages."""
+    assert stretch(places, virtual, micro) == pytest.approx(least_stretch(places, virtual, micro), rel=1e-6)
+
+
+@pytest.mark.parametrize(("places", "virtual", "micro"), [(16, 6, 48), (16, 6, 192), (8, 3, 32)])
+@pytest.mark.parametrize("floor", [0.5, 0.75, 0.9])
+def test_a_least_size_of_stages_would_prove_half_of_what_it_promises(
+    places: int, virtual: int, micro: int, floor: float
+) -> None:
+    """Why the space has none: first places may do more, and then the pipe is filled in half that time, floor or not."""
+    bubble = (places - 1) / (virtual * micro)
+    gained = least_stretch(places, virtual, micro, floor) * places / micro - 1
+    assert gained == pytest.approx(floor * bubble / 2, rel=0.02)
+    even = least_stretch(places, virtual, micro, 1.0) * places / micro - 1
+    assert even == pytest.approx(bubble, rel=1e-6)
 
 
 def test_the_least_cuts_are_those_that_trying_all_finds() -> None:

@@ -8,6 +8,7 @@ or better.
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,11 +17,12 @@ import torch
 
 import laminar
 from laminar import forecast, staging
-from laminar.forecast import predict_staged
+from laminar.forecast import StagedPrediction, predict_staged
 from laminar.ir.cluster import Cluster
 from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh
 from laminar.ir.sbp import Split
+from laminar.ir.staged import Staged
 from laminar.planner.cells import Cell, cells
 from laminar.planner.fewest import pipelined
 from laminar.planner.find import find
@@ -78,6 +80,26 @@ def test_pipelines_are_estimated_near_to_what_they_are_simulated_to_take(
     _, ran, _ = pipelined(model, score, graph, model.unfolded(score))
     assert score.seconds == pytest.approx(ran.seconds, rel=0.12)
     assert score.peak_bytes == pytest.approx(max(ran.peaks), rel=0.15)
+
+
+def test_one_more_micro_batch_is_under_way_where_there_is_room_for_it() -> None:
+    """It hides the hops of virtual stages; where it is what does not fit any more, the plan does without."""
+    cell = Cell(4, 8, 3, 2, 1)
+
+    def made(memory_bytes: float | None) -> tuple[Model, Staged, StagedPrediction]:
+        model = model_of(layers=12, batch=64, d=512, memory_bytes=memory_bytes)
+        score = scored(model, cell, ("data",), 1)
+        return model, *pipelined(model, score, model.whole(8), model.unfolded(score))[:2]
+
+    model, staged, ran = made(None)
+    without = predict_staged(model.whole(8), replace(staged, stash=1.0), model.request.cluster)
+    assert max(ran.peaks) > max(without.peaks) and ran.seconds < without.seconds
+    for memory, wanted in ((max(ran.peaks), ran), (max(ran.peaks) - 1, without)):
+        _, staged, ran = made(memory)
+        assert max(ran.peaks) == max(wanted.peaks) <= memory
+        assert (staged.stash > 1) == (wanted is not without)
+    score = scored(model, Cell(2, 8, 1, 4, 1), ("data",), 1)
+    assert pipelined(model, score, model.whole(8), model.unfolded(score))[0].stash == 1.0  # one stage at a place
 
 
 def test_a_guess_from_the_share_itself_is_its_score() -> None:
