@@ -79,8 +79,9 @@ class Looker:
         allowed = self.request.recomputes or (self.request.offloads and score.cell.plain)
         cell = replace(score.cell, recompute=True)
         try:
-            if SPARING in score.style:  # some blocks as a whole, then
-                return [scored(model, cell, (*(s for s in score.style if s != SPARING), BOTH), score.zero)]
+            if SPARING in score.style:  # some blocks as a whole, then, and the others so or not at all
+                style = tuple(s for s in score.style if s != SPARING)
+                return [scored(model, cell, way, score.zero) for way in ((*style, BOTH), style)]
             if score.cell.recompute or final is None or not allowed or not some(model):
                 return []
             if isinstance(final.ran, StagedPrediction):
@@ -142,8 +143,8 @@ class Looker:
             for k, way in enumerate(self.ways(cell, style)):
                 mine = self._pieces(cell, way, lean)
                 found += [one for one in mine if not self.idle(one)]
-                if any(feasible(one, self.request) for one in mine):
-                    roomy |= "free" in style and k == 0
+                if k == 0 and any(feasible(one, self.request) for one in mine):
+                    roomy |= "free" in style
                     break
         return found
 
@@ -210,8 +211,8 @@ class Looker:
                         break
                     return 0.0
                 found = min(found, seconds)
-                if fits:
-                    roomy |= k == 0
+                if fits and k == 0:
+                    roomy = True
                     break
             if fits and style not in once:
                 break
