@@ -274,7 +274,8 @@ class Least:
         """What a parameter and its state count for being there."""
         spec, each = self._spec(Ref(grad.name)), UPDATES[self.piece.placements.machine.optimizer]
         found: np.ndarray = spec.nbytes / self._shares(stored) + each * spec.numel / self._shares(owned)
-        return np.asarray(self.weights.stored * found)
+        found *= self.weights.stored
+        return found
 
     def _summed(self, spec: TensorSpec, grad: np.ndarray) -> np.ndarray:
         """What sums of a gradient over micro-batches count for being there.
@@ -293,8 +294,10 @@ class Least:
             start, end = pairs_of(grad, to)
             own = self.ways.table(spec.nbytes, (start[:, 0], end.diagonal()), GRADIENTS)
             moved = np.where((grad[:, axis] > 0) & (grad[:, axis] < 4), np.minimum(moved, own), moved)
-        least: np.ndarray = self.weights.stored * spec.nbytes / sizes.prod() + self.weights.hidden * moved
-        return np.minimum(as_made, least)
+        found: np.ndarray = np.minimum(
+            as_made, self.weights.stored * spec.nbytes / sizes.prod() + self.weights.hidden * moved
+        )
+        return found
 
     def _shares(self, placed: np.ndarray) -> np.ndarray:
         """Among how many ranks each placement divides a tensor."""

@@ -9,14 +9,14 @@ the end of its backward. W is the sum of all x, T the time of the step, M the nu
     ends     Its backward ends no earlier than W - sum(b[q], q < r): before that everything was done but the backward
              of the stages before r.
 
-In between the stash of stage r is there for *every* micro-batch. Let r* be the last stage with sum(x[q], q < r*) no
-more than 2W - T, and look at the moment t = T - W + sum(f[q], q < r*). All stages up to r* have begun by then, and for
-each of them t <= W - sum(b[q], q < r*): none of them has ended. So
+In between the stash of stage r is there for *every* micro-batch. Let r* be the last stage with sum(x[q], q < r*) less
+than 2W - T, and look at the moment t = T - W + sum(f[q], q < r*). All stages up to r* have begun by then, and for each
+of them t < W - sum(b[q], q < r*): none of them has ended. So
 
     at one moment all places together hold the stashes of all M micro-batches of stages 0..r*, and              (1)
     T >= W + sum(x[q], q > r*)                                                                                   (2)
 
-for if r* is not the last stage, sum(x[q], q <= r*) is more than 2W - T. A pipeline either lets micro-batches wait for
+for if r* is not the last stage, sum(x[q], q <= r*) is 2W - T or more; if there is none, T is 2W or more. A pipeline either lets micro-batches wait for
 each other, and takes longer, or holds them all at once. Neither the cuts, nor the schedule, nor the number of stages
 at a place matter.
 
