@@ -1,8 +1,8 @@
 """What memory adds to the bound of a pipeline, held against every order of small pipelines and against nets that run.
 
-Believed are: that all micro-batches of the first stages are held at one moment (the arithmetic), that a layer's least is
-that of all ways to keep or make again, and what stages of real plans keep, store and make again. Each has its oracle: all
-orders, all subsets, and plans that are simulated with exactly as much room as they take.
+Believed are: that all micro-batches of the first stages are held at one moment (the arithmetic), that a layer's least
+is that of all ways to keep or make again, and what stages of real plans keep, store and make again. Each has its
+oracle: all orders, all subsets, and plans that are simulated with exactly as much room as they take.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ from torch import nn
 
 from laminar.cost.pipeline import execute
 from laminar.errors import LaminarError
-from laminar.forecast import StagedPrediction, predict_staged
+from laminar.forecast import StagedPrediction, owned, predict_staged
 from laminar.ir.cluster import Cluster
 from laminar.ir.codec import Ref
 from laminar.ir.graph import Graph, Node
+from laminar.ir.mesh import Mesh
 from laminar.ir.staged import Staged, StagePlan
 from laminar.lower.nets import Layout, Stage, chain
 from laminar.lower.schedules import SCHEDULES, dag_net
-from laminar.planner import bound, memory_bound
+from laminar.lower.stages import stages
 from laminar.planner.bound import Bounds
 from laminar.planner.cells import Cell
+from laminar.planner.least import Least
 from laminar.planner.memory_bound import Kept, held_s
 from laminar.planner.pipeline_bound import out_of_row
 from laminar.planner.request import Request
 from laminar.planner.score import Model
-from laminar.search import presets
 from laminar.staging import pipeline
 from tests.marks import slow
 from tests.seeds import dice
@@ -168,7 +169,7 @@ def test_the_bound_is_below_all_that_layers_can_do() -> None:
             layer = min(again + byte * micro * kept for again, kept in ways)
             found.append(held_s(filled, layers * each, later, layer, byte * room))
         assert max(found) <= best * (1 + 1e-9)
-        close = max(close, max(found) / max(filled * layers * each, 1e-9))
+        close = max(close, max(found) / (filled * layers * each))
     assert close > 1.1  # memory says something
 
 
@@ -305,15 +306,14 @@ def tight(graph: Graph, spec: str, cell: Cell, seed: int) -> tuple[StagedPredict
     return ran, Bounds(Model(graph, request))
 
 
-CELLS = [
-    Cell(2, 2, 2, 2, 1), Cell(2, 2, 3, 1, 2), Cell(2, 2, 2, 2, 1, True), Cell(4, 4, 2, 1, 1), Cell(4, 4, 2, 1, 1, True),
-    Cell(2, 4, 2, 2, 1, True), Cell(2, 2, 1, 2, 1), Cell(4, 4, 1, 1, 1, True), Cell(2, 2, 3, 1, 2, True),
-]  # fmt: skip
+CELLS = [Cell(2, 2, 6, 2, 1), Cell(2, 2, 6, 2, 1, True), Cell(4, 4, 3, 1, 1, True), Cell(2, 2, 4, 1, 2, True),
+         Cell(2, 4, 2, 2, 1, True), Cell(4, 4, 1, 1, 1, True)]  # fmt: skip
 
 
 def below(seeds: int, spec: str, graph: Graph, cells: Sequence[Cell] = CELLS) -> tuple[list[str], int, int]:
-    """Plans that are faster than their cell's bound with no more room than they take; how many, and where it mattered."""
+    """Plans that are faster than the bound with no more room than they take; how many there were, and where it told."""
     wrong, seen, told = [], 0, 0
+    free = Bounds(Model(graph, Request(Cluster.preset(spec))))
     for cell, seed in itertools.product(cells, range(seeds)):
         found = tight(graph, spec, cell, seed)
         if found is None:
@@ -321,7 +321,6 @@ def below(seeds: int, spec: str, graph: Graph, cells: Sequence[Cell] = CELLS) ->
         ran, bounds = found
         seen += 1
         least_s = bounds.of(cell).seconds
-        free = Bounds(Model(graph, Request(Cluster.preset(spec))))
         told += least_s > 1.001 * free.of(cell).seconds
         if ran.seconds < least_s * (1 - 1e-9):
             wrong.append(f"{cell} {seed}: {ran.seconds} < {least_s}")
@@ -330,36 +329,95 @@ def below(seeds: int, spec: str, graph: Graph, cells: Sequence[Cell] = CELLS) ->
 
 @pytest.mark.parametrize("spec", ["4xcpu", "4xh100"])
 def test_no_plan_that_just_fits_is_simulated_faster_than_the_bound(spec: str) -> None:
-    """Every kind of placement, ZeRO, schedule and recompute; and in some cells memory is what the bound is about."""
-    wrong, seen, told = below(3, spec, deep(8))
-    assert not wrong and seen >= 15
-    assert told or spec == "4xh100"
+    """Every kind of placement, ZeRO, schedule and recompute; and of some cells memory is what the bound speaks of."""
+    wrong, seen, told = below(2, spec, deep(24, 256, 64))
+    assert not wrong and seen >= 8 and told
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", ["4xcpu", "4xh100", "4xh100@pcie"])
-@pytest.mark.parametrize("tokens", [16, 256])
-def test_no_plan_that_just_fits_is_simulated_faster_than_the_bound_of_other_sizes(spec: str, tokens: int) -> None:
+@pytest.mark.parametrize(("tokens", "d"), [(16, 128), (256, 128), (512, 32)])
+def test_no_plan_that_just_fits_is_simulated_faster_than_the_bound_of_other_sizes(
+    spec: str, tokens: int, d: int
+) -> None:
     """Weights that are more than what is kept, and less."""
-    wrong, seen, _ = below(8, spec, deep(8, tokens, 128))
-    assert not wrong and seen >= 40
+    wrong, seen, _ = below(8, spec, deep(24, tokens, d))
+    assert not wrong and seen >= 30
 
 
-@pytest.mark.parametrize("mutant", ["all layers", "free to fill", "twice kept", "room of one place", "gradients twice"])
-def test_a_bound_that_asks_for_more_is_found_out(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of these says more than is true, and some plan that just fits is faster."""
-    held, least, summed = memory_bound.held_s, Kept.least, bound.Least._summed
-    if mutant == "room of one place":
-        monkeypatch.setattr(bound, "held_s", lambda c, w, later, layer, room: held(c, w, later, layer, room / 2))
-    elif mutant == "all layers":  # as if work behind were done while nothing waits
-        monkeypatch.setattr(bound, "held_s", lambda c, w, later, layer, room: held(c, 1.5 * w, later, layer, room))
-    elif mutant == "free to fill":
-        monkeypatch.setattr(
-            bound, "held_s", lambda c, w, later, layer, room: held(c, w, [x + w for x in later], 2 * layer, room)
-        )
-    elif mutant == "twice kept":
-        monkeypatch.setattr(Kept, "least", lambda self, byte, again: 2 * least(self, byte, again))
-    else:
-        monkeypatch.setattr(bound.Least, "_summed", lambda self, spec, grad: 4 * summed(self, spec, grad))
-    found = [below(3, spec, deep(8, tokens, d)) for spec, tokens, d in (("4xcpu", 64, 64), ("4xcpu", 8, 256))]
-    assert any(wrong for wrong, _, _ in found)
+def test_a_plan_that_makes_all_blocks_again_is_told_to_pay_for_it() -> None:
+    """With the room of such a plan: the bound is above that without memory, and below the plan."""
+    graph, cell = deep(24, 256, 64), Cell(2, 2, 6, 2, 1, True)
+    model = Model(graph, Request(Cluster.preset("4xcpu")))
+    part = model.whole(2)
+    inner = model.placer(cell.mesh).plan(part, ("data",))
+    made = pipeline(part, 2, 2, 6, inner, couple="microbatch", recompute=str(model.blocks))
+    ran = predict_staged(part, made, model.request.cluster)
+    bounds = Bounds(Model(graph, Request(Cluster.preset("4xcpu"), memory_bytes=float(max(ran.peaks)))))
+    assert 1.05 * Bounds(model).of(cell).seconds < bounds.of(cell).seconds < ran.seconds
+
+
+# --- what is stored
+
+
+@pytest.mark.parametrize("mesh", [Mesh({"dp": 4}), Mesh({"dp": 2, "tp": 2})])
+def test_no_placement_stores_less_than_a_byte_is_said_to_cost(mesh: Mesh) -> None:
+    """Where nothing but bytes counts: the least is that of everything in pieces, and no plan's stages store less."""
+    least, stored = stored_bytes(mesh)
+    assert 0.9 * min(stored) < least <= min(stored) * (1 + 1e-9)
+
+
+def stored_bytes(mesh: Mesh) -> tuple[float, list[float]]:
+    """What the bound says that a rank stores at least, and what it does in some plans."""
+    graph = deep(8)
+    model = Model(graph, Request(Cluster.preset("4xh100")))
+    bounds, cell = Bounds(model), Cell(1, 2, 1, mesh.sizes[0], 4 // mesh.sizes[0])
+    byte_s = 1.0
+    shares = bounds._shares(cell)[0]
+    line = bounds._line(cell, shares, 2, 0.0, byte_s) - bounds._line(cell, shares, 2, 0.0)
+    part, found = model.whole(2), []
+    placer = model.placer(mesh)
+    for style in (("data", "data"), ("data", "tensor")):
+        for zero in (0, 1, 2, 3):
+            own = style[: len(mesh.sizes)]
+            inner = placer.pieces(part, placer.plan(part, own), own, zero)
+            stage = stages(part, pipeline(part, 1, 2, 1, inner, couple="microbatch")).parts[0]
+            weights, total = {}, 0.0
+            for one in stage:
+                grads = [o for o in one.program.outputs if o.kind == "grad"]
+                state = owned(one.program, inner)
+                total += sum(o.placed.local(mesh).nbytes for o in grads)
+                total += sum(8 * o.placed.local(mesh).numel for o in state.outputs if o.kind == "grad")
+                weights |= {i.name: i.placed.local(mesh).nbytes for i in one.program.inputs if i.kind == "param"}
+            found.append(total + sum(weights.values()))
+    return line / 2 / byte_s, found
+
+
+# --- mutants
+
+
+@pytest.mark.parametrize("mutant", ["room", "layers", "behind", "share"])
+def test_a_sum_that_asks_for_more_is_found_out(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each says more than is true: less room, more layers, more work behind, or both counts in full."""
+    told = held_s
+
+    def more(filled: float, lean: float, later: list[float], layer: float, room: float) -> float:
+        if mutant == "room":
+            return told(filled, lean, later, layer, 0.8 * room)
+        if mutant == "layers":
+            return told(filled, lean, later, 1.4 * layer, room)
+        if mutant == "behind":
+            return told(filled, lean, [x + later[0] - later[1] for x in later], layer, room)
+        return told(filled + 0.1, lean, later, layer, room)
+
+    monkeypatch.setattr(f"{__name__}.held_s", more)
+    with pytest.raises(AssertionError):
+        test_the_bound_is_below_all_that_layers_can_do()
+
+
+def test_gradients_that_count_too_much_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice what they take, or whole where they may be brought to their owners."""
+    summed = Least._summed
+    monkeypatch.setattr(Least, "_summed", lambda self, spec, grad: 2 * summed(self, spec, grad))
+    least, stored = stored_bytes(Mesh({"dp": 4}))
+    assert least > min(stored)

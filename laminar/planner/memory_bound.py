@@ -16,9 +16,9 @@ of them t < W - sum(b[q], q < r*): none of them has ended. So
     at one moment all places together hold the stashes of all M micro-batches of stages 0..r*, and              (1)
     T >= W + sum(x[q], q > r*)                                                                                   (2)
 
-for if r* is not the last stage, sum(x[q], q <= r*) is 2W - T or more; if there is none, T is 2W or more. A pipeline either lets micro-batches wait for
-each other, and takes longer, or holds them all at once. Neither the cuts, nor the schedule, nor the number of stages
-at a place matter.
+for if r* is not the last stage, sum(x[q], q <= r*) is 2W - T or more; and if there is none, T is 2W or more. A pipeline
+either lets micro-batches wait for each other, and takes longer, or holds them all at once. Neither the cuts, nor the
+schedule, nor the number of stages at a place matter.
 
 What a stage holds besides (`forecast.predict_staged`): parameters, gradients and state of its own, all the time. With
 room R at each of S places, stays being the bytes of all stages together and k[l] what layer l keeps of a micro-batch:
