@@ -108,8 +108,10 @@ def described(score: Score) -> str:
         some = f"{sum(score.again)} of {score.blocks} " if score.again and sum(score.again) < score.blocks else ""
         part = f" (products of {score.spared} kept)" if 0 < score.spared < sum(score.again) else ""
         spared = " but for products" if "sparing" in score.style or (score.spared and not part) else part
-        out += f", {some}blocks made again{spared} in backward"
-        out += ", the others but for products" if "both" in score.style and some else ""
+        both = "both" in score.style and bool(some)
+        spared = " but for products" if both and not any(score.again) else spared
+        out += f", {some if any(score.again) else ''}blocks made again{spared} in backward"
+        out += ", the others but for products" if both and any(score.again) else ""
     if score.away:
         out += f", {score.away} of {score.blocks} blocks offloaded"
     return out + (", rewritten" if score.rewrites else "")
