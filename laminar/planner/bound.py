@@ -25,6 +25,8 @@ A sum that no plan can undercut, minimised over all placements. What it adds up,
     stages     With S stages and M micro-batches some stage has at least its share of the work, wherever stages are cut,
                and does it M times. Where stages stand in a row, the pipe has to be filled and emptied as well
                (`pipeline_bound`). Besides, ranks agree on the beginning and the end of the step.
+    memory     A pipeline that fits keeps its parameters in pieces, lets micro-batches wait, or makes again what it does
+               not keep (`memory_bound`).
 
 Layers stand in a row, and one stands for all (`Least.repeated`); what lies outside of layers may lie anyhow. What is
 taken for granted is said by `alone`.
@@ -49,6 +51,7 @@ from laminar.ir.tensor import TensorSpec
 from laminar.planner.alone import ONE, Alone, kernel_s
 from laminar.planner.cells import Cell
 from laminar.planner.least import Least, Weights, per_element_s
+from laminar.planner.memory_bound import Kept, held_s, starts
 from laminar.planner.options import Piece, Placements, Prices
 from laminar.planner.pipeline_bound import Order, Row, longest_row, stretch
 from laminar.planner.score import Model, extrapolated
@@ -62,6 +65,8 @@ Shares = tuple[tuple[float, ...], tuple[float, ...]]
 """By level, what its exchanges count beside work, and behind it."""
 MIXES = (0.7, 0.45)
 """How much everything counts against exchanges alone."""
+BYTES = (0.1, 0.2, 0.4, 0.8, 1.6)
+"""What all memory is taken to be worth, of the work of a micro-batch: one after the other, while that proves more."""
 FEW = 4
 """Micro-batches up to which looking at the batch in one first is no help."""
 
@@ -92,6 +97,7 @@ class Bounds:
         self._pieces: dict[tuple[Mesh, int], list[tuple[Piece, int]]] = {}
         self._lines: dict[tuple[object, ...], float] = {}
         self._rows: dict[tuple[Mesh, int], Row] = {}
+        self._layers: dict[int, Kept | None] = {}
         self._ways: dict[tuple[Mesh, tuple[float, ...]], Ways] = {}
         self._norms: dict[Mesh, float] = {}
         self._ones: dict[bool, tuple[float, float]] = {}
@@ -142,6 +148,7 @@ class Bounds:
             best = max(found, key=lambda b: b.seconds)
             if best.seconds >= worth_s:
                 return best
+            found += [self._in_memory(cell, shares) for shares in self._shares(cell) if self._cramped(cell)]
         hidden = self._hidden(self.model.machine(cell.mesh))
         # With a plan whose exchanges take less than everything together no mixture gets beyond that.
         if best.seconds - quick.seconds > hidden * best.seconds:
@@ -182,19 +189,66 @@ class Bounds:
         stages, micro, meeting_s = cell.stages, cell.micro_batches, self._meeting_s(cell)
         if cell.virtual > 1:
             return meeting_s + stretch(stages, cell.virtual, micro) * work_s
-        if (cell.mesh, micro) not in self._rows:
-            found = self._pieces_of(cell.mesh, micro)
-            placements = found[0][0].placements
+        return meeting_s + self._row(cell).least_s(stages, micro, work_s, worth_s - meeting_s)
+
+    def _row(self, cell: Cell) -> Row:
+        """Ops in their order, at their cheapest."""
+        key = (cell.mesh, cell.micro_batches)
+        if key not in self._rows:
+            placements = self._pieces_of(*key)[0][0].placements
             seconds = {n.name: placements.least_s(n) for n in placements.graph.nodes}
-            self._rows[cell.mesh, micro] = self._order.row(seconds)
-        row = self._rows[cell.mesh, micro]
-        return meeting_s + row.least_s(stages, micro, work_s, worth_s - meeting_s)
+            self._rows[key] = self._order.row(seconds)
+        return self._rows[key]
 
     def _in_row(self, cell: Cell, shares: Shares, worth_s: float) -> Bound:
         """With exchanges of each level counting by its share; what comes once a step is not counted."""
         kernels_s = self.alone.kernels_s(cell)
         work_s = kernels_s + self._line(cell, shares, cell.micro_batches, 0.0) / cell.micro_batches
         return Bound(self._row_s(cell, work_s, worth_s), 1.0, cell.micro_batches / cell.stages * kernels_s)
+
+    # --- memory
+
+    def _cramped(self, cell: Cell) -> bool:
+        """Whether a rank could not hold everything whole: else memory asks for nothing."""
+        graph, each = self.model.graph, UPDATES[self.model.request.optimizer]
+        stays = sum(2 * i.spec.nbytes + each * i.spec.numel for i in graph.of_kind("param"))
+        kept = self._kept(cell.micro_batches)
+        most = self.model.layers * sum(nbytes for _, nbytes in kept.made) if kept else 0
+        room = cell.stages * self.model.request.room_bytes
+        return stays + cell.micro_batches * most / cell.ranks > room
+
+    def _kept(self, micro_batches: int) -> Kept | None:
+        if micro_batches not in self._layers:
+            keep, fold = self.model.keeps[-1], self.model.fold
+            self._layers[micro_batches] = Kept.of(self.model.small(micro_batches, keep), fold, keep)
+        return self._layers[micro_batches]
+
+    def _in_memory(self, cell: Cell, shares: Shares) -> Bound:
+        """With a byte of memory worth something, whatever serves best; nothing comes once a step."""
+        micro, room = cell.micro_batches, cell.stages * self.model.request.room_bytes
+        kernels_s = self.alone.kernels_s(cell)
+        bare_s = self._line(cell, shares, micro, 0.0) / micro
+        best_s, meeting_s = 0.0, self._meeting_s(cell)
+        kept = self._kept(micro) if cell.virtual > 1 else None
+        later_s: list[float] = [0.0]
+        if kept is not None:
+            row, order = self._row(cell), self._order
+            later_s = [row.later_s[k] for k in starts(order.forward, self.model.fold)]
+        again = self._pieces_of(cell.mesh, micro)[0][0].placements.least_s
+        for worth in BYTES:
+            byte_s = worth * bare_s / room
+            lean_s = kernels_s + self._line(cell, shares, micro, 0.0, byte_s) / micro
+            if cell.virtual > 1:
+                each = byte_s * micro / cell.ranks
+                layer_s = kept.least(each, again if cell.recompute else lambda _: math.inf) if kept else 0.0
+                filled = stretch(cell.stages, cell.virtual, micro)
+                found_s = meeting_s + held_s(filled, lean_s, later_s, layer_s, byte_s * room)
+            else:
+                found_s = self._row_s(cell, lean_s - byte_s * room)
+            if found_s < best_s:
+                break  # what a byte is worth only gets worse from here
+            best_s = found_s
+        return Bound(best_s, 1.0, micro / cell.stages * kernels_s)
 
     # --- how it adds up
 
@@ -220,14 +274,17 @@ class Bounds:
         seconds = max(seconds, min(seconds + self._norm_sum_s(cell), self._whole_s(cell)))
         return Bound(seconds, 1.0, each * self.alone.kernels_s(cell))
 
-    def _line(self, cell: Cell, shares: Shares, parts: int, ends: float) -> float:
-        """All micro-batches one after the other on the ranks of one stage, and a share of what comes once a step."""
-        key = (cell.mesh, parts, cell.plain, shares, ends)
+    def _line(self, cell: Cell, shares: Shares, parts: int, ends: float, byte_s: float = 0.0) -> float:
+        """All micro-batches one after the other on the ranks of one stage, and a share of what comes once a step.
+
+        What is stored costs each micro-batch `byte_s` for each byte.
+        """
+        key = (cell.mesh, parts, cell.plain, shares, ends, byte_s)
         if key not in self._lines:
             hidden = self._hidden(self.model.machine(cell.mesh))
             # With micro-batches gradients are reduced when all are done, and nothing hides that.
             sums = ends * (hidden if cell.plain else 1.0)
-            weights = Weights(parts, parts * hidden, ends, sums, not cell.plain)
+            weights = Weights(parts, parts * hidden, ends, sums, not cell.plain, stored=parts * byte_s)
             self._lines[key] = self._solved(cell.mesh, parts, weights, shares)
         return self._lines[key]
 

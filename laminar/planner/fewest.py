@@ -33,6 +33,7 @@ from laminar.planner.eased import Mix, Ways, tried
 from laminar.planner.parts import (
     HOPS_HELD,
     Parts,
+    Share,
     parts_of,
     pipelined_s,
     plain_bytes,
@@ -43,6 +44,7 @@ from laminar.planner.parts import (
     unevenly,
     work_by_op,
 )
+from laminar.planner.placing import BOTH, SPARING
 from laminar.staging import pipeline
 
 if TYPE_CHECKING:
@@ -202,9 +204,14 @@ class Places:
 def places(model: Model, cell: Cell, style: tuple[str, ...], zero: int, more: int = 0) -> Places:
     """Of a cell in a style."""
     share = share_of(model, cell, style, zero)
-    found = Places(model, cell, parts_of(model, replace(share, recompute=False)), parts_of(model, share), zero, more)
+    found = Places(model, cell, parts_of(model, without(share, style)), parts_of(model, share), zero, more)
     found.off += model.off.get((cell, style, zero), 0.0)
     return found
+
+
+def without(share: Share, style: tuple[str, ...]) -> Share:
+    """The share of blocks that are not made again as a whole."""
+    return replace(share, style=(*share.style, SPARING)) if BOTH in style else replace(share, recompute=False)
 
 
 def learned(model: Model, cell: Cell, style: tuple[str, ...], zero: int, ran: StagedPrediction) -> None:
@@ -292,7 +299,7 @@ def _pipelined(model: Model, score: Score, deep: Graph, plan: Plan, cut_by: Cut,
         made = run(plan, work_by_op(model, share, deep))
         return made, predict_staged(deep, made, request.cluster, optimizer=request.optimizer), ()
     here = places(model, cell, score.style, score.zero, more)
-    bare, whole = work_by_op(model, replace(share, recompute=False), deep), work_by_op(model, share, deep)
+    bare, whole = work_by_op(model, without(share, score.style), deep), work_by_op(model, share, deep)
     plan = replace(plan, recompute=())
     best: Ran | None = None
     last: Ran | None = None
@@ -376,6 +383,9 @@ def _picked(
         held[place] = here.held(place, layers, again)
         for c, s in enumerate(mine):
             patterns = model.patterns(names[c], style, of=len(shares[s]))
+            if BOTH in style:
+                others = [b for b in shares[s] if b not in names[c]]
+                patterns += model.patterns(others, (*style, SPARING), of=len(shares[s]))
             own[s] = StagePlan(own[s].place, replace(own[s].plan, recompute=patterns))
             made |= {b: min(s, made.get(b, s)) for b in names[c]}
         pieces.append(sum(map(len, names)))

@@ -38,7 +38,8 @@ class Final:
     def simple(self) -> tuple[int, ...]:
         """The smaller, the simpler."""
         cell, style = self.score.cell, self.score.style
-        ways = ("data", "typed", "kept", "inner", "tensor", "sequence", "free", "hidden", "once", "sparing", "mixed")
+        ways = ("data", "typed", "kept", "inner", "tensor", "sequence", "free", "lean", "hidden", "once", "sparing",
+                "both", "mixed")  # fmt: skip
         steps = len(self.plan.rewrites)
         return (steps, cell.stages, bool(self.score.apart), cell.micro_batches > 1, cell.virtual,
                 max(map(ways.index, style)), cell.tp > 1, self.score.zero, cell.recompute,
@@ -86,7 +87,7 @@ def described(score: Score) -> str:
     """A plan in a few words."""
     names = {"data": "data parallel", "inner": "pieces within a node", "tensor": "tensor parallel",
              "sequence": "tensor and sequence parallel",
-             "free": "placed freely"}  # fmt: skip
+             "free": "placed freely", "lean": "placed freely within memory"}  # fmt: skip
     ways = dict.fromkeys(names[s] for s in score.style if s in names)
     cell = score.cell
     mesh = " x ".join(f"{n}={s}" for n, s in zip(cell.mesh.names, cell.mesh.sizes, strict=True))
@@ -103,11 +104,14 @@ def described(score: Score) -> str:
         out += f", {cell.stages} stages" if cell.stages > 1 and not score.apart else ""
         out += f", {cell.micro_batches} micro-batches" if cell.micro_batches > 1 or not score.apart else ""
         out += f", {cell.virtual} virtual stages each" if cell.virtual > 1 else ""
-    if cell.recompute and (any(score.again) or not score.again):
+    if cell.recompute and (any(score.again) or not score.again or "both" in score.style):
         some = f"{sum(score.again)} of {score.blocks} " if score.again and sum(score.again) < score.blocks else ""
         part = f" (products of {score.spared} kept)" if 0 < score.spared < sum(score.again) else ""
         spared = " but for products" if "sparing" in score.style or (score.spared and not part) else part
-        out += f", {some}blocks made again{spared} in backward"
+        both = "both" in score.style and bool(some)
+        spared = " but for products" if both and not any(score.again) else spared
+        out += f", {some if any(score.again) else ''}blocks made again{spared} in backward"
+        out += ", the others but for products" if both and any(score.again) else ""
     if score.away:
         out += f", {score.away} of {score.blocks} blocks offloaded"
     return out + (", rewritten" if score.rewrites else "")

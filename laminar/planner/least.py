@@ -21,12 +21,12 @@ from functools import lru_cache
 
 import numpy as np
 
-from laminar.cost.prices import Machine
+from laminar.cost.prices import UPDATES, Machine
 from laminar.ir.codec import Ref
-from laminar.ir.graph import Node
+from laminar.ir.graph import Node, Output
 from laminar.ir.tensor import TensorSpec
 from laminar.planner.options import Exchange, Piece, Rows
-from laminar.planner.ways import GRADIENTS, LARGE, PARAMETERS, SIZES, VALUES, Ways
+from laminar.planner.ways import COLUMN, GRADIENTS, LARGE, PARAMETERS, SIZES, VALUES, Ways, pairs_of
 from laminar.search.minsum import Factor, floor
 
 TENSORS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -53,6 +53,8 @@ class Weights:
     """Of the reduction of gradients, once a step."""
     parts: bool = False
     """Whether the program is cut into parts: by stages, or forward from backward."""
+    stored: float = 0.0
+    """What a byte counts that a rank stores all the time: of parameters, gradients and state."""
     held: float = math.inf
     """What it counts at most to fetch a byte of a parameter for backward, of those that are then there."""
 
@@ -92,6 +94,8 @@ class Least:
 
     def _looped(self, worth: float) -> tuple[float, float]:
         """The least of a layer whose values are worth that much of what it takes to make them whole; and that much."""
+        if self.weights.stored:  # what is far from the cheapest may be what stores least
+            self.piece.needed = len(FAR) - 1
         far_s = math.inf if not self.piece.least_s else FAR[min(self.piece.needed, len(FAR) - 1)] * self.piece.least_s
         found, spread = self._solved(far_s, worth)
         return min(found, self._base_s() + self.weights.work * far_s - spread), spread
@@ -247,6 +251,9 @@ class Least:
             gathers = self._table(spec, states, PARAMETERS, ways=self.behind)[states.ones, states.others]
             updates = self._update_s(spec, 1) / self._shares(owned)
             factors.append(((owner,), (np.arange(len(stored)),), updates + self.weights.ends * gathers))
+            if self.weights.stored:
+                factors.append(((owner,), (np.arange(len(stored)),), self._stays(o, stored, owned)))
+                factors.append(((variables[o.ref.name],), (np.arange(len(grad)),), self._summed(spec, grad)))
             if self.piece.readers[o.ref] == 1:  # else somebody may have fetched it already
                 between = self.piece.exchange(("grad", o.ref), grad, owned)
                 table = self.weights.sums * self._table(spec, between, GRADIENTS, shared=False, ways=self.behind)
@@ -262,6 +269,35 @@ class Least:
                     table = np.minimum(table, most)
                 table = table / phases[node.phase == "forward"]
                 factors.append(((owner, variables[node.name]), (between.ones, between.others), table))
+
+    def _stays(self, grad: Output, stored: np.ndarray, owned: np.ndarray) -> np.ndarray:
+        """What a parameter and its state count for being there."""
+        spec, each = self._spec(Ref(grad.name)), UPDATES[self.piece.placements.machine.optimizer]
+        found: np.ndarray = spec.nbytes / self._shares(stored) + each * spec.numel / self._shares(owned)
+        found *= self.weights.stored
+        return found
+
+    def _summed(self, spec: TensorSpec, grad: np.ndarray) -> np.ndarray:
+        """What sums of a gradient over micro-batches count for being there.
+
+        They lie as each micro-batch leaves them: whole where those are terms, unless every micro-batch brings its terms
+        to those who own them. What lies whole may be cut for nothing.
+        """
+        sizes = np.array(self.piece.placements.mesh.sizes)
+        as_made = self.weights.stored * spec.nbytes / np.where((grad > 3) | (grad == 0), sizes, 1).prod(1)
+        if self.ways is None:
+            return self.weights.stored * np.full(len(grad), spec.nbytes / sizes.prod())
+        moved = np.full(len(grad), math.inf)
+        for axis in range(grad.shape[1]):
+            to = grad.copy()
+            to[:, axis] = COLUMN
+            start, end = pairs_of(grad, to)
+            own = self.ways.table(spec.nbytes, (start[:, 0], end.diagonal()), GRADIENTS)
+            moved = np.where((grad[:, axis] > 0) & (grad[:, axis] < 4), np.minimum(moved, own), moved)
+        found: np.ndarray = np.minimum(
+            as_made, self.weights.stored * spec.nbytes / sizes.prod() + self.weights.hidden * moved
+        )
+        return found
 
     def _shares(self, placed: np.ndarray) -> np.ndarray:
         """Among how many ranks each placement divides a tensor."""

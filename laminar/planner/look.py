@@ -28,7 +28,7 @@ from laminar.planner.parts import (
     share_of,
     unit,
 )
-from laminar.planner.placing import KEPT, SPARING, ZERO, styles
+from laminar.planner.placing import BOTH, KEPT, LEAN, SPARING, ZERO, styles
 from laminar.planner.score import Model, Score, feasible, scored
 
 HOPELESS = 1.25
@@ -70,7 +70,8 @@ class Looker:
     def idle(self, score: Score) -> bool:
         """Whether nothing has to be made again where something may be: the cell in which nothing may has that plan."""
         asked = "recompute" in self.request.pin or "offload" in self.request.pin
-        return score.cell.recompute and bool(score.again) and not any(score.again) and not score.away and not asked
+        none = bool(score.again) and not any(score.again) and not score.away and BOTH not in score.style
+        return score.cell.recompute and none and not asked
 
     def leaner(self, score: Score, final: Final | None) -> list[Score]:
         """A plan that turned out not to fit, with as many blocks made again or offloaded as it takes, if any may be."""
@@ -78,8 +79,9 @@ class Looker:
         allowed = self.request.recomputes or (self.request.offloads and score.cell.plain)
         cell = replace(score.cell, recompute=True)
         try:
-            if SPARING in score.style:  # blocks as a whole, then
-                return [scored(model, cell, tuple(s for s in score.style if s != SPARING), score.zero)]
+            if SPARING in score.style:  # some blocks as a whole, then, and the others so or not at all
+                style = tuple(s for s in score.style if s != SPARING)
+                return [scored(model, cell, way, score.zero) for way in ((*style, BOTH), style)]
             if score.cell.recompute or final is None or not allowed or not some(model):
                 return []
             if isinstance(final.ran, StagedPrediction):
@@ -132,19 +134,25 @@ class Looker:
         Parameters in pieces are gathered for every micro-batch: only if that is to be (`lean`), or was asked for.
         """
         found: list[Score] = []
+        roomy = False
         for style in styles(cell.mesh, self.request.allows("tensor"), free, lean=True, parts=True):
             if cell.stages > 1 and ("inner" in style or (style[0] == "free" and cell.dp > 1)):
                 continue  # data parallel outside, any way inside
-            for way in self.ways(cell, style):
+            if LEAN in style and roomy:
+                continue
+            for k, way in enumerate(self.ways(cell, style)):
                 mine = self._pieces(cell, way, lean)
                 found += [one for one in mine if not self.idle(one)]
-                if any(feasible(one, self.request) for one in mine):
+                if k == 0 and any(feasible(one, self.request) for one in mine):
+                    roomy |= "free" in style
                     break
         return found
 
     def ways(self, cell: Cell, style: tuple[str, ...]) -> list[tuple[str, ...]]:
-        """A style with what costs little made again, and with whole blocks, if anything may be."""
-        return [(*style, SPARING), style] if cell.recompute and some(self.model) and not cell.plain else [style]
+        """A style with what costs little made again, with some blocks as a whole besides, and with nothing else."""
+        if not cell.recompute or cell.plain or not some(self.model):
+            return [style]
+        return [(*style, SPARING), (*style, BOTH), style]
 
     def _pieces(self, cell: Cell, style: tuple[str, ...], lean: bool) -> list[Score]:
         """With more and more in pieces, until it fits."""
@@ -184,18 +192,27 @@ class Looker:
         if "tp" in cell.mesh.names and not self.request.allows("tensor"):
             return 0.0
         named = [tuple(inner if n == "tp" else "data" for n in cell.mesh.names) for inner in ("tensor", "sequence")]
-        once = [] if cell.plain else [(*("free" if n == "tp" else "data" for n in cell.mesh.names), "once")]
+        once = [
+            (*(inner if n == "tp" else "data" for n in cell.mesh.names), "once")
+            for inner in (() if cell.plain else ("free", LEAN))
+        ]
         found = math.inf
         if cell.plain and cell.tp > 1 and cell.dp > 1:  # samples may be spread over both axes
             found = self.guess(Cell(1, 1, 1, cell.ranks, 1, cell.recompute))
+        roomy = fits = False
         for style in [*once, *named] if cell.tp > 1 else [("data",)]:
-            for way in self.ways(cell, style):
+            if LEAN in style and roomy:
+                continue
+            for k, way in enumerate(self.ways(cell, style)):
                 try:
                     seconds, fits = self._guessed(cell, way)
                 except LaminarError:
+                    if LEAN in style:  # nothing to save
+                        break
                     return 0.0
                 found = min(found, seconds)
-                if fits:
+                if fits and k == 0:
+                    roomy = True
                     break
             if fits and style not in once:
                 break
@@ -208,7 +225,8 @@ class Looker:
         zeros = [z for z in self.zeros(cell) if cell.plain or z < 3] or [1]
         room = UNSURE * self.request.room_bytes
         if cell.recompute and some(self.model):
-            bare = self._parts(replace(cell, recompute=False), style)
+            both = BOTH in style
+            bare = self._parts(cell, (*style, SPARING)) if both else self._parts(replace(cell, recompute=False), style)
             found = [guessed(self.model, cell, bare, parts, z, room) for z in zeros]
         else:
             found = [(held(self.model, cell, parts, z) > room, seconds(self.model, cell, parts, z)) for z in zeros]

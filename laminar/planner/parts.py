@@ -30,7 +30,7 @@ from laminar.ir.sbp import B, Partial, local_spec
 from laminar.lower.merge import BUCKET_BYTES
 from laminar.lower.stages import KEPT, stages
 from laminar.planner.cells import Cell
-from laminar.planner.placing import SPARING
+from laminar.planner.placing import BOTH, SPARING
 from laminar.staging import pipeline, slowest_s, work_s
 
 if TYPE_CHECKING:
@@ -74,8 +74,9 @@ class Share:
     """Of a rank and those beside it."""
 
     def __post_init__(self) -> None:
-        if not self.recompute:  # then it makes no difference what would be made again
-            object.__setattr__(self, "style", tuple(s for s in self.style if s != SPARING))
+        # Of blocks of both kinds, those of each are measured; without any it makes no difference what they would be.
+        gone = (BOTH,) if self.recompute else (BOTH, SPARING)
+        object.__setattr__(self, "style", tuple(s for s in self.style if s not in gone))
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,8 @@
     tensor    weights split, the residual stream whole (Megatron's way)
     sequence  the same, with the residual stream in pieces of the sequence between products: leaner, and nearly as fast
     free      whatever is cheapest: every tensor of the graph is placed at least cost, exactly on each axis
+    lean      the same, where a byte of a parameter that is stored costs something: what a byte costs in the mean that
+              the leanest placement saves; so of parameters those lie in pieces that take least to do so
 
 Each comes without ZeRO, with state in pieces, and with everything in pieces. A free axis may find any of the others.
 Where gradients are reduced while backward is still at work, how much of that is hidden can't be known before the whole
@@ -19,11 +21,11 @@ from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import replace
 
 from laminar.cost.prices import Machine
-from laminar.errors import LaminarError
+from laminar.errors import LaminarError, PlanError
 from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh
 from laminar.ir.plan import Plan
-from laminar.ir.sbp import Split
+from laminar.ir.sbp import Split, local_spec
 from laminar.planner.costs import PricedAxis
 from laminar.planner.pinned import pinned
 from laminar.search import presets
@@ -37,6 +39,12 @@ KEPT = "kept"
 """Ends a style in which parameters in pieces are gathered once: what forward has gathered stays for backward."""
 SPARING = "sparing"
 """Ends a style in which blocks that are made again keep their products."""
+BOTH = "both"
+"""Ends a style in which all blocks are made again: as few as can be as a whole, the others but for their products."""
+LEAN = "lean"
+"""An axis on which parameters are in pieces where that takes little."""
+STORED_S = 1e-9
+"""What a stored byte costs where nothing else matters."""
 TYPED = "typed"
 """Ends a style that is as `laminar.plans` writes it."""
 SMALL = 0.005
@@ -56,7 +64,7 @@ def styles(mesh: Mesh, tensor: bool, free: bool, lean: bool = False, parts: bool
     if lean and tensor and "tp" in names:
         out.append(tuple("sequence" if n == "tp" else "data" for n in names))
     if parts and tensor and "tp" in names:
-        out.append((*("free" if n == "tp" else "data" for n in names), "once"))
+        out += [(*(way if n == "tp" else "data" for n in names), "once") for way in ("free", LEAN)]
     if len(names) == 2:
         out += [("data", "inner"), ("data", "data")]
     if free and tensor and mesh.ranks > 1:
@@ -77,6 +85,11 @@ def sequence_pins(graph: Graph) -> Pins:
     return pins
 
 
+def stored_bytes(graph: Graph, plan: Plan) -> int:
+    """Of all parameters, on one rank."""
+    return sum(local_spec(i.spec, plan.inputs[i.name], plan.mesh.sizes).nbytes for i in graph.of_kind("param"))
+
+
 class Placer:
     """Placements on one mesh; prices are asked once."""
 
@@ -89,13 +102,15 @@ class Placer:
             self.costs[hidden] = [PricedAxis(machine, mesh, a, hidden, one) for a, one in enumerate(open_)]
         self.solved: dict[Hashable, Solved] = {}
 
-    def plan(self, graph: Graph, style: tuple[str, ...]) -> Plan:
-        """The graph spread in one style."""
+    def plan(self, graph: Graph, style: tuple[str, ...], byte_s: float | None = None) -> Plan:
+        """The graph spread in one style; `byte_s` is what a stored byte costs on lean axes, if that is known."""
         axes = list(style[: len(self.mesh.sizes)])
         pins = []
         for axis, one in enumerate(axes):
             if one in ("data", "inner"):
                 pins.append(presets.data_pins(graph, self.mesh, axis))
+            elif one == LEAN:
+                pins.append(Pins(stored_byte_s=self._byte_s(graph, style) if byte_s is None else byte_s))
             else:
                 pins.append(
                     {"tensor": presets.tensor_pins, "sequence": sequence_pins}.get(one, lambda _: Pins())(graph)
@@ -107,8 +122,20 @@ class Placer:
         for axis in range(len(axes)):
             # "inner" pins what "data" does; what is hidden makes no difference where nothing is left open.
             before = tuple("data" if one == "inner" else one for one in axes[: axis + 1])
-            names.append((graph.hash, before, hidden if "free" in before else 0.0))
+            names.append((graph.hash, before, hidden if {"free", LEAN}.intersection(before) else 0.0, byte_s))
         return completed(graph, self.mesh, pins, "+".join(axes), self.costs[hidden], names, self.solved)
+
+    def _byte_s(self, graph: Graph, style: tuple[str, ...]) -> float:
+        """Seconds of a micro-batch for each byte of parameters that the leanest placement saves, in the mean."""
+        (fast_s, most), (lean_s, least) = (
+            (plan.account["cost_s"] - byte_s * stored, stored)
+            for byte_s in (0.0, STORED_S)
+            for plan in [self.plan(graph, style, byte_s)]
+            for stored in [stored_bytes(graph, plan)]
+        )
+        if least >= most:
+            raise PlanError("parameters in pieces save nothing on this mesh")
+        return float(max(0.0, lean_s - fast_s) / (most - least))
 
     def pieces(self, graph: Graph, plan: Plan, style: tuple[str, ...], zero: int) -> Plan:
         """The plan with a stage of ZeRO."""

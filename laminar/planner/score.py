@@ -30,7 +30,7 @@ from laminar.planner.cells import Cell
 from laminar.planner.eased import Ways, ways_of
 from laminar.planner.fewest import held_bytes, pattern, places, some
 from laminar.planner.parts import Parts, Share, parts_of, pipelined_s, share_of
-from laminar.planner.placing import SPARING, Placer
+from laminar.planner.placing import BOTH, LEAN, SPARING, Placer
 from laminar.planner.request import Request
 from laminar.rules.samples import samples_of
 from laminar.search.fold import Fold, fold
@@ -208,7 +208,7 @@ class Model:
 
     def planned(self, micro_batches: int, mesh: Mesh, style: tuple[str, ...]) -> Plan:
         """The folded graph of a micro-batch spread over a mesh in one style, without ZeRO."""
-        style = tuple(s for s in style if s != SPARING)
+        style = tuple(s for s in style if s not in (SPARING, BOTH))
         key = (micro_batches, mesh, style)
         if key not in self._plans:
             self._plans[key] = self.placer(mesh).plan(self.small(micro_batches, self.keeps[-1]), style)
@@ -234,8 +234,8 @@ class Model:
         every = len(blocks) == (len(self.block_names) if of is None else of)
         text = self.blocks if every else pattern(self.blocks, [self.block_names[b] for b in sorted(blocks)])
         if SPARING in style:
-            return (f"{text}{PRODUCTS}",)
-        return (f"{text}{COLLECTIVES}" if "sequence" in style else text,)
+            return (f"{text}{PRODUCTS}{COLLECTIVES}" if LEAN in style else f"{text}{PRODUCTS}",)
+        return (f"{text}{COLLECTIVES}" if {"sequence", LEAN}.intersection(style) else text,)
 
     def unfolded(self, score: Score) -> Plan:
         """Its placement on the micro-batch's graph at full depth."""
