@@ -12,10 +12,11 @@ A sum that no plan can undercut, minimised over all placements. What it adds up,
                the exchange alone, work loses a second and the exchange gets on by 1. So whatever is hidden, a second of
                exchange costs at least the smaller of (1 - c) / t and 1. Ranks that copy for themselves do nothing else
                meanwhile: there it is 1.
+    waiting    Of some exchanges it is known that nothing runs beside them: those count in full (`exposed`).
     levels     Exchanges that use the links of one level share them, so their seconds add up, whatever their axes.
                Those of different levels may run at the same time: of two, a mean counts, any mean, and the best one
-               is looked for. With micro-batches, what comes once a step begins when all of them are done, and has a
-               mean of its own.
+               is looked for. What is gathered behind the update begins when all else is over, and has a mean of its
+               own; so has, with micro-batches, the reduction of gradients, which begins when all of them are done.
     lanes      A step is not over before its exchanges are: a mixture of the sum above and of their seconds alone is a
                bound as well. It is only looked at where exchanges could take longer than everything together.
     update     Optimizer state lies whole or in pieces. In pieces it is updated faster, but then what was updated is
@@ -28,8 +29,9 @@ A sum that no plan can undercut, minimised over all placements. What it adds up,
     memory     A pipeline that fits keeps its parameters in pieces, lets micro-batches wait, or makes again what it does
                not keep (`memory_bound`).
 
-Layers stand in a row, and one stands for all (`Least.repeated`); what lies outside of layers may lie anyhow. What is
-taken for granted is said by `alone`.
+Layers stand in a row, and one stands for all (`Least.repeated`); what lies outside of layers may lie anyhow. Or the
+first layer is taken together with what lies outside, and each of the others counts what a layer takes at least,
+whatever it is given: least sums over ops of which no two share any. What is taken for granted is said by `alone`.
 """
 
 from __future__ import annotations
@@ -57,12 +59,12 @@ from laminar.planner.pipeline_bound import Order, Row, longest_row, stretch
 from laminar.planner.score import Model, extrapolated
 from laminar.planner.ways import LARGE, PARAMETERS, ROW, Ways, pairs_of
 
-MEANS = ((0.6, 0.6), (0.3, 0.3))
-"""How much the inner level counts of two: beside work, and behind it."""
-PARTED = ((0.5, 0.1), (0.9, 0.1))
+MEANS = ((0.65, 0.65, 0.4), (0.3, 0.3, 0.4))
+"""How much the inner level counts of two: beside work, in reducing gradients, and behind the update."""
+PARTED = ((0.5, 0.1, 0.1), (0.9, 0.1, 0.1))
 """The same with micro-batches, where these don't run at the same time."""
-Shares = tuple[tuple[float, ...], tuple[float, ...]]
-"""By level, what its exchanges count beside work, and behind it."""
+Shares = tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]
+"""By level, what its exchanges count beside work, in reducing gradients, and behind the update."""
 MIXES = (0.7, 0.45)
 """How much everything counts against exchanges alone."""
 BYTES = (0.1, 0.2, 0.4, 0.8, 1.6)
@@ -95,6 +97,7 @@ class Bounds:
         trained = sum(model.graph.specs[o.ref].numel for o in model.graph.outputs if o.kind == "grad")
         self._prices = Prices(trained // model.request.cluster.devices)
         self._pieces: dict[tuple[Mesh, int], list[tuple[Piece, int]]] = {}
+        self._firsts: dict[Mesh, Piece] = {}
         self._lines: dict[tuple[object, ...], float] = {}
         self._rows: dict[tuple[Mesh, int], Row] = {}
         self._layers: dict[int, Kept | None] = {}
@@ -139,10 +142,17 @@ class Bounds:
             shared = self._bound(cell, self._shares(cell)[0], parts=1)
             if shared.seconds >= worth_s:
                 return shared
-        found = [quick, *self._means(cell, worth_s)]
+        means = list(self._means(cell, worth_s))
+        found = [quick, *means]
         best = max(found, key=lambda b: b.seconds)
         if best.seconds >= worth_s:
             return best
+        if cell.plain:
+            at = max(range(len(means)), key=lambda k: means[k].seconds)
+            found.append(self._bound(cell, self._shares(cell)[at], 1, first=True))
+            best = max(found, key=lambda b: b.seconds)
+            if best.seconds >= worth_s:
+                return best
         if self.in_a_row(cell):
             found += [self._in_row(cell, shares, worth_s) for shares in self._shares(cell)]
             best = max(found, key=lambda b: b.seconds)
@@ -264,28 +274,30 @@ class Bounds:
             if found.seconds >= worth_s:
                 return
 
-    def _bound(self, cell: Cell, shares: Shares, parts: int) -> Bound:
-        """With exchanges of each level counting by its share.
+    def _bound(self, cell: Cell, shares: Shares, parts: int, first: bool = False) -> Bound:
+        """With exchanges of each level counting by its share; with the `first` layer apart from the others.
 
         A batch in one (`parts` = 1) takes no longer than in parts.
         """
         each, _ = self._counts(cell)
-        seconds = self._around_s(cell) + each / cell.micro_batches * self._line(cell, shares, parts, 1.0)
+        seconds = self._around_s(cell) + each / cell.micro_batches * self._line(cell, shares, parts, 1.0, first=first)
         seconds = max(seconds, min(seconds + self._norm_sum_s(cell), self._whole_s(cell)))
         return Bound(seconds, 1.0, each * self.alone.kernels_s(cell))
 
-    def _line(self, cell: Cell, shares: Shares, parts: int, ends: float, byte_s: float = 0.0) -> float:
+    def _line(
+        self, cell: Cell, shares: Shares, parts: int, ends: float, byte_s: float = 0.0, first: bool = False
+    ) -> float:
         """All micro-batches one after the other on the ranks of one stage, and a share of what comes once a step.
 
         What is stored costs each micro-batch `byte_s` for each byte.
         """
-        key = (cell.mesh, parts, cell.plain, shares, ends, byte_s)
+        key = (cell.mesh, parts, cell.plain, shares, ends, byte_s, first)
         if key not in self._lines:
             hidden = self._hidden(self.model.machine(cell.mesh))
             # With micro-batches gradients are reduced when all are done, and nothing hides that.
             sums = ends * (hidden if cell.plain else 1.0)
             weights = Weights(parts, parts * hidden, ends, sums, not cell.plain, stored=parts * byte_s)
-            self._lines[key] = self._solved(cell.mesh, parts, weights, shares)
+            self._lines[key] = self._solved(cell.mesh, parts, weights, shares, first)
         return self._lines[key]
 
     def _mixed(self, cell: Cell, mix: float, shares: Shares) -> Bound:
@@ -347,19 +359,24 @@ class Bounds:
             return tuple(dict(zip(levels, way, strict=True)).get(k, 0.0) for k in range(len(cluster.levels)))
 
         means = MEANS if cell.plain else PARTED
-        return list(dict.fromkeys((by_level(beside), by_level(behind)) for beside, behind in means))
+        return list(dict.fromkeys((by_level(beside), by_level(sums), by_level(after)) for beside, sums, after in means))
 
     # --- placements
 
-    def _solved(self, mesh: Mesh, parts: int, weights: Weights, shares: Shares | None) -> float:
-        """The least of everything that depends on placements, at full depth."""
+    def _solved(self, mesh: Mesh, parts: int, weights: Weights, shares: Shares | None, first: bool = False) -> float:
+        """The least of everything that depends on placements, at full depth; with the `first` layer by itself."""
         ways: list[Ways | None] = [None]
         if shares:
             ways = [self._ways_of(mesh, one) for one in (*shares, (1.0,) * len(shares[0]))]
         room = self.model.request.room_bytes
         if shares and not weights.parts:
             weights = replace(weights, held=self._held_s(mesh, weights, shares))
-        seconds = sum(Least(piece, weights, *ways).repeated(times) for piece, times in self._pieces_of(mesh, parts))
+        pieces = self._pieces_of(mesh, parts)
+        if first and len(pieces) > 1:
+            layer, outside = Least(pieces[0][0], weights, *ways), Least(self._first_of(mesh), weights, *ways)
+            seconds = (pieces[0][1] - 1) * layer.seconds() + outside.seconds()
+        else:
+            seconds = sum(Least(piece, weights, *ways).repeated(times) for piece, times in pieces)
         return seconds - (room * weights.held if weights.held < math.inf else 0.0)
 
     def _held_s(self, mesh: Mesh, weights: Weights, shares: Shares) -> float:
@@ -391,6 +408,14 @@ class Bounds:
             found = [(Piece(placements, layer, self._loops(layer)), self.model.layers), (Piece(placements, outside), 1)]
             self._pieces[mesh, parts] = [(piece, times) for piece, times in found if piece.nodes]
         return self._pieces[mesh, parts]
+
+    def _first_of(self, mesh: Mesh) -> Piece:
+        """What lies outside of all layers together with the first of them, which takes what that hands over."""
+        if mesh not in self._firsts:
+            placements, at = self._pieces_of(mesh, 1)[0][0].placements, self.model.fold.at
+            nodes = tuple(n for n in placements.graph.nodes if n.name not in at or at[n.name][0] == 0)
+            self._firsts[mesh] = Piece(placements, nodes)
+        return self._firsts[mesh]
 
     def _loops(self, layer: Sequence[Node]) -> dict[Ref, Ref]:
         """For what a layer reads from its neighbours, what it makes itself in the same place."""

@@ -4,9 +4,9 @@ Every op of a piece of the graph takes one signature on each axis, every paramet
 pieces. What an op costs with its signatures is its price; what lies between it and those that read it is an exchange,
 which costs at least `ways` says. A sum of such terms has a minimum that elimination finds (`search.minsum`).
 
-A second counts by what it takes of the step at least, which is up to the caller (`Weights`). An exchange that other
-work can hide counts by what it slows that work; of forward's exchanges that nothing can run beside, each counts in
-full, but for what the op that waits for it does with its own parameters meanwhile.
+A second counts by what it takes of the step at least, which is up to the caller (`Weights`). An exchange counts by what
+it slows other work; one that nothing can run beside is waited for as well (`exposed`), but for what the op that waits
+for it does with its own parameters meanwhile.
 
 Signatures that cost far more than the cheapest one are left out first: a plan that has one of them costs at least that
 much more than all ops at their cheapest, so the smaller of the two numbers is a bound.
@@ -68,7 +68,9 @@ class Least:
     ways: Ways | None
     """None: exchanges count nothing."""
     behind: Ways | None = None
-    """Of what comes once a step, where that has the links for itself; unless given, as all the rest."""
+    """Of the reduction of gradients, where that has the links for itself; unless given, as all the rest."""
+    after: Ways | None = None
+    """Of what is gathered behind the update, when all else is over; unless given, as all the rest."""
     exposed: Ways | None = None
     """Of what nothing runs beside, exchanges of other levels neither; unless given, as all the rest."""
 
@@ -201,18 +203,27 @@ class Least:
     def _counted(self, between: Exchange, ref: Ref, reader: Node, what: int, readers: int) -> np.ndarray:
         """What readers have fetched serves the others: together they pay at least their mean.
 
-        One that nothing runs beside pays in full, less what the others pay of it: they may find what it has fetched.
+        One that nothing runs beside is also waited for (`exposed`), but for what its reader does with its own
+        parameters meanwhile.
         """
-        hidden, shared, spec = self.weights.hidden / readers, self.piece.readers[ref] > 1, self._spec(ref)
-        table = self._table(spec, between, what, shared)
-        if (ref, reader.name) not in self.piece.placements.chain:
-            return hidden * table
+        shared, spec = self.piece.readers[ref] > 1, self._spec(ref)
+        table = self.weights.hidden / readers * self._table(spec, between, what, shared)
+        others = self.piece.placements.exposed.values.get((ref, reader.name))
+        if others is None:
+            return table
         machine, specs = self.piece.placements.machine, self.piece.placements.graph.specs
         inputs = {i.name for i in self.piece.placements.graph.inputs}
         own = [r for r in reader.ins if r.name in inputs] if machine.fused else []
         beside = sum(machine.kernel(2 * 4 * specs[r].numel, None).seconds for r in own)
-        full = (self.weights.work - hidden * (readers - 1)) / reader.ins.count(ref)
-        return np.maximum(hidden * table, full * (self._table(spec, between, what, shared, self.exposed) - beside))
+        waited = self._table(spec, between, what, shared, self.exposed)
+        beside += self.piece.placements.beside_s(others)
+        return table + self._waiting(waited, beside) / reader.ins.count(ref)
+
+    def _waiting(self, seconds: np.ndarray, beside: float) -> np.ndarray:
+        """What is added for exchanges that are waited for, so many seconds of work done meanwhile."""
+        drag = self.piece.placements.machine.drag
+        left: np.ndarray = np.maximum(0.0, seconds - beside * drag.transfer / drag.compute)
+        return max(0.0, self.weights.work - self.weights.hidden) * left
 
     def _table(
         self, spec: TensorSpec, between: Exchange, what: int, shared: bool = True, ways: Ways | None = None
@@ -240,6 +251,7 @@ class Least:
         for node in self.piece.nodes:
             for i, ref in enumerate(node.ins):
                 readers.setdefault(ref.name, []).append((node, i))
+        first = None if self.weights.parts else self.piece.placements.exposed.first
         for o in self.piece.grads:
             spec = self._spec(o.ref)
             grad = kept[o.ref.name].placed[:, made[o.ref.name] + o.ref.index]
@@ -248,7 +260,7 @@ class Least:
             owner = len(sizes)
             sizes.append(len(stored))
             states = self.piece.exchange(("state", o.ref), owned, stored)
-            gathers = self._table(spec, states, PARAMETERS, ways=self.behind)[states.ones, states.others]
+            gathers = self._table(spec, states, PARAMETERS, ways=self.after)[states.ones, states.others]
             updates = self._update_s(spec, 1) / self._shares(owned)
             factors.append(((owner,), (np.arange(len(stored)),), updates + self.weights.ends * gathers))
             if self.weights.stored:
@@ -268,6 +280,11 @@ class Least:
                     most[between.others] = self.weights.held * spec.nbytes / self._shares(placed)
                     table = np.minimum(table, most)
                 table = table / phases[node.phase == "forward"]
+                if first and first[:2] == (o.name, node.name):
+                    waited = self._table(spec, between, PARAMETERS, ways=self.exposed)
+                    table = table + self._waiting(waited, self.piece.placements.beside_s(first[2])) / node.ins.count(
+                        Ref(o.name)
+                    )
                 factors.append(((owner, variables[node.name]), (between.ones, between.others), table))
 
     def _stays(self, grad: Output, stored: np.ndarray, owned: np.ndarray) -> np.ndarray:

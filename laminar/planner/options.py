@@ -16,6 +16,7 @@ Options are kept as arrays of numbers (`ways.number`): a row for each, a column 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -29,6 +30,7 @@ from laminar.ir.graph import Graph, Node, Output
 from laminar.ir.mesh import Mesh
 from laminar.ir.sbp import NdSbp, Split
 from laminar.ir.tensor import TensorSpec
+from laminar.planner.exposed import Exposed
 from laminar.planner.ways import COLUMN, ROW, Pairs, known, number, pairs_of, placement
 from laminar.rules.notation import Call, Signature, call_of, localise
 from laminar.rules.signing import Blocks, options, probed_signatures
@@ -78,6 +80,8 @@ class Prices:
         """By mesh, for layers and for the rest, how far options had to be kept the last time."""
         self.worths: dict[tuple[Mesh, bool], float] = {}
         """By mesh, with parts and without, what `least` has found to be a good worth of values between layers."""
+        self.exposed: dict[str, Exposed] = {}
+        """By graph."""
         self._rows: dict[Any, Rows] = {}
         self._seconds: dict[tuple[str | None, Call, tuple[str, ...]], float] = {}
 
@@ -192,32 +196,23 @@ class Placements:
         return probed_signatures(self.graph)
 
     @cached_property
-    def chain(self) -> frozenset[tuple[Ref, str]]:
-        """Exchanges of forward that nothing runs beside: (value, reader).
+    def exposed(self) -> Exposed:
+        """Exchanges that a step waits for, whatever its placements."""
+        found = self.prices.exposed.get(self.graph.hash)
+        if found is None:
+            found = self.prices.exposed[self.graph.hash] = Exposed(self.graph)
+        return found
 
-        All of forward's other work either leads to the value or comes from its reader.
-        """
-        nodes = self.graph.nodes
-        bit = {n.name: 1 << k for k, n in enumerate(nodes)}
-        heavy = sum(bit[n.name] for n in nodes if n.phase == "forward" and n.op not in FREE)
-        above: dict[str, int] = {}
-        for n in nodes:
-            mask = bit[n.name]
-            for r in n.ins:
-                mask |= above.get(r.name, 0)
-            above[n.name] = mask
-        below = dict(bit)
-        for n in reversed(nodes):
-            for r in n.ins:
-                if r.name in below:
-                    below[r.name] |= below[n.name]
-        return frozenset(
-            (ref, n.name)
-            for n in nodes
-            if n.phase == "forward"
-            for ref in n.ins
-            if ref.name in bit and not heavy & ~(above[ref.name] | below[n.name])
-        )
+    def beside_s(self, nodes: Sequence[Node]) -> float:
+        """At most what is counted of the work of these ops."""
+        found = 0.0
+        for node in nodes:
+            if self.counted(node):
+                found += float(self.rows(node).seconds.max())
+            else:
+                specs = [self.graph.specs[r] for r in node.ins] + [s for s in node.outs if s is not None]
+                found += self.machine.kernel(sum(s.nbytes for s in specs), None).seconds
+        return found
 
 
 class Piece:
