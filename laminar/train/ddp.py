@@ -28,6 +28,7 @@ from laminar.capture.refuse import refuse_loss
 from laminar.capture.torch_ops import spec_of
 from laminar.errors import BatchError, LaminarError, OptimizerError, StateError
 from laminar.ir.mesh import Mesh
+from laminar.ir.plan import Plan
 from laminar.ir.sbp import B, chunk
 from laminar.train import optimizer as optim
 from laminar.train import storage
@@ -49,7 +50,8 @@ depends on the number of ranks, parameters and optimizer state are whole on ever
 class DdpJob(Recorded, storage.Stored, Logs):
     """A job with the same methods as `Job`, without a plan, a graph or a program."""
 
-    plan = graph = program = None
+    plan: Plan | None = None
+    graph = program = None
 
     def __init__(
         self,
@@ -65,10 +67,17 @@ class DdpJob(Recorded, storage.Stored, Logs):
         ema: float | None = None,
         seed: int = 0,
         timeout_s: float = 600.0,
+        plan: Plan | None = None,
+        world: World | None = None,
     ) -> None:
-        self._world = World(device, timeout_s)
+        """`plan` is the one that says that DDP was measured fastest: then the model is one that it runs exactly.
+
+        `world` are the ranks, where they have met.
+        """
+        self._world = World(device, timeout_s) if world is None else world
         self.rank, self.world, self.device = self._world.rank, self._world.size, self._world.device
-        if self.rank == 0:
+        self.plan = plan
+        if self.rank == 0 and plan is None:
             warnings.warn(LIMITS, stacklevel=3)
         self.mesh = Mesh({"dp": self.world})
         self.precision = Precision.of(precision)
@@ -91,9 +100,16 @@ class DdpJob(Recorded, storage.Stored, Logs):
         self._loss = self.precision.around(loss, self.device)
         self._wrapped: nn.Module = _Whole(model, self._loss)
         if self.world > 1:
-            # A parameter that one batch does not reach is normal for the models this is for.
-            self._wrapped = nn.parallel.DistributedDataParallel(self._wrapped, find_unused_parameters=True)
-        torch.manual_seed(seed + self.rank)
+            # A parameter that one batch does not reach is normal for the models this is for, unless they are known.
+            known = plan is not None
+            self._wrapped = nn.parallel.DistributedDataParallel(
+                self._wrapped,
+                find_unused_parameters=not known,
+                gradient_as_bucket_view=known,
+                broadcast_buffers=not known,
+            )
+        if plan is None:
+            torch.manual_seed(seed + self.rank)
         self._ema_decay = ema
         self._params = [p for p in model.parameters() if p.requires_grad]
         self._flags = [(n, p, p.requires_grad) for n, p in model.named_parameters()]
