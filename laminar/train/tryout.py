@@ -85,7 +85,7 @@ def tried(
                 rows = _raced(world, some, model, loss, optimizer, batch, options)
                 why = "; ".join(dict.fromkeys(row for row in rows if isinstance(row, str))) if _none(rows) else ""
     if why:
-        return untried(plan, why)
+        return untried(plan, "; ".join([why, *(f"{name}: {reason}" for name, reason in left_out.items())]))
 
     def choice() -> Any:
         about = {"seconds": time.perf_counter() - start}
