@@ -504,7 +504,10 @@ def parallelize(
         refuse_other(plan, Leaves.of(batch).split(parts)[0].samples, parts)
     if isinstance(plan, Plan) and runs_ddp(plan):
         from laminar.train.ddp import DdpJob
+        from laminar.train.ddp_fits import refuse_others
 
+        if world is None:
+            refuse_others(model, loss, batch, precision, micro_batches, device, detect_anomaly)
         return DdpJob(
             model, loss, optimizer, batch, device, precision, micro_batches, clip_norm, clip_value, ema, seed,
             timeout_s, plan, world,

@@ -102,7 +102,8 @@ def test_only_what_comes_to_the_same_may_be_taken(name: str) -> None:
     """Whoever asks for the fastest plan has not asked for another training."""
     make, loss, precision, why = FITS[name]
     model = make()
-    found = ddp_fits.why_not(probe(capture(model, loss, batches(1)[0], wide=True)), model, Precision.of(precision))
+    graph = probe(capture(model, loss, batches(1)[0], wide=True))
+    found = ddp_fits.why_not(graph, Precision.of(precision), model)
     assert (why in found) if why else found == ""
 
 
@@ -244,3 +245,15 @@ def test_a_loss_that_knows_the_model_does_not_run_it() -> None:
         job.step(batch)
     job.close()
     counted(model, batch)
+
+
+def test_its_file_is_refused_for_a_model_that_it_no_longer_fits() -> None:
+    """A plan places any model with these parameters; DDP would quietly train this one otherwise."""
+    plan, (batch,) = _searched(counted).finals[-1].plan, batches(1)
+    for model, options, why in (
+        (chain(nn.Dropout(0.5)), {}, "draws random numbers"),
+        (chain(), {"detect_anomaly": True}, "anomalies"),
+        (chain(), {"precision": "bf16-kahan"}, "no precision bf16-kahan"),
+    ):
+        with pytest.raises(laminar.LaminarError, match=why):
+            laminar.parallelize(model, counted, adamw(model), batch=batch, plan=plan, device="cpu", **options)

@@ -168,10 +168,10 @@ def _found(
     return Searched(found, others, capture_s)
 
 
-def with_ddp(found: Searched, model: nn.Module, precision: Precision, why: str = "") -> Searched:
+def with_ddp(found: Searched, model: nn.Module | None, precision: Precision, why: str = "") -> Searched:
     """The same with torch's own data parallel as the last finalist; or, unless told, why that is none."""
     assert found.plan.origin is not None
-    why = why or why_not(found.plan.origin.graph, model, precision)
+    why = why or why_not(found.plan.origin.graph, precision, model)
     side = None if why else as_ddp(found.plan)
     if side is None:
         return replace(found, left_out={**found.left_out, DDP: why or "samples can't be spread over ranks"})
