@@ -257,3 +257,21 @@ def test_its_file_is_refused_for_a_model_that_it_no_longer_fits() -> None:
     ):
         with pytest.raises(laminar.LaminarError, match=why):
             laminar.parallelize(model, counted, adamw(model), batch=batch, plan=plan, device="cpu", **options)
+
+
+def _other_batches() -> str:
+    model, data = chain(), batches(2)
+    with _took(0.5), mock.patch.object(tryout, "FAR", 100.0):
+        job = laminar.parallelize(model, counted, adamw(model), batch=data[0], cluster="2xcpu", device="cpu")
+    job._world.patience_s = 5.0
+    assert isinstance(job, DdpJob)
+    try:
+        job.step(data[job.rank])
+    except laminar.LaminarError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_with_other_batches_are_told(two: Ranks) -> None:
+    """As in a job of any other plan: who asked for the fastest has not asked for less care."""
+    assert any("batch" in said for said in two.run(_other_batches))

@@ -34,11 +34,12 @@ from laminar.train import optimizer as optim
 from laminar.train import storage
 from laminar.train.engine import Leaves
 from laminar.train.gradients import Norm, scale_and_clip
-from laminar.train.job import clock_of
+from laminar.train.job import CHECKS, clock_of
 from laminar.train.optimizer import Kept
 from laminar.train.precision import Precision, Scaler
 from laminar.train.recording import Recorded
 from laminar.train.report import Evaluation, Logs, Result, Sums
+from laminar.train.sampled import Sampled
 from laminar.train.sharded import released
 from laminar.train.tracked import Tracked
 from laminar.train.world import World
@@ -110,6 +111,7 @@ class DdpJob(Recorded, storage.Stored, Logs):
             )
         if plan is None:
             torch.manual_seed(seed + self.rank)
+        self._checks, self._noted, self._sampled = CHECKS, tuple[str, ...](), Sampled()
         self._ema_decay = ema
         self._params = [p for p in model.parameters() if p.requires_grad]
         self._flags = [(n, p, p.requires_grad) for n, p in model.named_parameters()]
@@ -146,6 +148,8 @@ class DdpJob(Recorded, storage.Stored, Logs):
 
     def _step(self, batch: Any) -> Result:
         clock = clock_of(self.device)
+        if self.plan is not None and self.world > 1:
+            self._agree(batch)
         self._refuse_changes()
         micros = self._share(batch).split(self.micro_batches)
         self._mark("batch")
@@ -154,6 +158,16 @@ class DdpJob(Recorded, storage.Stored, Logs):
             return self._closed_step(micros, clock)
         loss, weight, metrics = self._gradients(micros, scale)
         return self._update(loss, weight, scale, clock).attach(metrics)
+
+    def _agree(self, batch: Any) -> None:
+        """Batches must be alike on all ranks, as in any job with a plan; see `Job._agreed`."""
+        leaves = Leaves.of(batch)
+        note, values = leaves.key, "" if leaves.local else self._sampled(leaves.tensors, self._world.notes + 1)
+        if self._checks and not leaves.local:
+            self._checks -= 1
+            note = (*note, f"values {leaves.fingerprint()}")
+        self._world.agree(" ".join(note[1:]), note != self._noted, "", values)
+        self._noted = note
 
     def _refuse_changes(self) -> None:
         """What a user changed since the last step: taken into account, but for what torch's DDP has settled."""

@@ -43,7 +43,7 @@ from laminar.train.job import Job
 from laminar.train.turns import LEAST, WARM, turns
 from laminar.train.world import World
 
-LIMIT_S = 10.0
+LIMIT_S = 15.0
 """Seconds that all of it may take, by rank 0's clock."""
 TURN_S = 0.2
 """How long a turn lasts, unless a single step takes longer."""
