@@ -11,6 +11,9 @@ DLRM also DDP with sparse gradients, which is comparable where everybody uses SG
 beside AdamW: it updates tables with SparseAdam.
 
     python bench/train_found.py [--model gpt cnn ...] [--ranks 2] [--rounds 15] [--limit 250] [--profile P.json]
+                                [--found PLANS]
+
+A search is bounded by processor time, so it may run beside other jobs; what it finds may be raced later (`--found`).
 
 All sides train three steps from the same weights first; who parts from ours by more than 1e-3 of the loss is not
 compared, and the row says so. A preset that comes to the very program that was found is not run a second time, and is
@@ -375,6 +378,7 @@ def main() -> None:
     args.add_argument("--profile", metavar="FILE", help="a profile of so many cores; measured and written if not there")
     args.add_argument("--profile-s", type=float, default=40, metavar="S", help="seconds for single ops of a profile")
     args.add_argument("--budget", type=float, default=BUDGET_S, metavar="S", help="processor seconds of a search")
+    args.add_argument("--found", metavar="FILE", help="keeps what is found, for a later run; with --rounds 0 only that")
     args.add_argument("--stages", action="store_true", help="search plans with stages too")
     args.add_argument("--measure", action=argparse.BooleanOptionalAction, default=True, help="try finalists out first")
     given = args.parse_args()
@@ -387,13 +391,20 @@ def main() -> None:
             measured(given.ranks, given.profile_s, path)
         profiled = time.time()
         CONTEXT.set_forkserver_preload(PRELOAD)
+        kept = Path(given.found) if given.found else None
+        found = pickle.loads(kept.read_bytes()) if kept and kept.exists() else {}
+        asked = [(n, given.ranks, str(path), given.stages, given.budget) for n in given.model if n not in found]
         with CONTEXT.Pool(len(cores)) as pool:
-            asked = [(name, given.ranks, str(path), given.stages, given.budget) for name in given.model]
-            found = dict(zip(given.model, pool.starmap(searched, asked, chunksize=1), strict=True))
+            found |= {a[0]: f for a, f in zip(asked, pool.starmap(searched, asked, chunksize=1), strict=True)}
+        if kept:
+            kept.write_bytes(pickle.dumps(found))
         fits = Cluster.load(path).profile.get("calibration", {})
     shared = {"ranks_per_core": round(given.ranks / len(cores), 2)} if len(cores) < given.ranks else {}
     about = {"ranks": given.ranks, "cores": cores, **shared, "profile": "measured" if fresh_profile else given.profile}
+    about |= {"found_before": given.found} if given.found and not asked else {}
     planned = time.time()
+    if not given.rounds:
+        return
     report(
         BENCH,
         {
