@@ -1,4 +1,4 @@
-"""Is the plan that a search finds as fast as the best of DDP, FSDP2 and the plans we have by name?
+"""Is the plan that a search finds as fast as the best of DDP, FSDP2, DTensor and the plans we have by name?
 
 The machine is as many cores as there are ranks, a thread each. It is measured first, as `laminar profile` does (or a
 file of that is given); then plans are searched for all models as a job with `plan="auto"` and a cluster does it,
@@ -6,9 +6,9 @@ without stages (`--stages`: the whole space); then each model is trained by all 
 rounds. As in such a job, finalists of the search are tried out on the ranks first, plans with a name and, where it does
 the same, DDP behind our job's face among them, and the fastest is taken (not with `--stages`, and not with
 `--no-measure`); the row says which that was, what was predicted fastest, and what it took.
-Sides: the plan that was taken (`laminar`), our data parallel, ZeRO 1 and 3 and tensor parallel, DDP and FSDP2; for the
-DLRM also DDP with sparse gradients, which is comparable where everybody uses SGD (`dlrm_sgd`) and is only shown
-beside AdamW: it updates tables with SparseAdam.
+Sides: the plan that was taken (`laminar`), our data parallel, ZeRO 1 and 3 and tensor parallel, DDP and FSDP2, eager
+DTensor for the models that `models.py` says how to split; for the DLRM also DDP with sparse gradients, which is
+comparable where everybody uses SGD (`dlrm_sgd`) and is only shown beside AdamW: it updates tables with SparseAdam.
 
     python bench/train_found.py [--model gpt cnn ...] [--ranks 2] [--rounds 15] [--limit 250] [--profile P.json]
                                 [--found PLANS]
@@ -51,7 +51,7 @@ import torch
 import torch.distributed as dist
 from common import report
 from models import WIDER, Case
-from peers import OPTIMIZERS, Side, ddp, ddp_sparse, fresh, fsdp, ours
+from peers import OPTIMIZERS, Side, ddp, ddp_sparse, dtensor, fresh, fsdp, ours
 from race import AGREE
 
 import laminar
@@ -162,11 +162,11 @@ def search(name: str, ranks: int, path: str, stages: bool, budget_s: float) -> d
 # --- the race
 
 
-def sides_of(name: str, plan: Any) -> dict[str, Callable[[Case], Side]]:
-    """Who races for a model."""
+def sides_of(name: str, case: Case, plan: Any) -> dict[str, Callable[[Case], Side]]:
+    """Who races for a model; DTensor where it is known how it splits it."""
     sides: dict[str, Callable[[Case], Side]] = {"laminar": partial(ours, plan=plan)}
     sides |= {preset: partial(ours, plan=preset) for preset in PRESETS}
-    sides |= {"ddp": ddp, "fsdp": fsdp}
+    sides |= {"ddp": ddp, "fsdp": fsdp} | ({"dtensor": dtensor} if case.ways else {})
     return sides | ({"ddp_sparse": ddp_sparse} if name.startswith("dlrm") else {})
 
 
@@ -223,7 +223,7 @@ def race(
     """Rounds of turns on this rank until they are done or time is up; rank 0 decides."""
     case = WIDER[name](ranks, True, 1)
     plan, how = tried_out(case, plan, finals, found)
-    made, said = begun(sides_of(name, plan), case)
+    made, said = begun(sides_of(name, case, plan), case)
     gc.collect()
 
     def turn(side: str, calls: int) -> float:
