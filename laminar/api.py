@@ -13,7 +13,7 @@ from laminar.errors import LaminarError, PlanError, RecipeError
 from laminar.ir.cluster import Cluster
 from laminar.ir.graph import RNG, SCALE, Graph
 from laminar.ir.mesh import Mesh
-from laminar.ir.plan import Plan
+from laminar.ir.plan import Plan, runs_ddp
 from laminar.ir.sbp import Sbp
 from laminar.ir.staged import Staged
 from laminar.planner.account import accounted
@@ -484,23 +484,41 @@ def parallelize(
             model, loss, optimizer, batch, device, precision, micro_batches, clip_norm, clip_value, ema, seed, timeout_s
         )
     from laminar.train import choose
+    from laminar.train.job import Job
 
+    world = None
+    if cluster is not None:
+        from laminar.train import auto  # and the planner with it, which takes a while to load
+
+        world, plan = auto.begun(
+            model, loss, optimizer, batch, cluster, measure, device, timeout_s, compile, detect_anomaly,
+            precision=precision, micro_batches=micro_batches, clip_norm=clip_norm, clip_value=clip_value, ema=ema,
+            seed=seed, elementwise=elementwise, unguarded=unguarded,
+        )  # fmt: skip
     plan = choose.loaded(plan)
-    if isinstance(plan, Plan | Staged) and "batch" in plan.account:
+    if world is None and isinstance(plan, Plan | Staged) and "batch" in plan.account:
         from laminar.planner.batch import refuse_other
         from laminar.train.engine import Leaves
 
         parts = 1 if isinstance(plan, Staged) else micro_batches
         refuse_other(plan, Leaves.of(batch).split(parts)[0].samples, parts)
+    if isinstance(plan, Plan) and runs_ddp(plan):
+        from laminar.train.ddp import DdpJob
+        from laminar.train.ddp_fits import refuse_others
+
+        if world is None:
+            refuse_others(model, loss, batch, precision, micro_batches, device, detect_anomaly)
+        return DdpJob(
+            model, loss, optimizer, batch, device, precision, micro_batches, clip_norm, clip_value, ema, seed,
+            timeout_s, plan, world,
+        )  # fmt: skip
     if isinstance(plan, Staged):
         return _staged(model, loss, optimizer, batch, plan, device, precision, clip_norm, clip_value, ema, seed,
                        compile, timeout_s, elementwise, mesh=mesh, micro_batches=micro_batches,
                        detect_anomaly=detect_anomaly, check=check, unguarded=unguarded)  # fmt: skip
-    from laminar.train.job import Job
-
     return Job(
         model, loss, optimizer, batch, plan, mesh, device, precision, micro_batches, clip_norm, clip_value, ema, seed,
-        compile, detect_anomaly, timeout_s, cluster, elementwise, check=check, unguarded=unguarded, measure=measure,
+        compile, detect_anomaly, timeout_s, elementwise, check=check, unguarded=unguarded, world=world,
     )  # fmt: skip
 
 

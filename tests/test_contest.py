@@ -13,9 +13,10 @@ from laminar.cli import main
 from laminar.errors import ClusterError, LaminarError
 from laminar.ir.cluster import Cluster
 from laminar.ir.graph import Graph
+from laminar.ir.plan import runs_ddp
 from laminar.launch import contest
-from laminar.launch.contest import Measured, refuse_elsewhere, taken
-from laminar.planner.finalists import finalists
+from laminar.launch.contest import refuse_elsewhere, taken
+from laminar.planner.finalists import DDP, Measured, finalists
 from laminar.search import presets
 from laminar.search.micro import micro
 from laminar.staging import pipeline
@@ -82,6 +83,19 @@ def test_what_is_as_good_as_equal_stays_what_was_predicted(searched: Any, monkey
     assert found.hash == searched.hash and "as good as it" in found.explain()
     data = presets.data_parallel(searched.origin.graph, MESH)
     assert data.hash in {plan.hash for plan in ran}
+
+
+def test_torchs_own_data_parallel_takes_part_where_it_does_the_same(
+    searched: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it does not, why stands beside what was measured; the plan that is taken for it is marked."""
+    found, ran = raced(monkeypatch, searched, [1.0])
+    assert not any(map(runs_ddp, ran))
+    assert "mean over labels" in next(o["why"] for o in found.account["measured"]["out"] if o["plan"] == DDP)
+    monkeypatch.setattr("laminar.train.ddp_fits.why_not", lambda *_: "")
+    count = len(finalists(searched))
+    found, ran = raced(monkeypatch, searched, [*[1.0] * count, 0.5])
+    assert [runs_ddp(p) for p in ran] == [*[False] * count, True] and runs_ddp(found) and found.name == "ddp"
 
 
 def test_what_is_predicted_alike_takes_part_once(searched: Any) -> None:

@@ -65,7 +65,7 @@ def test_every_small_op_of_a_profile_runs() -> None:
             made = runs_of(key, CPU, 1)[0]()
         outs = made if isinstance(made, (tuple, list)) else [made]
         for want, got in zip(call.outs, outs, strict=False):
-            if want is not None and got is not None:
+            if want is not None and isinstance(got, torch.Tensor):  # a fused layer keeps bytes for its backward
                 assert tuple(got.shape) == want.shape, key
 
 

@@ -416,11 +416,11 @@ def test_where_it_would_take_too_long_nothing_is_run(two: Ranks) -> None:
     """As predicted, as capturing took, or as rank 0's clock says on the way."""
     _, finals = found()
     long = [replace(f, step_s=2.0) for f in finals]
-    unmeasured(two, "a step is predicted to take 2 s, and 6 of each plan may take 10 s in all", long)
-    unmeasured(two, "capturing the model takes 5.0 s", finals, capture_s=5.0)
+    unmeasured(two, "a step is predicted to take 2 s, and 6 of each plan may take 15 s in all", long)
+    unmeasured(two, "capturing the model takes 6.0 s", finals, capture_s=6.0)
     unmeasured(two, "there was no time for it", finals, functools.partial(told, "LIMIT_S", 0.02))
-    some, why = tryout.worth_it([replace(f, step_s=0.3) for f in finals], 0.0, 2)
-    assert not why and len(some) == 2  # 6 steps of two micro-batches: 7.2 s for two of them
+    some, why = tryout.worth_it([replace(f, step_s=0.5) for f in finals], 0.0, 2)
+    assert not why and len(some) == 2  # 6 steps of two micro-batches: 12 s for two of them
 
 
 def _hooked(finals: list[Finalist], plan: Plan, how: str) -> tuple[str, int]:

@@ -224,7 +224,7 @@ def lstm(
     What does not wait for the step before is done for all steps at once; the rest is written where it stays.
     """
     steps, batch, hidden = x.shape[0], x.shape[1], h0.shape[-1]
-    flat = x.reshape(-1, x.shape[2])
+    flat = x.flatten(0, 1)
     gates = (flat @ w_ih.t() if bias is None else torch.addmm(bias, flat, w_ih.t())).view(steps, batch, 4 * hidden)
     y, cells = x.new_empty(steps, batch, hidden), x.new_empty(steps, batch, hidden)
     squashed = x.new_empty(batch, hidden)
@@ -270,9 +270,9 @@ def lstm_backward(
         here[:, 3].mul_(dh)
         dc = dc * f[t]
         dh = here.flatten(1) @ w_hh
-    flat = dz.view(-1, 4 * hidden)
+    flat = dz.flatten(2).flatten(0, 1)
     dx = (flat @ w_ih).view(x.shape)
-    return dx, dh, dc, flat.t() @ x.reshape(-1, x.shape[2]), flat.t() @ before_h.reshape(flat.shape[0], -1), flat.sum(0)
+    return dx, dh, dc, flat.t() @ x.flatten(0, 1), flat.t() @ before_h.flatten(0, 1), flat.sum(0)
 
 
 # --- keyed draws -----------------------------------------------------------------------------

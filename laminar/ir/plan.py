@@ -301,3 +301,8 @@ def _away(account: dict[str, Any]) -> list[str]:
         f"  {a['tensors']} tensors of {a['blocks']} blocks, {a['bytes']:,} bytes there and back in a step; "
         f"{a['kept_bytes']:,} instead of {a['whole_bytes']:,} bytes of activations kept per rank"
     ]
+
+
+def runs_ddp(plan: Any) -> bool:
+    """Whether a plan is run by torch's own data parallel, because that was measured fastest."""
+    return bool(plan.account.get("runs") == "ddp")

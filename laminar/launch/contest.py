@@ -24,7 +24,7 @@ from laminar.ir.staged import Staged, load_plan
 from laminar.launch.blame import Verdict
 from laminar.launch.rank import Place, leave, run_rank
 from laminar.launch.rundir import RunDir
-from laminar.planner.finalists import ROUNDS, Measured, finalists, measured, settled
+from laminar.planner.finalists import DDP, NOBODY, ROUNDS, Measured, as_ddp, finalists, measured, settled
 
 LIMIT_S = 60.0
 """No further round is begun after so long."""
@@ -124,11 +124,18 @@ def _turns(at: Path, recipe: Any, name: str, parallelize: Callable[..., Any]) ->
 def taken(
     recipe: str, plan: Plan | Staged, *, rounds: int = ROUNDS, tick: Callable[[], None] | None = None
 ) -> Plan | Staged:
-    """The measured fastest of a search's finalists and data parallel, with all that was measured in its account."""
+    """The measured fastest of a search's finalists and plans with a name, with all that was measured in its account."""
     assert plan.origin is not None, "a plan that comes from a search"
     refuse_elsewhere(plan.origin.cluster)
     sides = finalists(plan)
     if not sides:
         raise PlanError("this plan lies outside of what was searched, and has no runners-up",
                         next="laminar plan without --measure")  # fmt: skip
-    return settled(plan, sides, contest(recipe, [side.plan for side in sides], rounds=rounds, tick=tick))
+    from laminar.train.ddp_fits import why_not  # and torch with it
+    from laminar.train.precision import Precision
+
+    why = why_not(plan.origin.graph, Precision.of("f32"))
+    ddp = None if why else as_ddp(plan)
+    sides += [ddp] if ddp else []
+    rows = contest(recipe, [side.plan for side in sides], rounds=rounds, tick=tick)
+    return settled(plan, sides, rows, {DDP: why} if why else NOBODY)

@@ -1,5 +1,9 @@
 """The last plans of a search, before and after they are run: which take part, and which one is taken.
 
+Besides what a search finds, plans with a name take part, whatever was predicted of them: who has to choose one by hand
+would try these. torch's own data parallel may be one more (`as_ddp`); whether it does the same is up to whoever knows
+the model (`train/ddp_fits.py`). What it takes is assumed to be what our data parallel is predicted to take.
+
 Nothing is run here. Whoever has ranks at hand runs them (`train/turns.py`): `laminar plan --measure` on ranks that it
 starts, a job with `plan="auto"` on its own. Either way what was measured stands in the account of the plan that is
 taken, and the plan tells of itself, not of the one that was predicted fastest.
@@ -8,15 +12,16 @@ taken, and the plan tells of itself, not of the one that was predicted fastest.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 from laminar.errors import LaminarError
 from laminar.forecast import Prediction, StagedPrediction, predict, predict_staged
 from laminar.ir.mesh import Mesh
-from laminar.ir.plan import Plan
+from laminar.ir.plan import Plan, runs_ddp
 from laminar.ir.planned import Origin
 from laminar.ir.staged import Staged, plan_of
 from laminar.planner.explain import binding, held, spent
@@ -24,9 +29,11 @@ from laminar.search import presets
 from laminar.search.micro import micro
 
 FINALISTS = 3
-"""Plans of a search that take part, besides data parallel."""
+"""Plans of a search that take part, besides those with a name."""
+DDP = "torch's own data parallel"
 ROUNDS = 8
 """How often each is run, at most."""
+NOBODY: Mapping[str, str] = MappingProxyType({})
 EQUAL = 1.01
 """Plans within this of the fastest are as good as it."""
 
@@ -42,12 +49,14 @@ class Finalist:
 
     def is_like(self, other: Finalist) -> bool:
         """Whether it is the same plan, or one that is predicted alike to the last digit: the same program, then."""
+        if runs_ddp(self.plan) or runs_ddp(other.plan):
+            return False
         alike = (self.step_s, self.peak_bytes) == (other.step_s, other.peak_bytes)
         return alike or self.plan.hash == other.plan.hash
 
     def to_json(self) -> dict[str, Any]:
         """Plain data, without what the plan says of itself."""
-        plan = {**self.plan.to_json(), "account": {}}
+        plan = {**self.plan.to_json(), "account": {"runs": "ddp"} if runs_ddp(self.plan) else {}}
         return {"name": self.name, "plan": plan, "step_s": self.step_s, "peak_bytes": self.peak_bytes}
 
     @staticmethod
@@ -68,10 +77,12 @@ class Measured:
     ratio: float
     """Median over rounds of its time over that of the first plan that ran, in the same round."""
     rounds: int
+    ahead: bool = True
+    """Whether it was faster than that in three of four rounds."""
 
 
 def finalists(plan: Plan | Staged) -> list[Finalist]:
-    """The plan that a search predicts to be fastest, those that come next, and behind them data parallel."""
+    """The plan that a search predicts to be fastest, those that come next, and behind them plans with a name."""
     account, origin = plan.account, plan.origin
     if origin is None or "choice" not in account:
         return []  # plans that lie outside of what was searched
@@ -81,14 +92,40 @@ def finalists(plan: Plan | Staged) -> list[Finalist]:
         side = Finalist(row["plan"], one, row["step_s"], row["peak_bytes"])
         if len(sides) < FINALISTS and not any(map(side.is_like, sides)):
             sides.append(side)
-    with suppress(LaminarError):  # what can't be spread by sample
-        mesh = Mesh({"dp": origin.cluster.devices})
-        data = presets.data_parallel(origin.graph, mesh)
-        if all(side.plan.hash != data.hash for side in sides):
-            ran = _simulated(data, origin)
-            side = Finalist(f"data parallel on dp={mesh.ranks}", data, ran.seconds, ran.account()["peak_bytes"])
-            sides += [] if any(map(side.is_like, sides)) else [side]
+    for side in sorted(_named(origin), key=lambda side: side.step_s):
+        if not any(map(side.is_like, sides)):
+            sides.append(side)
     return sides
+
+
+def _named(origin: Origin) -> Iterator[Finalist]:
+    """Plans by name that there are for this model, as they are predicted."""
+    ranks, graph = origin.cluster.devices, origin.graph
+    dp, tp = Mesh({"dp": ranks}), Mesh({"tp": ranks})
+    data = f"data parallel on dp={ranks}"
+    makes: dict[str, Callable[[], Plan]] = {
+        data: lambda: presets.data_parallel(graph, dp),
+        f"{data}, ZeRO 1": lambda: presets.zero(graph, dp, 1),
+        f"{data}, ZeRO 3": lambda: presets.zero(graph, dp, 3),
+        f"tensor parallel on tp={ranks}": lambda: presets.tensor_parallel(graph, tp),
+    }
+    for name, make in makes.items():
+        with suppress(LaminarError):  # what can't be spread so
+            plan = make()
+            ran = _simulated(plan, origin)
+            yield Finalist(name, plan, ran.seconds, ran.account()["peak_bytes"])
+
+
+def as_ddp(plan: Plan | Staged) -> Finalist | None:
+    """torch's own data parallel, for the model that a plan was searched for; none where samples can't be spread."""
+    assert plan.origin is not None
+    graph, ranks = plan.origin.graph, plan.origin.cluster.devices
+    with suppress(LaminarError):
+        data = presets.data_parallel(graph, Mesh({"dp": ranks}))
+        ran = _simulated(data, plan.origin)
+        marked = replace(data, account={**data.account, "runs": "ddp"})
+        return Finalist(DDP, marked, ran.seconds, ran.account()["peak_bytes"])
+    return None
 
 
 def measured(rows: Sequence[Sequence[float] | str]) -> list[Measured | str]:
@@ -100,22 +137,28 @@ def measured(rows: Sequence[Sequence[float] | str]) -> list[Measured | str]:
 def _summed(row: Sequence[float], first: Sequence[float]) -> Measured:
     low, middle, high = statistics.quantiles(row, n=4, method="inclusive") if len(row) > 1 else (row[0],) * 3
     ratios = [a / b for a, b in zip(row, first, strict=True)]
-    return Measured(middle, low, high, statistics.median(ratios), len(row))
+    late = sum(r >= 1.0 for r in ratios)
+    return Measured(middle, low, high, statistics.median(ratios), len(row), 4 * late <= len(ratios))
 
 
 def fastest(rows: Sequence[Measured | str]) -> int:
-    """Which one is taken; as good as equal, what was predicted fastest stays."""
-    ratios = {k: row.ratio for k, row in enumerate(rows) if isinstance(row, Measured)}
+    """Which one is taken; as good as equal, or ahead by chance, what was predicted fastest stays."""
+    stays = isinstance(rows[0], Measured)
+    ratios = {
+        k: row.ratio for k, row in enumerate(rows) if isinstance(row, Measured) and (row.ahead or not stays or k == 0)
+    }
     best = min(ratios, key=lambda k: ratios[k])
     return 0 if ratios.get(0, float("inf")) <= EQUAL * ratios[best] else best
 
 
 def settled(
-    plan: Plan | Staged, finals: Sequence[Finalist], rows: Sequence[Measured | str], **about: Any
-) -> Plan | Staged:
+    plan: Plan | Staged, finals: Sequence[Finalist], rows: Sequence[Measured | str],
+    left_out: Mapping[str, str] = NOBODY, **about: Any,
+) -> Plan | Staged:  # fmt: skip
     """The plan that is taken, with all that was measured in its account; at least one has run.
 
-    `plan` is the one that was predicted fastest, and the first of the finalists; `about` is said besides.
+    `plan` is the one that was predicted fastest, and the first of the finalists; `left_out` are those that were none,
+    and why; `about` is said besides.
     """
     assert plan.origin is not None, "a plan that comes from a search"
     best, ran = fastest(rows), [row for row in rows if isinstance(row, Measured)]
@@ -125,6 +168,7 @@ def settled(
         for k, (row, f) in enumerate(zip(rows, finals, strict=True)) if isinstance(row, Measured)
     ]  # fmt: skip
     out = [{"plan": f.name, "why": row} for row, f in zip(rows, finals, strict=True) if isinstance(row, str)]
+    out += [{"plan": name, "why": why} for name, why in left_out.items()]
     told = {"rounds": ran[0].rounds, "rows": found, "says": _says(rows, best), **({"out": out} if out else {}), **about}
     if best == 0:
         return replace(plan, account={**plan.account, "measured": told})
@@ -154,7 +198,7 @@ def _instead(plan: Plan | Staged, taken: Finalist, told: dict[str, Any]) -> Plan
     other = {**account, **taken.plan.account, **figures, **about, "searched": account["choice"]["plan"]}
     dropped = ("wins", "form", "bubbles", "stages") if isinstance(taken.plan, Plan) else ("wins", "form")
     other = {k: v for k, v in other.items() if k not in dropped}
-    return replace(taken.plan, name="measured", account=other, origin=plan.origin)
+    return replace(taken.plan, name="ddp" if runs_ddp(taken.plan) else "measured", account=other, origin=plan.origin)
 
 
 def _simulated(plan: Plan | Staged, origin: Origin) -> Prediction | StagedPrediction:

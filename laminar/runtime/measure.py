@@ -42,6 +42,7 @@ from laminar.ir.tensor import TensorSpec
 from laminar.rules.notation import Call
 from laminar.runtime.local import prepare
 from laminar.runtime.module import INTO
+from laminar.runtime.recurrent import BACKWARD, FORWARD, FUSED
 
 TARGET = 0.02
 """Measuring ends when the standard error of the median is this small a part of it."""
@@ -78,8 +79,19 @@ def runs_of(key: str, device: torch.device, sets: int | None = None) -> list[Run
         more = {k: _fill(v, given) for k, v in kwargs.items()}
         if told:
             target, more["out"] = INTO[call.op], operand(call.out, "", device)
-        out.append(partial(target, *_filled(args, given), **more))
+        filled = _filled(args, given)
+        if call.op in FUSED and device.type == "cpu":
+            target, filled = FUSED[call.op], _with_workspace(filled) if call.op == BACKWARD else filled
+        out.append(partial(target, *filled, **more))
     return out
+
+
+def _with_workspace(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of a recurrent layer's backward, with what its forward keeps for it where both run fused."""
+    inputs, reverse = args[3:8], args[11]
+    with torch.no_grad():
+        made = FUSED[FORWARD](*inputs, None, reverse)
+    return (*args[:9], *made[3:], reverse)
 
 
 def _instr(call: Call) -> tuple[Instr, Mesh]:

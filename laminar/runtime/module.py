@@ -27,6 +27,7 @@ from laminar.runtime.calls import Calls
 from laminar.runtime.local import prepare
 from laminar.runtime.offload import exchange_of
 from laminar.runtime.record import Recordable, stamped
+from laminar.runtime.recurrent import FORWARD, FUSED, paired
 from laminar.runtime.transport import PASSING, Bucket, Groups, Null
 
 
@@ -149,6 +150,8 @@ class _Build:
             self.uses[out.ref] = self.uses.get(out.ref, 0) + 1
         self.makers = {i.name: i for i in program.instrs}
         self.given = constants
+        # Who watches is shown tensors.
+        self.recurrent = paired(program) if self.device.type == "cpu" and watch is None else {}
         self.into: dict[str, tuple[Bucket, int]] = {}
         self.buckets: dict[str, tuple[Bucket, list[int]]] = {}
         leaving = {o.ref for o in program.outputs if o.kind not in PASSING}
@@ -244,6 +247,9 @@ class _Build:
                 target, filled = _mm_adding, (self.keep("adding", self.adding), out, *filled)
             else:
                 target, kwargs = INTO[instr.op], {**kwargs, "out": out}
+        if instr.name in self.recurrent:
+            target = FUSED[instr.op]
+            kwargs = {"keeps": self.recurrent[instr.name]} if instr.op == FORWARD else {}
         range_node = self._range(instr)
         node = self.graph.call_function(target, filled, kwargs)
         self._name(node, instr)

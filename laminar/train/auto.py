@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -22,13 +22,16 @@ from laminar.events import emit
 from laminar.ir.cluster import Cluster
 from laminar.ir.plan import Plan
 from laminar.planner.best import best
-from laminar.planner.finalists import Finalist, finalists
+from laminar.planner.finalists import DDP, Finalist, as_ddp, finalists
 from laminar.planner.request import DIMENSIONS, asking
 from laminar.planner.whatif import resized
 from laminar.runtime.probe import probe
 from laminar.train import tryout
+from laminar.train.ddp_fits import why_not
 from laminar.train.engine import Leaves
+from laminar.train.job import compiles, refuse
 from laminar.train.precision import Precision
+from laminar.train.sharded import released
 from laminar.train.world import World
 
 BUDGET_S = 10.0
@@ -41,6 +44,34 @@ def cluster_of(given: Cluster | str, ranks: int) -> Cluster:
     return cluster if cluster.devices == ranks else resized(cluster, ranks)
 
 
+def begun(
+    model: nn.Module,
+    loss: Callable[[Any, Any], Any],
+    optimizer: Any,
+    batch: Any,
+    cluster: Cluster | str,
+    measure: bool,
+    device: Any,
+    timeout_s: float,
+    compile: bool | None,
+    watched: bool,
+    **options: Any,
+) -> tuple[World, Plan]:
+    """The ranks, which meet here, and the plan for their job; `watched` if it is to look for anomalies."""
+    refuse(model, options["micro_batches"])
+    world = World(device, timeout_s)
+    emit("phase", name="preparing")
+    options["precision"] = Precision.of(options["precision"])
+    released(model)
+    here = cluster_of(cluster, world.size)
+    through_inductor = compiles(world.device, compile)
+    plan = planned(
+        world, here, model, loss, optimizer, batch, measure=measure, through_inductor=through_inductor, watched=watched,
+        **options,
+    )  # fmt: skip
+    return world, plan
+
+
 def planned(
     world: World,
     cluster: Cluster,
@@ -50,24 +81,29 @@ def planned(
     batch: Any,
     *,
     measure: bool,
-    compiles: bool,
+    through_inductor: bool,
+    watched: bool = False,
     **options: Any,
 ) -> Plan:
     """The plan for a job, searched and, unless it is told not to `measure`, tried out; all ranks get the same.
 
-    `options` are those of a job, `compiles` whether its steps go through Inductor.
+    `options` are those of a job, `through_inductor` whether its steps go through Inductor.
     """
     precision: Precision = options["precision"]
     leaves = Leaves.of(batch).mapped(precision.leaf).split(options["micro_batches"])[0]
-    why = _elsewhere(world, cluster, compiles) if measure else ""
-    found = searched(world, cluster, model, precision.around(loss, world.device), leaves, finals=measure and not why)
+    why = _elsewhere(world, cluster, through_inductor) if measure else ""
+    found = searched(
+        world, cluster, model, precision.around(loss, world.device), leaves, finals=measure and not why,
+        no_ddp="it does not look for anomalies" if watched else "", precision=precision,
+    )  # fmt: skip
     plan = found.plan
     if measure and why:
         plan = tryout.untried(plan, why)
     elif measure:
         plan = tryout.tried(
-            world, plan, found.finals, model, loss, optimizer, batch, capture_s=found.capture_s, **options
-        )
+            world, plan, found.finals, model, loss, optimizer, batch, capture_s=found.capture_s,
+            left_out=found.left_out, **options,
+        )  # fmt: skip
     return plan if world.size == 1 else replace(plan, origin=None)
 
 
@@ -81,6 +117,8 @@ class Searched:
     """It and those that come next, where they are wanted."""
     capture_s: float
     """What it took to capture the model."""
+    left_out: dict[str, str] = field(default_factory=dict)
+    """Who is no finalist, and why."""
 
 
 def searched(
@@ -91,24 +129,29 @@ def searched(
     leaves: Leaves,
     optimizer: str = "adamw",
     finals: bool = False,
+    no_ddp: str = "",
+    precision: Precision | None = None,
 ) -> Searched:
     """The fastest plan without stages for such a (micro-)batch on a cluster; all ranks call this, and get the same."""
     here: list[Searched] = []
 
     def search() -> Any:
-        here.append(_found(cluster, model, loss, leaves, optimizer, finals))
-        found = here[0]
+        found = _found(cluster, model, loss, leaves, optimizer, finals)
+        if finals:
+            found = with_ddp(found, model, precision or Precision.of("f32"), no_ddp)
+        here.append(found)
         return {
             "plan": found.plan.to_json(),
             "finals": [each.to_json() for each in found.finals],
             "capture_s": found.capture_s,
+            "left_out": found.left_out,
         }
 
     said = world.told("plan", search)
     if here:
         return here[0]
     others = [Finalist.from_json(each) for each in said["finals"]]
-    return Searched(Plan.from_json(said["plan"]), others, said["capture_s"])
+    return Searched(Plan.from_json(said["plan"]), others, said["capture_s"], said["left_out"])
 
 
 def _found(
@@ -123,6 +166,16 @@ def _found(
     assert isinstance(found, Plan)
     others = [f for f in finalists(found) if isinstance(f.plan, Plan)] if finals else []
     return Searched(found, others, capture_s)
+
+
+def with_ddp(found: Searched, model: nn.Module | None, precision: Precision, why: str = "") -> Searched:
+    """The same with torch's own data parallel as the last finalist; or, unless told, why that is none."""
+    assert found.plan.origin is not None
+    why = why or why_not(found.plan.origin.graph, precision, model)
+    side = None if why else as_ddp(found.plan)
+    if side is None:
+        return replace(found, left_out={**found.left_out, DDP: why or "samples can't be spread over ranks"})
+    return replace(found, finals=[*found.finals, side])
 
 
 def _elsewhere(world: World, cluster: Cluster, compiles: bool) -> str:

@@ -28,16 +28,18 @@ from laminar.capture.refuse import refuse_loss
 from laminar.capture.torch_ops import spec_of
 from laminar.errors import BatchError, LaminarError, OptimizerError, StateError
 from laminar.ir.mesh import Mesh
+from laminar.ir.plan import Plan
 from laminar.ir.sbp import B, chunk
 from laminar.train import optimizer as optim
 from laminar.train import storage
 from laminar.train.engine import Leaves
 from laminar.train.gradients import Norm, scale_and_clip
-from laminar.train.job import clock_of
+from laminar.train.job import CHECKS, clock_of
 from laminar.train.optimizer import Kept
 from laminar.train.precision import Precision, Scaler
 from laminar.train.recording import Recorded
 from laminar.train.report import Evaluation, Logs, Result, Sums
+from laminar.train.sampled import Sampled
 from laminar.train.sharded import released
 from laminar.train.tracked import Tracked
 from laminar.train.world import World
@@ -49,7 +51,8 @@ depends on the number of ranks, parameters and optimizer state are whole on ever
 class DdpJob(Recorded, storage.Stored, Logs):
     """A job with the same methods as `Job`, without a plan, a graph or a program."""
 
-    plan = graph = program = None
+    plan: Plan | None = None
+    graph = program = None
 
     def __init__(
         self,
@@ -65,10 +68,17 @@ class DdpJob(Recorded, storage.Stored, Logs):
         ema: float | None = None,
         seed: int = 0,
         timeout_s: float = 600.0,
+        plan: Plan | None = None,
+        world: World | None = None,
     ) -> None:
-        self._world = World(device, timeout_s)
+        """`plan` is the one that says that DDP was measured fastest: then the model is one that it runs exactly.
+
+        `world` are the ranks, where they have met.
+        """
+        self._world = World(device, timeout_s) if world is None else world
         self.rank, self.world, self.device = self._world.rank, self._world.size, self._world.device
-        if self.rank == 0:
+        self.plan = plan
+        if self.rank == 0 and plan is None:
             warnings.warn(LIMITS, stacklevel=3)
         self.mesh = Mesh({"dp": self.world})
         self.precision = Precision.of(precision)
@@ -91,9 +101,17 @@ class DdpJob(Recorded, storage.Stored, Logs):
         self._loss = self.precision.around(loss, self.device)
         self._wrapped: nn.Module = _Whole(model, self._loss)
         if self.world > 1:
-            # A parameter that one batch does not reach is normal for the models this is for.
-            self._wrapped = nn.parallel.DistributedDataParallel(self._wrapped, find_unused_parameters=True)
-        torch.manual_seed(seed + self.rank)
+            # A parameter that one batch does not reach is normal for the models this is for, unless they are known.
+            known = plan is not None
+            self._wrapped = nn.parallel.DistributedDataParallel(
+                self._wrapped,
+                find_unused_parameters=not known,
+                gradient_as_bucket_view=known,
+                broadcast_buffers=not known,
+            )
+        if plan is None:
+            torch.manual_seed(seed + self.rank)
+        self._checks, self._noted, self._sampled = CHECKS, tuple[str, ...](), Sampled()
         self._ema_decay = ema
         self._params = [p for p in model.parameters() if p.requires_grad]
         self._flags = [(n, p, p.requires_grad) for n, p in model.named_parameters()]
@@ -130,6 +148,8 @@ class DdpJob(Recorded, storage.Stored, Logs):
 
     def _step(self, batch: Any) -> Result:
         clock = clock_of(self.device)
+        if self.plan is not None and self.world > 1:
+            self._agree(batch)
         self._refuse_changes()
         micros = self._share(batch).split(self.micro_batches)
         self._mark("batch")
@@ -138,6 +158,16 @@ class DdpJob(Recorded, storage.Stored, Logs):
             return self._closed_step(micros, clock)
         loss, weight, metrics = self._gradients(micros, scale)
         return self._update(loss, weight, scale, clock).attach(metrics)
+
+    def _agree(self, batch: Any) -> None:
+        """Batches must be alike on all ranks, as in any job with a plan; see `Job._agreed`."""
+        leaves = Leaves.of(batch)
+        note, values = leaves.key, "" if leaves.local else self._sampled(leaves.tensors, self._world.notes + 1)
+        if self._checks and not leaves.local:
+            self._checks -= 1
+            note = (*note, f"values {leaves.fingerprint()}")
+        self._world.agree(" ".join(note[1:]), note != self._noted, "", values)
+        self._noted = note
 
     def _refuse_changes(self) -> None:
         """What a user changed since the last step: taken into account, but for what torch's DDP has settled."""

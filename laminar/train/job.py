@@ -58,6 +58,19 @@ CHECKS = 2
 """How many of the first batches are compared between ranks by value before they are used; later ones by a sample."""
 
 
+def refuse(model: nn.Module, micro_batches: int) -> None:
+    """What no job can be made of."""
+    if micro_batches < 1:
+        raise LaminarError(f"micro_batches is {micro_batches}", allowed="a whole number of at least 1")
+    if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
+        raise CaptureError("the model has no values: it lives on meta", next="make it with real weights")
+
+
+def compiles(device: torch.device, compile: bool | None) -> bool:
+    """Whether steps go through Inductor: on GPUs or if asked."""
+    return device.type == "cuda" if compile is None else compile
+
+
 class Job(Recorded, storage.Stored, Logs):
     """See `laminar.parallelize`."""
 
@@ -80,34 +93,20 @@ class Job(Recorded, storage.Stored, Logs):
         compile: bool | None = None,
         detect_anomaly: bool = False,
         timeout_s: float = 600.0,
-        cluster: Any = None,
         elementwise: bool = False,
         check: bool = True,
         unguarded: Sequence[str] = (),
-        measure: bool = True,
         twin: Job | None = None,
+        world: World | None = None,
     ) -> None:
-        """`twin` is a job of a copy of this model, whose graphs are this one's."""
-        if micro_batches < 1:
-            raise LaminarError(f"micro_batches is {micro_batches}", allowed="a whole number of at least 1")
-        if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
-            raise CaptureError("the model has no values: it lives on meta", next="make it with real weights")
-        self._world = World(device, timeout_s)
+        """`twin` is a job of a copy of this model, whose graphs are this one's; `world` the ranks, if they have met."""
+        refuse(model, micro_batches)
+        self._world = World(device, timeout_s) if world is None else world
         emit("phase", name="preparing")
         self.rank, self.world, self.device = self._world.rank, self._world.size, self._world.device
         plan = choose.loaded(plan)
         self._model = model
         self.precision = Precision.of(precision)
-        if cluster is not None:
-            from laminar.train import auto  # and the planner with it, which takes a while to load
-
-            released(model)
-            plan = auto.planned(
-                self._world, auto.cluster_of(cluster, self.world), model, loss, optimizer, batch, measure=measure,
-                compiles=self._compiles(compile), precision=self.precision, micro_batches=micro_batches,
-                clip_norm=clip_norm, clip_value=clip_value, ema=ema, seed=seed, elementwise=elementwise,
-                unguarded=unguarded,
-            )  # fmt: skip
         self.mesh = choose.mesh_for(plan, mesh, self.world)
         self.clip_norm, self.clip_value, self.seed = clip_norm, clip_value, seed
         self.steps = 0
@@ -166,13 +165,9 @@ class Job(Recorded, storage.Stored, Logs):
         self._ema = {k.name: k.owned.detach().float().clone() for k in self._kept} if ema is not None else {}
         self._copy: nn.Module | None = None
 
-    def _compiles(self, compile: bool | None) -> bool:
-        """Whether steps go through Inductor: on GPUs or if asked."""
-        return self.device.type == "cuda" if compile is None else compile
-
     def _builder(self, compile: bool | None) -> Callable[..., Callable[..., list[Tensor]]]:
         """How programs become code: through Inductor, or line by line."""
-        through_inductor = self._compiles(compile)
+        through_inductor = compiles(self.device, compile)
 
         def build(
             program: Program, transport: Groups | Null, constants: Mapping[str, Tensor], static: tuple[int, ...]

@@ -21,7 +21,7 @@ import os
 import random
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -34,15 +34,16 @@ from laminar.capture.private import step_hooks
 from laminar.capture.slots import slots_of
 from laminar.errors import LaminarError
 from laminar.events import emit
-from laminar.ir.plan import Plan
-from laminar.planner.finalists import Finalist, measured, settled
+from laminar.ir.plan import Plan, runs_ddp
+from laminar.planner.finalists import NOBODY, Finalist, measured, settled
 from laminar.runtime.malloc import give_back_freed_memory
+from laminar.train.ddp import DdpJob
 from laminar.train.first_batch import FILL, free_bytes
 from laminar.train.job import Job
 from laminar.train.turns import LEAST, WARM, turns
 from laminar.train.world import World
 
-LIMIT_S = 10.0
+LIMIT_S = 15.0
 """Seconds that all of it may take, by rank 0's clock."""
 TURN_S = 0.2
 """How long a turn lasts, unless a single step takes longer."""
@@ -64,12 +65,13 @@ def tried(
     batch: Any,
     *,
     capture_s: float = 0.0,
+    left_out: Mapping[str, str] = NOBODY,
     **options: Any,
 ) -> Plan:
     """The measured fastest of a search's finalists, or the one that was predicted so: `plan`, the first of them.
 
     Every rank calls this, with the same finalists, and gets the same plan; that of rank 0 has its origin. `options` are
-    those of a job. Capturing takes `capture_s`, where that is known.
+    those of a job. Capturing takes `capture_s`, where that is known; `left_out` are those that can't be tried, and why.
     """
     start = time.perf_counter()
     micro_batches = options.get("micro_batches", 1)
@@ -83,12 +85,12 @@ def tried(
                 rows = _raced(world, some, model, loss, optimizer, batch, options)
                 why = "; ".join(dict.fromkeys(row for row in rows if isinstance(row, str))) if _none(rows) else ""
     if why:
-        return untried(plan, why)
+        return untried(plan, "; ".join([why, *(f"{name}: {reason}" for name, reason in left_out.items())]))
 
     def choice() -> Any:
         about = {"seconds": time.perf_counter() - start}
         about |= {"micro_batches": micro_batches} if micro_batches > 1 else {}
-        return settled(plan, some, measured(rows), **about).to_json()
+        return settled(plan, some, measured(rows), left_out, **about).to_json()
 
     taken = Plan.from_json(world.told("choice", choice))
     told = taken.account["measured"]
@@ -185,6 +187,27 @@ class Copied(Job):
         super().close()
 
 
+class CopiedDdp(DdpJob):
+    """The same of torch's own data parallel, which runs the model in every step: never the original."""
+
+    ASKED = ("precision", "micro_batches", "clip_norm", "clip_value", "ema", "seed", "device", "plan")
+
+    def __init__(self, original: nn.Module, *parts: Any, **options: Any) -> None:
+        self._around = contextlib.ExitStack()
+        self._around.enter_context(_left_alone(original))
+        try:
+            asked = {k: v for k, v in options.items() if k in self.ASKED}
+            super().__init__(*parts, **{**asked, "timeout_s": PATIENCE_S})
+        except BaseException:
+            self._around.close()
+            raise
+
+    def close(self) -> None:
+        """Let the original be run again."""
+        self._around.close()
+        super().close()
+
+
 def _raced(
     world: World,
     finals: Sequence[Finalist],
@@ -197,7 +220,7 @@ def _raced(
     """Seconds of a step by finalist and round; or why it is out."""
     twins: list[Copied] = []
 
-    def make(finalist: Finalist) -> Copied:
+    def make(finalist: Finalist) -> Copied | CopiedDdp:
         own, trains, wrong = None, None, ""
         try:
             own, trains = copies(model, optimizer)
@@ -206,6 +229,8 @@ def _raced(
         wrong = next(filter(None, world.gather_objects(wrong)), "")  # before anybody waits for who has none
         if wrong or own is None:
             raise LaminarError(wrong)
+        if runs_ddp(finalist.plan):  # the last one: copies made later would have what refuses to run the original
+            return CopiedDdp(model, own, loss, trains, batch, plan=finalist.plan, **options)
         with _left_alone(model):
             job = Copied(own, loss, trains, batch, finalist.plan, twin=twins[0] if twins else None, **options)
         twins[:] = [job]

@@ -210,7 +210,7 @@ def _runs(job: Any) -> str:
     """Equal for jobs that do the same; a job with stages, which has several programs, is taken for one of its kind."""
     program = getattr(job, "program", None)
     if program is None:
-        return ""
+        return ""  # and so is torch's own data parallel
     lines = {k: v for k, v in program.to_json().items() if k != "plan"}
     state = {name: str(nd) for name, nd in {**job.plan.inputs, **job.plan.state}.items()}
     return content_hash({"program": lines, "state": state})
