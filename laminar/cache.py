@@ -41,20 +41,48 @@ def kept(
     kind: str, parts: Mapping[str, Any], make: Callable[[], T], out: Callable[[T], Any], back: Callable[[Any], T]
 ) -> T:
     """What is kept under a name made of `parts`, else what `make` makes; `out` and `back` go to plain data and back."""
-    home = folder()
-    if home is None:
+    path = _path(kind, parts)
+    if path is None:
         return make()
-    text = json.dumps({**parts, "laminar": own_code()}, sort_keys=True, default=str)
-    path = home / kind / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
     try:
-        found = back(json.loads(path.read_text()))
-        path.touch()
-        return found
+        return _read(path, back)
     except Exception:  # not there, cut off, or written by hand: whatever it is, it can be made again
         made = make()
-    with contextlib.suppress(OSError):  # a full or read-only disk is no reason to fail
-        _write(path, json.dumps(out(made)))
+    store(kind, parts, out(made))
     return made
+
+
+def stored(kind: str, parts: Mapping[str, Any], back: Callable[[Any], T], default: T) -> T:
+    """What was stored under a name made of `parts`; the default if there is nothing that can be read."""
+    path = _path(kind, parts)
+    if path is None:
+        return default
+    try:
+        return _read(path, back)
+    except Exception:  # as above: nothing that is kept is needed
+        return default
+
+
+def store(kind: str, parts: Mapping[str, Any], data: Any) -> None:
+    """Keep plain data under a name made of `parts`, in place of what was there."""
+    path = _path(kind, parts)
+    if path is not None:
+        with contextlib.suppress(OSError):  # a full or read-only disk is no reason to fail
+            _write(path, json.dumps(data))
+
+
+def _path(kind: str, parts: Mapping[str, Any]) -> Path | None:
+    home = folder()
+    if home is None:
+        return None
+    text = json.dumps({**parts, "laminar": own_code()}, sort_keys=True, default=str)
+    return home / kind / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
+
+
+def _read(path: Path, back: Callable[[Any], T]) -> T:
+    found = back(json.loads(path.read_text()))
+    path.touch()
+    return found
 
 
 def _write(path: Path, text: str) -> None:

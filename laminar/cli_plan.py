@@ -113,6 +113,7 @@ def _search(args: argparse.Namespace) -> int:
     """The best plan for a cluster."""
     from laminar.api import graph_of, plan
     from laminar.cache import kept
+    from laminar.planner.earlier import across_commands
 
     if args.recompute or args.offload or args.program:
         raise PlanError("--recompute, --offload and --program do not go with a search",
@@ -138,7 +139,8 @@ def _search(args: argparse.Namespace) -> int:
     with working("searching", args.json) as say:
 
         def search() -> Plan | Staged:
-            return plan(graph, cluster, **asked, progress=lambda text: say(f"searching, {text}"))
+            with across_commands(graph, cluster.hash):
+                return plan(graph, cluster, **asked, progress=lambda text: say(f"searching, {text}"))
 
         about = {"graph": graph.hash, "cluster": cluster.hash, **asked}
         found = search() if args.measure else kept("plans", about, search, lambda p: p.to_json(), plan_of)

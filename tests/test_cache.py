@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,9 @@ import pytest
 
 from laminar import api, cache
 from laminar.cli import main
+from laminar.ir.cluster import Cluster
+from laminar.planner import earlier, find
+from laminar.planner.score import Score
 
 RECIPE = """
 import torch
@@ -138,3 +142,49 @@ def test_a_plan_is_searched_once(home: Path, tmp_path: Path, capsys: pytest.Capt
         said.append(json.loads(capsys.readouterr().out))
     assert said[0] == said[1]
     assert len(list(home.glob("plans/*.json"))) == 2
+
+
+def test_a_wider_command_takes_nothing_slower_than_an_earlier_narrower_one(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Commands are processes of their own: what one has found, the next reads from the folder and simulates first."""
+    recipe, simulated = _recipe(tmp_path, 16), []
+    real = earlier.usable
+
+    def counted(*args: Any) -> Any:
+        for final in real(*args):
+            simulated.append(final.plan.hash)
+            yield final
+
+    monkeypatch.setattr(find, "usable", counted)
+    told = []
+    for more in (["--only", "data"], ["--only", "data,zero"], []):
+        earlier.forget()  # as a new process would
+        assert main(["plan", recipe, "--cluster", "2xcpu", "--json", *more]) == 0
+        told.append(json.loads(capsys.readouterr().out))
+    assert len(simulated) >= 2 and len(list(home.glob("found/*.json"))) == 1
+    assert told[0]["step_s"] >= told[1]["step_s"] >= told[2]["step_s"]
+
+
+def test_what_was_found_comes_back_from_its_file_as_it_was(home: Path, tmp_path: Path) -> None:
+    """Score and plan, field by field; a file that was cut off is nothing."""
+
+    def told(score: Score) -> dict[str, Any]:
+        return {f.name: getattr(score, f.name) for f in fields(score) if f.name != "plan"}
+
+    recipe = _recipe(tmp_path, 16)
+    graph, cluster = api.graph_of(recipe), Cluster.preset("2xcpu")
+    earlier.forget()
+    with earlier.across_commands(graph, cluster.hash):
+        api.plan(graph, cluster, budget_s=0.5)
+    key = (graph.hash, cluster.hash, "adamw")
+    before = earlier._FOUND[key]
+    earlier.forget()
+    with earlier.across_commands(graph, cluster.hash):
+        after = earlier._FOUND[key]
+        assert after and [(told(s), p.hash) for s, p in before] == [(told(s), p.hash) for s, p in after]
+    for file in home.glob("found/*.json"):
+        file.write_text(file.read_text()[:-9])
+    earlier.forget()
+    with earlier.across_commands(graph, cluster.hash):
+        assert earlier._FOUND[key] == []

@@ -2,17 +2,22 @@
 
 Somebody who searches with data parallelism alone, and then with everything, expects nothing slower. Searches are
 bounded by time, so no order of looking at cells can promise that. What was found in this process is remembered instead,
-by graph, cluster and optimizer; a search begins by simulating what of it lies in its own space.
+by graph, cluster and optimizer; a search begins by simulating what of it lies in its own space. Commands hand it on
+from one to the next (`across_commands`), through the folder that they keep graphs in.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
+from laminar.cache import store, stored
 from laminar.forecast import predict, predict_staged
 from laminar.ir.graph import Graph
 from laminar.ir.plan import Plan
-from laminar.ir.staged import Staged
+from laminar.ir.staged import Staged, plan_of
+from laminar.planner.cells import Cell
 from laminar.planner.finals import Final
 from laminar.planner.request import Request
 from laminar.planner.score import Score, feasible
@@ -23,6 +28,8 @@ KEPT = 4
 """Plans that are remembered of one graph on one cluster, the latest."""
 GRAPHS = 8
 """Graphs on clusters of which any are, the latest."""
+COUNTS = ("again", "blocks", "saves_bytes", "spared", "away", "apart", "behind_s")
+"""What a score says besides, as it is."""
 
 _FOUND: dict[tuple[str, str, str], list[tuple[Score, Plan | Staged]]] = {}
 
@@ -45,6 +52,32 @@ def forget() -> None:
     _FOUND.clear()
 
 
+@contextmanager
+def across_commands(graph: Graph, cluster: str, optimizer: str = "adamw") -> Iterator[None]:
+    """Searches in here know what earlier commands have found for a graph on a cluster, by hash, and tell later ones."""
+    key = (graph.hash, cluster, optimizer)
+    about = dict(zip(("graph", "cluster", "optimizer"), key, strict=True))
+    nothing: list[tuple[Score, Plan | Staged]] = []
+    known = stored("found", about, lambda rows: [_from_json(row) for row in rows], nothing)
+    here = _FOUND.get(key, [])
+    _FOUND[key] = [*(one for one in known if one[1].hash not in {plan.hash for _, plan in here}), *here][-KEPT:]
+    yield
+    store("found", about, [_to_json(*one) for one in _FOUND[key]])
+
+
+def _to_json(score: Score, plan: Plan | Staged) -> dict[str, Any]:
+    cell = score.cell
+    told = {name: getattr(score, name) for name in ("style", "zero", "seconds", "peak_bytes", *COUNTS)}
+    place = [cell.stages, cell.micro_batches, cell.virtual, cell.dp, cell.tp, cell.recompute]
+    return {"cell": place, "score": told, "plan": plan.to_json()}
+
+
+def _from_json(row: dict[str, Any]) -> tuple[Score, Plan | Staged]:
+    plan, told = plan_of(row["plan"]), row["score"]
+    listed = {name: tuple(told[name]) for name in ("style", "again", "apart")}
+    return Score(cell=Cell(*row["cell"]), plan=None, rewrites=plan.rewrites, **{**told, **listed}), plan
+
+
 def usable(graph: Graph, request: Request, space: Space) -> Iterator[Final]:
     """Plans that were found before and are in a space, simulated anew."""
     for score, plan in _FOUND.get(_key(graph, request), []):
@@ -65,4 +98,4 @@ def usable(graph: Graph, request: Request, space: Space) -> Iterator[Final]:
                 yield Final(score, plan, ran.seconds, ran.memory.peak_bytes, account, ran)
 
 
-__all__ = ["forget", "remember", "usable"]
+__all__ = ["across_commands", "forget", "remember", "usable"]
