@@ -16,18 +16,13 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
-import pytest
-
-from laminar.cost import prices
-from laminar.cost.ops import OpCost
 from laminar.errors import LaminarError
 from laminar.forecast import predict, predict_staged
-from laminar.ir.cluster import Cluster
 from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh
 from laminar.ir.plan import Plan
@@ -53,21 +48,6 @@ CELLS = 6
 apart."""
 TRIES = 20
 """How many plans are drawn at most for each that is to be judged: some can't be written, some come twice."""
-
-
-@contextmanager
-def priced_once() -> Iterator[None]:
-    """Inside, ops are priced once for a machine and not once for every plan: what they cost hangs on nothing else."""
-    lists: dict[tuple[int, str], tuple[Cluster, OpCost]] = {}
-
-    def shared(cluster: Cluster, section: str) -> OpCost:
-        if (id(cluster), section) not in lists:
-            lists[id(cluster), section] = (cluster, OpCost(cluster, section))
-        return lists[id(cluster), section][1]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prices, "OpCost", shared)
-        yield
 
 
 # --- the judge

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 from laminar.cost.calibrate import COUNTS, PARTS, Calibration
@@ -46,6 +47,12 @@ NORM_KERNELS = 6
 """What a GPU runs for the norm of all gradients, however many there are."""
 
 
+@lru_cache(maxsize=8)
+def op_cost(cluster: Cluster, section: str) -> OpCost:
+    """What ops cost, learnt once from a profile and not once for every plan: it depends on nothing else."""
+    return OpCost(cluster, section)
+
+
 class Machine(Prices):
     """Prices on a cluster for a number of ranks."""
 
@@ -53,7 +60,7 @@ class Machine(Prices):
         self, cluster: Cluster, section: str, calibration: Calibration, *, optimizer: str = "adamw", fused: bool = False
     ) -> None:
         self.cluster, self.calibration, self.optimizer, self.fused = cluster, calibration, optimizer, fused
-        self.ops, self.collectives = OpCost(cluster, section), CollectiveCost(cluster)
+        self.ops, self.collectives = op_cost(cluster, section), CollectiveCost(cluster)
         on_cpu = cluster.backend == "shared"
         self.gloo = CollectiveCost(replace(cluster, backend="gloo")) if on_cpu else self.collectives
         """For what does not go through shared memory on ranks that have it."""
