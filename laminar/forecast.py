@@ -209,7 +209,7 @@ def predict_program(
     """The same, from programs that are lowered already."""
     program, groups, made, times = timed(program, then, cluster, prices)
     held = held_by(program, groups, cluster, prices.optimizer)
-    return Prediction(plan, cluster, program, made, times, held, _sigma(made, prices.calibration), groups)
+    return Prediction(plan, cluster, program, made, times, held, sigma_of(made, prices.calibration), groups)
 
 
 def held_by(program: Program, groups: tuple[tuple[int, ...], ...] | None, cluster: Cluster, optimizer: str) -> Memory:
@@ -372,7 +372,7 @@ def predict_staged(
         same = (id(home), *outline(part.program))
         if same not in alike:
             made = part_schedule(part.program, insides[id(home)])
-            sigma = _sigma(made, worlds[id(home)].calibration)
+            sigma = sigma_of(made, worlds[id(home)].calibration)
             alike[same] = simulate(made.load).step / 1e9, sigma, part_memory(part.program, home, optimizer)
         part_s[part.name], sigma, held[part.name] = alike[same]
         errors.append((part_s[part.name], sigma))
@@ -459,7 +459,7 @@ def _peaks(pipe: Piped, net: Net, held: dict[str, Memory], optimizer: str) -> tu
     return tuple(a + b + net.bound_bytes(p) for p, (a, b) in enumerate(zip(stays, works, strict=True)))
 
 
-def _sigma(made: Schedule, calibration: Calibration) -> float:
+def sigma_of(made: Schedule, calibration: Calibration) -> float:
     """A calibrated machine's own error; else that of the parts, as if they all erred the same way."""
     if calibration.models:
         return calibration.sigma

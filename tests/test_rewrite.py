@@ -18,7 +18,8 @@ from laminar.search.rewrite import RULES, Rule, Variant, variants
 from laminar.search.rewrite_forms import FORMS
 from laminar.search.rewrite_rule import rewrite
 from laminar.search.rewrite_terms import parse
-from tests import test_rewrite_file, zoo
+from tests import zoo
+from tests.test_rewrite_file import TEXTS
 
 BY_NAME = {r.name: r for r in RULES}
 
@@ -65,7 +66,7 @@ def test_a_rule_prints_as_it_was_written() -> None:
 
 def test_every_form_is_used_by_a_rule() -> None:
     """A word that no rule uses, ours or one from a file, is one that no test tries."""
-    used = " ".join([*(r.text for r in RULES), *test_rewrite_file.TEXTS.values()])
+    used = " ".join([*(r.text for r in RULES), *TEXTS.values()])
     assert [f for f in FORMS if f"{f}(" not in used] == []
 
 

@@ -174,7 +174,7 @@ def _sources() -> str:
     own, root = Path(__file__).parent, Path(laminar.__file__).parent
     files = [own / f"{n}.py" for n in ("bills", "model", "plans")]
     for room in ("capture", "rules", "lower", "search", "cost", "ir"):
-        files += sorted((root / room).glob("*.py"))
+        files += sorted((root / room).rglob("*.py"))
     found = hashlib.sha256()
     for file in [*files, root / "staging.py"]:
         found.update(file.read_bytes())

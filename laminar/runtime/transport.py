@@ -28,7 +28,6 @@ from laminar.ir.mesh import Mesh
 from laminar.ir.program import Instr, Program
 from laminar.runtime import direct, shared
 from laminar.runtime.boxes import Box
-from laminar.runtime.record import Tape
 from laminar.runtime.talk import C10d, Talk
 from laminar.runtime.yard import Area, Wants, Yard
 
@@ -47,6 +46,19 @@ class Exchange(Protocol):
 
     def finish(self, handle: Any) -> Any:
         """The result: one tensor, or a tuple where several were merged."""
+
+
+class Recorder(Protocol):
+    """Who stamps the lines of a program while a recording runs (`record.py`)."""
+
+    @property
+    def active(self) -> bool:
+        """Whether a step is being recorded right now."""
+        ...
+
+    def run(self, code: Any, *inputs: Any) -> list[Tensor]:
+        """Run a program that stamps its lines, and keep the stamps."""
+        ...
 
 
 class Bucket:
@@ -206,7 +218,7 @@ class ReduceScatter:
 class Groups:
     """Real process groups over a mesh; every rank must make this at the same point."""
 
-    tape: Tape | None = None
+    tape: Recorder | None = None
     """Where programs leave their stamps while a recording runs."""
 
     def __init__(
@@ -411,7 +423,7 @@ class _Nothing:
 class Null:
     """No communication at all: what a program costs a rank besides."""
 
-    tape: Tape | None = None
+    tape: Recorder | None = None
 
     def __init__(self, mesh: Mesh, rank: int = 0, device: torch.device | str = "cpu") -> None:
         self.mesh, self.rank, self.device = mesh, rank, torch.device(device)
