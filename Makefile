@@ -48,13 +48,13 @@ test: lint ## lint, then every test that needs neither a GPU nor minutes
 prove: setup ## tests that take minutes: training in every layout, optimizer and precision; 100,000 plans against searches; parts of a sweep
 	@echo "random examples of seed $(FRESH); again with SEED=$(FRESH)"
 	LAMINAR_SEED=$(FRESH) $(BIN)/python -m pytest -n 2 --dist worksteal -m 'slow and not sweep and not gpu and not attack' --ignore=tests/fuzz --timeout 1800 --hypothesis-seed=$(FRESH)
-	LAMINAR_SEED=$(FRESH) $(BIN)/python -m pytest -n 2 --dist worksteal -m attack --timeout 1800 tests/test_attack.py
+	LAMINAR_SEED=$(FRESH) $(BIN)/python -m pytest -n 2 --dist worksteal -m attack --timeout 1800 tests/attack/test_attack.py
 
 sweep: setup ## all of torch's operators and modules, transformers' and torchvision's models, in every way; hours, on JOBS cores
 	LAMINAR_SEED=$(FRESH) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m sweep
 
 attack: setup ## plans that may contradict a search, as in make prove and for larger models; EACH=1 times as many, on JOBS cores
-	OMP_NUM_THREADS=1 PYTHONPATH=.:examples $(BIN)/python -m tests.attack --jobs $(JOBS) --times $(EACH) $(if $(SEED),--seed $(SEED))
+	OMP_NUM_THREADS=1 PYTHONPATH=.:examples $(BIN)/python -m tests.attack.run --jobs $(JOBS) --times $(EACH) $(if $(SEED),--seed $(SEED))
 
 fuzz: setup ## random plans and edited files; PLANS=1000 says how many, SEED=... which
 	@echo "random examples of seed $(FRESH); again with SEED=$(FRESH)"

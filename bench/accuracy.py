@@ -1,7 +1,7 @@
 """How far are predicted steps from measured ones, on models that nothing was fitted to?
 
 Two commands. `measure` times whole steps of every model of `judged.py` under every plan of
-`laminar.train.trials`, with DDP of the same model in the same rounds; run it several times, some minutes apart:
+`laminar.profile.trials`, with DDP of the same model in the same rounds; run it several times, some minutes apart:
 
     python bench/accuracy.py measure --ranks 2 --rounds 15 --to bench/results/steps_2.jsonl
 
@@ -35,10 +35,11 @@ from common import report
 from judged import JUDGED, judged
 
 from laminar.cost.calibrate import HALF_90
-from laminar.forecast import ddp_features, machine, predict, section_of
+from laminar.forecast.features import ddp_features
+from laminar.forecast.step import machine, predict, section_of
 from laminar.ir.cluster import Cluster
-from laminar.runtime.processes import on_ranks
-from laminar.train.trials import DDP, PLANS, Trial, captured, mesh_of, timed
+from laminar.profile.trials import DDP, PLANS, Trial, captured, mesh_of, timed
+from laminar.runtime.check.processes import on_ranks
 
 
 def turns(names: list[str], plans: list[str], rounds: int, turn_s: float, run: str, out: str) -> None:
@@ -142,7 +143,7 @@ def judge(args: argparse.Namespace) -> None:
 def own_ops(args: argparse.Namespace) -> None:
     """The profile with the judged programs' own ops measured as well: what `laminar profile --for` does."""
     from laminar.lower.step import step_programs
-    from laminar.runtime.sweep import measure_instrs
+    from laminar.profile.sweep import measure_instrs
 
     cluster = Cluster.load(args.profile)
     programs = []

@@ -10,7 +10,7 @@ AdamW fused, its batch on the device; the prediction is made from the same graph
     python bench/accuracy_gpu.py --to steps.gz                          measure only
     python bench/accuracy_gpu.py --small --profile h200                 try the benchmark itself, on any device
 
-What is measured: `laminar.train.gpu_trials.whole_step`. A case that fails is a row with its error, and the next one
+What is measured: `laminar.profile.gpu_trials.whole_step`. A case that fails is a row with its error, and the next one
 goes on; files grow case by case. `--kernels` keeps one step's kernels of each case, as the profiler saw them.
 Targets: median error of seconds 8 %, of allocated bytes 4 %.
 """
@@ -36,10 +36,10 @@ from torch import nn
 
 import laminar
 from laminar.cli_cost import cluster_of
-from laminar.forecast import predict
+from laminar.forecast.step import predict
 from laminar.ir.graph import Graph
 from laminar.ir.plan import Plan
-from laminar.train.gpu_trials import kernels_of, whole_step
+from laminar.profile.gpu_trials import kernels_of, whole_step
 
 Made = tuple[Callable[[], nn.Module], Callable[..., Any], Any]
 

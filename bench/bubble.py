@@ -27,9 +27,9 @@ from peers import adamw, fresh
 
 import laminar
 from laminar.api import micro_batches
-from laminar.forecast import predict_staged
+from laminar.forecast.pipeline_step import predict_staged
 from laminar.ir.timeline import Timeline
-from laminar.runtime.transport import join
+from laminar.runtime.comm.transport import join
 
 
 def plans(ranks: int) -> dict[str, dict[str, Any]]:

@@ -24,13 +24,13 @@ from common import report
 from search import traced
 
 from laminar.ir.cluster import Cluster
-from laminar.planner.additive import Additive, classes
-from laminar.planner.cells import Cell
-from laminar.planner.chain import _Improving, copies, improve
-from laminar.planner.edited import Edited
-from laminar.planner.metropolis import Chain
-from laminar.planner.request import Request
-from laminar.planner.score import Model
+from laminar.planner.estimate.model import Model
+from laminar.planner.mcmc.additive_cost import Additive, classes
+from laminar.planner.mcmc.delta_step import Edited
+from laminar.planner.mcmc.improve import _Improving, copies, improve
+from laminar.planner.mcmc.metropolis import Chain
+from laminar.planner.space.cell import Cell
+from laminar.planner.space.request import Request
 
 WARM = 1e-2
 """The temperature at which proposals are counted, as a share of the cost."""

@@ -20,7 +20,7 @@ from common import report
 from laminar.api import capture, load_recipe
 from laminar.ir.mesh import Mesh
 from laminar.lower.lower import lower
-from laminar.search.presets import tensor_parallel
+from laminar.placement.presets import tensor_parallel
 
 
 def main() -> None:

@@ -30,10 +30,10 @@ from common import report
 
 from laminar.ir.mesh import Mesh, Place
 from laminar.ir.net import Actor, Net, Queue
-from laminar.runtime.actors import Actors
-from laminar.runtime.edges import Value
-from laminar.runtime.joined import join
-from laminar.runtime.processes import on_ranks
+from laminar.runtime.check.processes import on_ranks
+from laminar.runtime.pipeline.actors import Actors
+from laminar.runtime.pipeline.channels import Value
+from laminar.runtime.pipeline.connect import join
 
 REGISTERS = 4
 

@@ -35,9 +35,9 @@ from typing import Any, NamedTuple
 
 from common import report
 
-from laminar.cost.delta import again
-from laminar.cost.simulate import Times, simulate
-from laminar.cost.tasks import Drag, Lane, Load, Task
+from laminar.cost.sim.delta import again
+from laminar.cost.sim.simulate import Times, simulate
+from laminar.cost.sim.tasks import Drag, Lane, Load, Task
 
 COMPUTE, TENSOR, DATA, HOST = range(4)
 LANES = (Lane(0, "compute"), Lane(0, "communication:tp"), Lane(0, "communication:dp"), Lane(0, "host"))
@@ -126,7 +126,7 @@ def program() -> Load:
     import torch
 
     import laminar
-    from laminar.forecast import predict
+    from laminar.forecast.step import predict
 
     sys.path.append(str(Path(__file__).parent.parent / "examples"))
     import gpt as example  # type: ignore[import-not-found]

@@ -37,8 +37,8 @@ from torch import nn
 
 import laminar
 from laminar.api import inputs_of, load_recipe
-from laminar.runtime.compiled import Compiled
-from laminar.runtime.transport import Null
+from laminar.runtime.code.inductor_step import Compiled
+from laminar.runtime.comm.transport import Null
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 PEAK_FLOPS = 989e12

@@ -23,9 +23,9 @@ from common import report
 from torch import Tensor, nn
 
 from laminar.ir.mesh import Mesh
-from laminar.runtime.transport import Null
+from laminar.runtime.comm.transport import Null
+from laminar.train.batch_checksum import Sampled
 from laminar.train.engine import Engine, Leaves
-from laminar.train.sampled import Sampled
 
 
 class Config:

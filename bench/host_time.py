@@ -20,9 +20,9 @@ from common import paired, ratio, report
 from torch import nn
 
 import laminar
-from laminar.runtime.module import Step
-from laminar.runtime.shards import shard
-from laminar.runtime.transport import Null
+from laminar.runtime.code.eager_step import Step
+from laminar.runtime.comm.shards import shard
+from laminar.runtime.comm.transport import Null
 
 LAYERS, WIDTH, HEADS, BATCH, TOKENS, VOCAB = 8, 64, 4, 2, 32, 128
 

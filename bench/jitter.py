@@ -7,7 +7,7 @@ for whom.
 
 torch.distributed.pipelining's 1F1B with the same split, micro-batches and draws is held against ours with as much
 stash (window 0 and 2) and with more (window 2): a round is one step of each side with one set of draws, the order
-turning. The simulator (`laminar/cost/pipeline.py`) executes the nets of our plans with the draws alone; for torch's
+turning. The simulator (`laminar/cost/sim/pipeline.py`) executes the nets of our plans with the draws alone; for torch's
 side it takes our 1F1B with stash 1 and window 0. Losses of two steps are compared first.
 
     python bench/jitter.py [--ranks 2 4 8] [--micro 16 32] [--rounds 12] [--png jitter.png]
@@ -43,7 +43,7 @@ from train_pipeline import Piece, starts
 
 import laminar
 from laminar.api import micro_batches
-from laminar.cost.pipeline import execute
+from laminar.cost.sim.pipeline import execute
 
 D, TOKENS, VOCAB = 32, 8, 64
 SIGMA = 0.5

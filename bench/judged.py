@@ -17,7 +17,7 @@ import torch
 from models import MODELS
 
 from laminar.api import load_recipe
-from laminar.train.trials import Trial
+from laminar.profile.trials import Trial
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 

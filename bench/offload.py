@@ -33,9 +33,9 @@ from common import paired, ratio, report
 from gpu import autocast, gpt, sync
 
 import laminar
-from laminar.forecast import predict
+from laminar.forecast.step import predict
 from laminar.ir.cluster import Cluster, Figure
-from laminar.runtime.offload import Link, link_of
+from laminar.runtime.code.host_copies import Link, link_of
 
 ALONE = laminar.Mesh({"dp": 1})
 SOME = r"blocks\.(0|8|16)"

@@ -37,7 +37,7 @@ from common import paired, ratio, report
 from models import MODELS, Case
 from peers import Side
 
-from laminar.runtime.transport import join
+from laminar.runtime.comm.transport import join
 
 AGREE = 1e-3
 TURN_S = 0.5

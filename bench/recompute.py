@@ -6,8 +6,8 @@
 On the CPU: GPT of 10.9M parameters (`examples/gpt.py:small`), float32, AdamW, one process; a job with a plan that
 keeps everything and one with `recompute="blocks.*"`. Seconds of the clock, and of the processor, which other
 processes on a busy machine disturb less. Losses and weights must be equal to the bit. Memory is what a
-step holds besides inputs and weights at most, counted storage by storage (`tests/meter.py`), against the prediction;
-activations are that without gradients.
+step holds besides inputs and weights at most, counted storage by storage (`tests/support/memory_meter.py`), against
+the prediction; activations are that without gradients.
 
 On a GPU: GPT-2 medium as in `bench/gpu.py`, bfloat16 autocast, fused AdamW. Sides: `checkpoint`, torch.compile around a
 model whose blocks are checkpointed (`use_reentrant=False`); `laminar`, a job with `recompute="blocks.*"`; `kept`, a job
@@ -37,10 +37,10 @@ from torch.utils.checkpoint import checkpoint
 
 import laminar
 from laminar.api import inputs_of, load_recipe
-from laminar.cost.memory import memory
-from laminar.lower.fuse import kernels
-from laminar.lower.recompute import recompute, written_out
-from laminar.runtime.reference import constants_of
+from laminar.cost.memory.peak import memory
+from laminar.lower.kernels import kernels
+from laminar.lower.mincut_recompute import recompute, written_out
+from laminar.runtime.check.one_device import constants_of
 
 ROOT = Path(__file__).parent.parent
 ALONE = laminar.Mesh({"dp": 1})
@@ -64,7 +64,7 @@ def _plan(graph: Any, mesh: Any, patterns: Any) -> Any:
 def held_bytes(recipe: Any, batch: Any) -> dict[str, dict[str, float]]:
     """Bytes of a step at most, measured and predicted, with recompute and without."""
     sys.path.insert(0, str(ROOT))
-    from tests.meter import held
+    from tests.support.memory_meter import held
 
     torch.manual_seed(0)
     model = recipe.model()

@@ -31,9 +31,9 @@ from torch import Tensor, nn
 from laminar.api import capture
 from laminar.ir.cluster import Cluster
 from laminar.ir.graph import Graph
-from laminar.planner.earlier import forget
-from laminar.planner.find import find
-from laminar.planner.request import Request
+from laminar.planner.search.best_first import find
+from laminar.planner.search.earlier_plans import forget
+from laminar.planner.space.request import Request
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 GPT = {"gpt": (24, 1024, 50304, 1024), "175b": (96, 12288, 51200, 2048)}

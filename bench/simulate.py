@@ -28,15 +28,15 @@ from judged import example
 
 from laminar.capture.capture import capture
 from laminar.cost.schedule import Groups, schedule
-from laminar.cost.simulate import simulate
-from laminar.forecast import machine
+from laminar.cost.sim.simulate import simulate
+from laminar.forecast.step import machine
 from laminar.ir.cluster import Cluster
 from laminar.ir.mesh import Mesh
 from laminar.ir.program import Program
-from laminar.lower.fuse import kernels
-from laminar.lower.recompute import recompute, written_out
+from laminar.lower.kernels import kernels
+from laminar.lower.mincut_recompute import recompute, written_out
 from laminar.lower.step import step_programs
-from laminar.search import presets
+from laminar.placement import presets
 from laminar.train.precision import Precision
 
 

@@ -55,14 +55,14 @@ from peers import OPTIMIZERS, Side, ddp, ddp_sparse, dtensor, fresh, fsdp, ours
 from race import AGREE
 
 import laminar
-from laminar.forecast import predict
+from laminar.forecast.step import predict
 from laminar.ir.cluster import Cluster
 from laminar.ir.plan import Plan
-from laminar.planner.finalists import finalists
-from laminar.planner.request import DIMENSIONS
-from laminar.runtime.transport import join
-from laminar.train import tryout
-from laminar.train.auto import BUDGET_S, Searched, with_ddp
+from laminar.planner.search.finalists import finalists
+from laminar.planner.space.request import DIMENSIONS
+from laminar.runtime.comm.transport import join
+from laminar.train import try_finalists
+from laminar.train.plan_search import BUDGET_S, Searched, with_ddp
 from laminar.train.precision import Precision
 from laminar.train.world import World
 
@@ -79,7 +79,7 @@ WIDE = ("mlp", "dlrm", "dlrm_sgd")
 """Where DDP is to be beaten by more."""
 TWIN = "the same program as laminar"
 DRAWS = 4000
-PRELOAD = ["torch", "torch.distributed", "peers", "laminar.train.job", "laminar.planner.best"]
+PRELOAD = ["torch", "torch.distributed", "peers", "laminar.train.job", "laminar.planner.search.entry"]
 CONTEXT = multiprocessing.get_context("forkserver")
 
 
@@ -104,8 +104,8 @@ def own_cores(ranks: int) -> list[int]:
 
 def measured(ranks: int, budget_s: float, path: Path) -> Cluster:
     """A profile of these cores with whole steps of `laminar profile`'s own models, none of which is raced here."""
-    from laminar.runtime.sweep import profile
-    from laminar.train.calibrating import calibrated
+    from laminar.profile.calibrate import calibrated
+    from laminar.profile.sweep import profile
 
     here = profile(Cluster.detect(), ranks=[ranks], budget_s=budget_s)
     here = calibrated(here, [ranks])
@@ -206,7 +206,7 @@ def tried_out(case: Case, plan: Any, finals: list[Any], found: dict[str, Any]) -
     made = OPTIMIZERS[case.optimizer]
     batch = case.batches[0]
     about = {"capture_s": found["capture_s"], "left_out": found["left_out"]}
-    taken = tryout.tried(World("cpu"), plan, finals, fresh(case), case.loss, made, batch, **about)
+    taken = try_finalists.tried(World("cpu"), plan, finals, fresh(case), case.loss, made, batch, **about)
     said: dict[str, Any] = {"seconds": round(time.perf_counter() - start, 2), "predicted": finals[0].name}
     told = taken.account.get("measured")
     if told is None:

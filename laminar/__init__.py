@@ -59,9 +59,9 @@ _WHERE = {
     "parallelize": "laminar.api",
     "plan": "laminar.api",
     "plans": "laminar.api",
-    "predict": "laminar.forecast",
+    "predict": "laminar.forecast.step",
     "replan": "laminar.api",
-    "rewritten": "laminar.search.rewrite",
+    "rewritten": "laminar.rewrite.variants",
     "verify": "laminar.api",
 }
 __all__ = [
@@ -198,7 +198,7 @@ if TYPE_CHECKING:
         StoppedError,
         TimelineError,
     )
-    from laminar.forecast import predict
+    from laminar.forecast.step import predict
     from laminar.ir.cluster import Cluster
     from laminar.ir.graph import Graph
     from laminar.ir.mesh import Link, Mesh
@@ -208,7 +208,7 @@ if TYPE_CHECKING:
     from laminar.ir.tensor import TensorSpec
     from laminar.ir.timeline import Timeline
     from laminar.lower.lower import lower
-    from laminar.search.rewrite import rewritten
+    from laminar.rewrite.variants import rewritten
     from laminar.train.engine import Local, Sized
     from laminar.train.job import Job
     from laminar.train.loop import Callback

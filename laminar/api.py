@@ -16,12 +16,12 @@ from laminar.ir.mesh import Mesh
 from laminar.ir.plan import Plan, runs_ddp
 from laminar.ir.sbp import Sbp
 from laminar.ir.staged import Staged
-from laminar.planner.account import accounted
-from laminar.search import presets
-from laminar.search.presets import Patterns
-from laminar.search.rewrite import rewritten
-from laminar.staging import again as restaged
-from laminar.staging import pipeline
+from laminar.placement import presets
+from laminar.placement.presets import Patterns
+from laminar.planner.report.traffic import accounted
+from laminar.rewrite.variants import rewritten
+from laminar.staging.stage_plans import again as restaged
+from laminar.staging.stage_plans import pipeline
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def load_recipe(name: str) -> Recipe:
 def capture(model: Any, loss: Callable[[Any, Any], Any], batch: Any) -> Graph:
     """Forward, loss and backward of one step as a logical graph; ops without a rule are probed."""
     from laminar.capture.capture import capture as trace
-    from laminar.runtime.probe import probe
+    from laminar.runtime.check.probe_rules import probe
 
     return probe(trace(model, loss, batch))
 
@@ -107,7 +107,7 @@ def graph_of(name: str, parts: int = 1, precision: str = "f32", device: str = "c
     import torch
 
     from laminar.capture.batches import flatten, unflatten
-    from laminar.capture.kept import kept_graph
+    from laminar.capture.saved_graphs import kept_graph
     from laminar.train.precision import Precision
 
     recipe, batch = _begun(name, parts)
@@ -176,15 +176,15 @@ def plan(
     rewrites of the graph, which are run on random numbers before they are used; `laminar.rewritten(graph, plan)` is
     the graph that such a plan places.
     """
-    from laminar.planner.best import best
-    from laminar.planner.request import asking
+    from laminar.planner.search.entry import best
+    from laminar.planner.space.request import asking
 
     machine = Cluster.preset(cluster) if isinstance(cluster, str) else cluster
     request = asking(machine, memory_bytes, budget_s, optimizer, pin, only, proposals, margin, batch)
     found = best(graph, request, progress)
     if not found.rewrites:
         return found
-    from laminar.runtime.prove import proof
+    from laminar.runtime.check.prove_rewrites import proof
 
     shown = proof(found.origin.graph if found.origin else graph, found)
     if not shown.holds:
@@ -213,9 +213,9 @@ def replan(
     `left = cluster.without([7])`.
     """
     from laminar.ir.planned import cluster_for
-    from laminar.planner.batch import own
-    from laminar.planner.replan import replan as planned_anew
-    from laminar.planner.request import asking
+    from laminar.planner.search.batch_size import own
+    from laminar.planner.search.replan import replan as planned_anew
+    from laminar.planner.space.request import asking
 
     if not lost and cluster is None:
         raise PlanError("nothing is lost", next="name the devices: lost=[7]; or what is left: cluster=...")
@@ -288,14 +288,15 @@ class plans:
         cluster: Cluster | str | None = None,
         **options: Any,
     ) -> Staged:
-        """Stages of equal work at different ranks, through which micro-batches pass; see `laminar.staging.pipeline`.
+        """Stages of equal work at different ranks, through which micro-batches pass; see
+        `laminar.staging.stage_plans.pipeline`.
 
         With a `cluster`, stages are equal by what their ops take on the devices of their places, which may differ:
         faster ones get more of the model.
         """
         if cluster is None:
             return pipeline(graph, stages, microbatches, virtual, inner, **options)
-        from laminar.planner.sides import pipeline_on
+        from laminar.planner.estimate.mixed_pipelines import pipeline_on
 
         machine = Cluster.preset(cluster) if isinstance(cluster, str) else cluster
         return pipeline_on(graph, machine, stages, microbatches, virtual, inner, **options)
@@ -335,10 +336,10 @@ def verify(
     The plan is held against the captured graph, in float64 unless `dtype` says otherwise, and the graph, in its own
     dtypes, against the model run eagerly in plain PyTorch. Both must agree.
     """
-    from laminar.planner.batch import fitted, refuse_other
+    from laminar.planner.search.batch_size import fitted, refuse_other
     from laminar.rules.samples import samples_of
-    from laminar.runtime.verify import verify_program
-    from laminar.train.oracle import against_eager
+    from laminar.runtime.check.verify import verify_program
+    from laminar.train.check_graph import against_eager
 
     found = list(batches)
     if isinstance(plan, Staged):
@@ -357,12 +358,12 @@ def _verify_staged(model: Any, loss: Any, batches: list[Any], plan: Staged, dtyp
 
     from laminar.capture.batches import unflatten
     from laminar.capture.capture import capture as trace
-    from laminar.planner.batch import refuse_other
+    from laminar.planner.search.batch_size import refuse_other
     from laminar.rules.samples import in_parts, places_of, samples_of
-    from laminar.runtime.probe import probe
-    from laminar.runtime.verify import verify_stages, weighted
+    from laminar.runtime.check.probe_rules import probe
+    from laminar.runtime.check.verify import verify_stages, weighted
+    from laminar.train.check_graph import against_eager
     from laminar.train.engine import Leaves
-    from laminar.train.oracle import against_eager
 
     whole, leaves = capture(model, loss, batches[0]), Leaves.of(batches[0])
     refuse_other(plan, samples_of(whole))
@@ -471,40 +472,40 @@ def parallelize(
     """
     if cluster is not None and (plan != "auto" or mesh is not None):
         raise LaminarError("a cluster is what a plan is searched for", next='leave out mesh, and say plan="auto"')
-    from laminar.capture.wrapped import unwrapped
+    from laminar.capture.unwrap import unwrapped
 
     model = unwrapped(model)
-    from laminar.capture.lazy import initialise
+    from laminar.capture.lazy_layers import initialise
 
     initialise(model, loss, batch)
     if plan == "ddp":
-        from laminar.train.ddp import DdpJob
+        from laminar.train.ddp_job import DdpJob
 
         return DdpJob(
             model, loss, optimizer, batch, device, precision, micro_batches, clip_norm, clip_value, ema, seed, timeout_s
         )
-    from laminar.train import choose
+    from laminar.train import plan_for
     from laminar.train.job import Job
 
     world = None
     if cluster is not None:
-        from laminar.train import auto  # and the planner with it, which takes a while to load
+        from laminar.train import plan_search  # and the planner with it, which takes a while to load
 
-        world, plan = auto.begun(
+        world, plan = plan_search.begun(
             model, loss, optimizer, batch, cluster, measure, device, timeout_s, compile, detect_anomaly,
             precision=precision, micro_batches=micro_batches, clip_norm=clip_norm, clip_value=clip_value, ema=ema,
             seed=seed, elementwise=elementwise, unguarded=unguarded,
         )  # fmt: skip
-    plan = choose.loaded(plan)
+    plan = plan_for.loaded(plan)
     if world is None and isinstance(plan, Plan | Staged) and "batch" in plan.account:
-        from laminar.planner.batch import refuse_other
+        from laminar.planner.search.batch_size import refuse_other
         from laminar.train.engine import Leaves
 
         parts = 1 if isinstance(plan, Staged) else micro_batches
         refuse_other(plan, Leaves.of(batch).split(parts)[0].samples, parts)
     if isinstance(plan, Plan) and runs_ddp(plan):
-        from laminar.train.ddp import DdpJob
         from laminar.train.ddp_fits import refuse_others
+        from laminar.train.ddp_job import DdpJob
 
         if world is None:
             refuse_others(model, loss, batch, precision, micro_batches, device, detect_anomaly)
@@ -524,7 +525,7 @@ def parallelize(
 
 def _staged(*args: Any, mesh: Any, micro_batches: int, detect_anomaly: bool, **options: Any) -> Any:
     """A job whose plan has stages; what such a job has no say in is refused by name."""
-    from laminar.train.staged import StagedJob
+    from laminar.train.pipeline_job import StagedJob
 
     asked = {"mesh": mesh is not None, "micro_batches": micro_batches != 1, "detect_anomaly": detect_anomaly}
     for name, given in asked.items():

@@ -48,8 +48,8 @@ def _captured(args: argparse.Namespace) -> tuple[Any, Any, Any, Any]:
 
 def do_capture(args: argparse.Namespace) -> int:
     """What was captured, and which ops have no rule."""
-    from laminar.cost.eager import as_they_are, shown
-    from laminar.cost.work import flops
+    from laminar.cost.ops.eager import as_they_are, shown
+    from laminar.cost.ops.roofline import flops
     from laminar.rules.notation import call_of
     from laminar.rules.table import rule_for
 

@@ -26,8 +26,8 @@ from laminar.ir.graph import Graph
 from laminar.ir.plan import Plan
 from laminar.ir.planned import sized
 from laminar.ir.staged import Staged, load_plan
-from laminar.planner.rates import rates
-from laminar.planner.rates import told as figures
+from laminar.planner.report.throughput import rates
+from laminar.planner.report.throughput import told as figures
 
 EXPLAIN = """\
 examples

@@ -75,8 +75,8 @@ def profile_options(p: argparse.ArgumentParser) -> None:
 
 def do_profile(args: argparse.Namespace) -> int:
     """Measure this machine."""
-    from laminar.runtime.sweep import profile
-    from laminar.train.calibrating import calibrated
+    from laminar.profile.calibrate import calibrated
+    from laminar.profile.sweep import profile
 
     start = time.monotonic()
     path = Path(args.output)
@@ -130,7 +130,7 @@ def _on_gpu(found: Cluster, keep: str | None, show: Any) -> Cluster:
     """The cluster, calibrated with whole steps on its GPU."""
     import tempfile
 
-    from laminar.train.gpu_trials import calibrated_on_gpu, timed
+    from laminar.profile.gpu_trials import calibrated_on_gpu, timed
 
     show(0, 1, "compiled models on the GPU")
     with tempfile.TemporaryDirectory(prefix="laminar-trials-") as folder:
@@ -153,7 +153,7 @@ def _programs(recipe: str, ranks: list[int]) -> list[Any]:
     from laminar.api import graph_of
     from laminar.ir.mesh import Mesh
     from laminar.lower.step import step_programs
-    from laminar.search import presets
+    from laminar.placement import presets
 
     graph = graph_of(recipe)
     out = []
@@ -167,8 +167,8 @@ def _programs(recipe: str, ranks: list[int]) -> list[Any]:
 def summarised(cluster: Cluster) -> dict[str, Any]:
     """What a profile knows and how well, for people and scripts."""
     from laminar.cost.calibrate import Calibration, interval
-    from laminar.cost.ops import OpCost
-    from laminar.cost.table import Table
+    from laminar.cost.ops.price import OpCost
+    from laminar.cost.ops.table import Table
 
     sections = {}
     for name, section in Table.of(cluster.profile).sections.items():
@@ -246,11 +246,12 @@ def simulate_options(p: argparse.ArgumentParser) -> None:
 def do_simulate(args: argparse.Namespace) -> int:
     """Predict one step of a plan."""
     from laminar.api import graph_of
-    from laminar.forecast import predict, predict_staged
-    from laminar.planner.batch import own
-    from laminar.planner.rates import rates, told, work_of
-    from laminar.search.presets import like
-    from laminar.staging import again
+    from laminar.forecast.pipeline_step import predict_staged
+    from laminar.forecast.step import predict
+    from laminar.placement.presets import like
+    from laminar.planner.report.throughput import rates, told, work_of
+    from laminar.planner.search.batch_size import own
+    from laminar.staging.stage_plans import again
 
     plan = load_plan(args.plan)
     recipe = args.recipe or plan.account.get("recipe")
@@ -280,7 +281,7 @@ def do_simulate(args: argparse.Namespace) -> int:
     if args.trace:
         Path(args.trace).write_text(json.dumps(line.to_chrome()))
     if args.png:
-        from laminar.cost.picture import draw
+        from laminar.cost.timeline_plot import draw
 
         draw([line], args.png)
     parts = line.breakdown()
@@ -329,12 +330,12 @@ def diff_options(p: argparse.ArgumentParser) -> None:
 
 def do_diff(args: argparse.Namespace) -> int:
     """Where prediction and reality part."""
-    from laminar.cost.compare import compare, render
+    from laminar.cost.timeline_diff import compare, render
 
     predicted, measured = Timeline.load(args.predicted), Timeline.load(args.measured)
     found = compare(predicted, measured)
     if args.png:
-        from laminar.cost.picture import draw
+        from laminar.cost.timeline_plot import draw
 
         draw([predicted, measured], args.png)
     print(json.dumps(found.to_json()) if args.json else render(found))

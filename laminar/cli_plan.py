@@ -24,7 +24,7 @@ from laminar.ir.plan import Plan
 from laminar.ir.sbp import parse
 from laminar.ir.staged import SCHEDULES, Staged, plan_of
 from laminar.launch.command import PRECISIONS
-from laminar.planner.rates import work_of
+from laminar.planner.report.throughput import work_of
 
 PRESETS = ["data_parallel", "zero1", "zero2", "zero3", "tensor_parallel"]
 EXAMPLES = """\
@@ -113,7 +113,7 @@ def _search(args: argparse.Namespace) -> int:
     """The best plan for a cluster."""
     from laminar.api import graph_of, plan
     from laminar.cache import kept
-    from laminar.planner.earlier import across_commands
+    from laminar.planner.search.earlier_plans import across_commands
 
     if args.recompute or args.offload or args.program:
         raise PlanError("--recompute, --offload and --program do not go with a search",
@@ -194,7 +194,7 @@ def _made(args: argparse.Namespace) -> int:
         account = {**plan.account, **work_of(graph, args.precision, cluster), "recipe": args.recipe}
         plan = replace(plan, account=account)
         if cluster is not None:
-            from laminar.forecast import accounted
+            from laminar.forecast.step import accounted
 
             plan = accounted(graph, plan, cluster)
             if args.cluster.endswith(".json"):
@@ -232,7 +232,7 @@ def _stages(args: argparse.Namespace, mesh: Mesh | None) -> int:
         )  # fmt: skip
         account = {**plan.account, **work_of(graph, args.precision, cluster, args.microbatches), "recipe": args.recipe}
         if cluster is not None:
-            from laminar.forecast import predict_staged
+            from laminar.forecast.pipeline_step import predict_staged
 
             account |= predict_staged(graph, plan, cluster).account()
             account |= {"cluster_file": args.cluster} if args.cluster.endswith(".json") else {}

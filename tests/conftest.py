@@ -21,9 +21,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from laminar.runtime import processes
-from tests.ranks import CONTEXT, SELDOM, Ranks
-from tests.seeds import SEED
+from laminar.runtime.check import processes
+from tests.support.rank_pool import CONTEXT, SELDOM, Ranks
+from tests.support.seeds import SEED
 
 for profile, steady in (("steady", True), ("fresh", False)):
     settings.register_profile(profile, derandomize=steady, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -57,7 +57,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """How many plans were held against searches (`tests/test_attack.py`), by all workers together."""
+    """How many plans were held against searches (`tests/attack/test_attack.py`), by all workers together."""
     told = [dict(report.user_properties) for reports in terminalreporter.stats.values() for report in reports
             if getattr(report, "when", "") == "call"]  # fmt: skip
     told = [one for one in told if "attack simulated" in one]
@@ -76,7 +76,7 @@ def pytest_runtest_setup() -> None:
     Nor does what it finds.
     """
     random.seed(0)
-    if earlier := sys.modules.get("laminar.planner.earlier"):
+    if earlier := sys.modules.get("laminar.planner.search.earlier_plans"):
         earlier.forget()
     np.random.seed(0)
     torch.manual_seed(0)

@@ -13,8 +13,8 @@ import pytest
 from laminar import api, cache
 from laminar.cli import main
 from laminar.ir.cluster import Cluster
-from laminar.planner import earlier, find
-from laminar.planner.score import Score
+from laminar.planner.estimate.model import Score
+from laminar.planner.search import best_first, earlier_plans
 
 RECIPE = """
 import torch
@@ -149,17 +149,17 @@ def test_a_wider_command_takes_nothing_slower_than_an_earlier_narrower_one(
 ) -> None:
     """Commands are processes of their own: what one has found, the next reads from the folder and simulates first."""
     recipe, simulated = _recipe(tmp_path, 16), []
-    real = earlier.usable
+    real = earlier_plans.usable
 
     def counted(*args: Any) -> Any:
         for final in real(*args):
             simulated.append(final.plan.hash)
             yield final
 
-    monkeypatch.setattr(find, "usable", counted)
+    monkeypatch.setattr(best_first, "usable", counted)
     told = []
     for more in (["--only", "data"], ["--only", "data,zero"], []):
-        earlier.forget()  # as a new process would
+        earlier_plans.forget()  # as a new process would
         assert main(["plan", recipe, "--cluster", "2xcpu", "--json", *more]) == 0
         told.append(json.loads(capsys.readouterr().out))
     assert len(simulated) >= 2 and len(list(home.glob("found/*.json"))) == 1
@@ -174,17 +174,17 @@ def test_what_was_found_comes_back_from_its_file_as_it_was(home: Path, tmp_path:
 
     recipe = _recipe(tmp_path, 16)
     graph, cluster = api.graph_of(recipe), Cluster.preset("2xcpu")
-    earlier.forget()
-    with earlier.across_commands(graph, cluster.hash):
+    earlier_plans.forget()
+    with earlier_plans.across_commands(graph, cluster.hash):
         api.plan(graph, cluster, budget_s=0.5)
     key = (graph.hash, cluster.hash, "adamw")
-    before = earlier._FOUND[key]
-    earlier.forget()
-    with earlier.across_commands(graph, cluster.hash):
-        after = earlier._FOUND[key]
+    before = earlier_plans._FOUND[key]
+    earlier_plans.forget()
+    with earlier_plans.across_commands(graph, cluster.hash):
+        after = earlier_plans._FOUND[key]
         assert after and [(told(s), p.hash) for s, p in before] == [(told(s), p.hash) for s, p in after]
     for file in home.glob("found/*.json"):
         file.write_text(file.read_text()[:-9])
-    earlier.forget()
-    with earlier.across_commands(graph, cluster.hash):
-        assert earlier._FOUND[key] == []
+    earlier_plans.forget()
+    with earlier_plans.across_commands(graph, cluster.hash):
+        assert earlier_plans._FOUND[key] == []

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import laminar
 from laminar.cli import main, parser
-from tests.ranks import Ranks
+from tests.support.rank_pool import Ranks
 
 ROOT = Path(__file__).parent.parent
 PAGES = ["README.md", "examples/README.md", *(f"docs/{p.name}" for p in sorted((ROOT / "docs").glob("*.md")))]

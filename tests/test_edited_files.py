@@ -1,8 +1,8 @@
 """Files that somebody has edited: refused by name, with the place in the file, or right.
 
 Plans, graphs, clusters and timelines are JSON, and people change them: by hand, by merging, by a script that half
-works. So thousands of random edits are made (`mutated.py`), and each file is loaded and used as the commands use it.
-Whatever is not refused as a `LaminarError` must still give the numbers of one device.
+works. So thousands of random edits are made (`tests/support/spoiled_json.py`), and each file is loaded and used as the
+commands use it. Whatever is not refused as a `LaminarError` must still give the numbers of one device.
 """
 
 from __future__ import annotations
@@ -17,21 +17,22 @@ from typing import Any
 import pytest
 
 import laminar
-from laminar.cost.families import measured_traits
+from laminar.cost.ops.families import measured_traits
 from laminar.errors import ClusterError, LaminarError, PlanError, TimelineError
-from laminar.forecast import predict, predict_staged
+from laminar.forecast.pipeline_step import predict_staged
+from laminar.forecast.step import predict
 from laminar.ir.cluster import Cluster
 from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh
 from laminar.ir.staged import Staged, plan_of
 from laminar.ir.timeline import Timeline
-from laminar.runtime.verify import verify_program
-from laminar.search.draw import random_plan
-from laminar.staging import pipeline
-from tests.mutated import mutated
-from tests.seeds import dice, first
-from tests.test_staged import worst
-from tests.zoo import specimen
+from laminar.placement.random_plan import random_plan
+from laminar.runtime.check.verify import verify_program
+from laminar.staging.stage_plans import pipeline
+from tests.support.seeds import dice, first
+from tests.support.spoiled_json import mutated
+from tests.support.staged_errors import worst
+from tests.support.zoo import specimen
 
 NAME = "mlp.py:tiny"
 FEW, MANY = 150, 3000

@@ -37,7 +37,7 @@ from laminar.ir.codec import Ref
 from laminar.ir.graph import Graph, Node
 from laminar.ir.plan import Choice, Plan
 from laminar.ir.sbp import B
-from laminar.runtime.probe import probe, signatures_of
+from laminar.runtime.check.probe_rules import probe, signatures_of
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 HERE = Path(__file__).name
@@ -756,7 +756,7 @@ def test_a_mesh_that_makes_no_sense_is_refused(axes: Any, said: str) -> None:
 def world_of_one(tmp_path: Path) -> Iterator[None]:
     import torch.distributed as dist
 
-    from laminar.runtime.transport import join
+    from laminar.runtime.comm.transport import join
 
     join(0, 1, str(tmp_path / "rendezvous"))
     yield
@@ -765,7 +765,7 @@ def world_of_one(tmp_path: Path) -> Iterator[None]:
 
 def test_a_mesh_larger_than_the_world_is_refused(world_of_one: None) -> None:
     """Waiting for ranks that never come is the worst of errors."""
-    from laminar.runtime.transport import Groups
+    from laminar.runtime.comm.transport import Groups
 
     with pytest.raises(MeshError, match=r"Mesh\(dp=2, tp=2\) has 4 ranks, the world has 1") as info:
         Groups(Mesh({"dp": 2, "tp": 2}))
@@ -774,7 +774,7 @@ def test_a_mesh_larger_than_the_world_is_refused(world_of_one: None) -> None:
 
 def test_groups_without_a_world_are_refused() -> None:
     """A script started plainly, where torchrun was meant."""
-    from laminar.runtime.transport import Groups
+    from laminar.runtime.comm.transport import Groups
 
     with pytest.raises(MeshError, match="no process group") as info:
         Groups(Mesh({"dp": 2}))
@@ -907,8 +907,8 @@ def test_probing_finds_how_a_custom_op_splits() -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_random_plans_through_a_probed_op_compute_the_same(seed: int) -> None:
     """What probing found is used like a rule, on several axes too."""
-    from laminar.runtime.verify import verify_program
-    from laminar.search.draw import random_plan
+    from laminar.placement.random_plan import random_plan
+    from laminar.runtime.check.verify import verify_program
 
     model = Custom(soften, "w")
     graph = laminar.capture(model, total, torch.cat([X, X + 1]))
@@ -928,7 +928,7 @@ def test_data_parallel_splits_a_probed_op() -> None:
 
 def test_an_op_that_does_not_split_is_computed_whole_and_reported() -> None:
     """Right before fast; and the plan says what it costs."""
-    from laminar.runtime.verify import verify_program
+    from laminar.runtime.check.verify import verify_program
 
     model = Custom(ranked)
     graph = laminar.capture(model, total, X)

@@ -6,14 +6,12 @@ and well defined in float64, where rounding can be told from a mistake. The larg
 people: their data must have something to learn that averages do not give away. Nothing is spread.
 """
 
-import importlib.util
 import math
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import data
@@ -24,23 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 import laminar
-from tests.marks import slow
-
-EXAMPLES = Path(__file__).parent.parent / "examples"
-
-TINY = [
-    *("mlp.py:tiny", "resnet.py:tiny", "gpt.py:tiny", "gpt.py:narrow", "llama.py:tiny", "bert.py:tiny"),
-    *("vit.py:tiny", "t5.py:tiny", "dlrm.py:tiny", "moe.py:tiny", "lstm.py:tiny", "unet.py:tiny"),
-    *("hf.py:gpt2", "hf.py:bert"),
-]
-
-
-def load(file: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"example_{Path(file).stem}", EXAMPLES / file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+from tests.support.example_recipes import EXAMPLES, TINY, load
+from tests.support.marks import slow
 
 
 def recipe(name: str) -> Any:

@@ -21,8 +21,8 @@ from bench.published.machines import A100, B200, H100, V100, attention_rate, gpu
 from bench.published.pipes import layout_of, pipe_s
 from bench.published.prices import Constants
 from bench.published.rows import Row, measured_s, model_flops
-from laminar.cost.pipeline import execute
-from laminar.cost.prices import Machine
+from laminar.cost.machine import Machine
+from laminar.cost.sim.pipeline import execute
 from laminar.lower.schedules import dag_net
 
 HEADER = (

@@ -20,22 +20,22 @@ from typing import Any
 
 from bench.published.model import Shape
 from laminar.cost.calibrate import Calibration
-from laminar.cost.collectives import held_bytes
-from laminar.cost.families import COMPUTES, describe, family_of
-from laminar.cost.prices import Machine
+from laminar.cost.comm.price import held_bytes
+from laminar.cost.machine import Machine
+from laminar.cost.ops.families import COMPUTES, describe, family_of
+from laminar.cost.ops.roofline import FREE
 from laminar.cost.schedule import Exchange, Price, schedule
-from laminar.cost.tasks import Lane, Load, Task
-from laminar.cost.work import FREE
+from laminar.cost.sim.tasks import Lane, Load, Task
 from laminar.ir.cluster import Cluster
 from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh
 from laminar.ir.program import Instr, Program
-from laminar.lower.again import boundary, early
-from laminar.lower.fuse import kernels
+from laminar.lower.kernels import kernels
 from laminar.lower.lower import written
-from laminar.lower.recompute import recompute as recompute_cheap
-from laminar.lower.recompute import written_out
-from laminar.lower.stages import Part, stages
+from laminar.lower.mincut_recompute import recompute as recompute_cheap
+from laminar.lower.mincut_recompute import written_out
+from laminar.lower.planned_recompute import boundary, early
+from laminar.lower.stage_programs import Part, stages
 from laminar.rules.notation import Call
 
 VERSION = 1
@@ -173,10 +173,10 @@ def _sources() -> str:
 
     own, root = Path(__file__).parent, Path(laminar.__file__).parent
     files = [own / f"{n}.py" for n in ("bills", "model", "plans")]
-    for room in ("capture", "rules", "lower", "search", "cost", "ir"):
+    for room in ("capture", "rules", "lower", "placement", "rewrite", "staging", "cost", "ir"):
         files += sorted((root / room).rglob("*.py"))
     found = hashlib.sha256()
-    for file in [*files, root / "staging.py"]:
+    for file in files:
         found.update(file.read_bytes())
     return found.hexdigest()
 
@@ -192,7 +192,7 @@ def _graph(shape: Shape) -> Graph:
 
 def _make(shape: Shape, tp: int, recompute: str, split_norms: bool, fused: bool, compiled: bool) -> Bills:
     from bench.published.plans import tensor_plan
-    from laminar.staging import pipeline
+    from laminar.staging.stage_plans import pipeline
 
     graph = _graph(shape)
     plan = tensor_plan(graph, tp, kv_heads=shape.kv_heads, gated=shape.gated, split_norms=split_norms)

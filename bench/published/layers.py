@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import lru_cache
 
-from laminar.cost.simulate import simulate
-from laminar.cost.tasks import Drag, Lane, Load, Task
+from laminar.cost.sim.simulate import simulate
+from laminar.cost.sim.tasks import Drag, Lane, Load, Task
 
 SLOWED = Drag.fractions(1 / 1.1256, 1.0)
 """Compute beside a transfer: Galvatron's measured overlap coefficient."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from laminar.lower.nets import Layout, Stage, chain
+from laminar.lower.pipeline_net import Layout, Stage, chain
 from laminar.lower.schedules import interleaved, one_f_one_b
 
 SETTLED = 2

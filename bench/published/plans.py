@@ -6,14 +6,14 @@ every rank, or split by token where a stack splits its norms ("sequence parallel
 
 from __future__ import annotations
 
-from laminar.cost.work import FREE
+from laminar.cost.ops.roofline import FREE
 from laminar.ir.codec import Ref
 from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh
 from laminar.ir.plan import Plan
 from laminar.ir.sbp import B, Split
-from laminar.search.complete import Pins, completed
-from laminar.search.presets import PRODUCTS, residual_stream
+from laminar.placement.complete import Pins, completed
+from laminar.placement.presets import PRODUCTS, residual_stream
 
 BLOCKS = {"qkv": 3, "kv": 2}
 """Packed projections: how many tensors lie in one, each of them cut."""

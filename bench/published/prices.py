@@ -4,7 +4,7 @@ product     waves of tiles over the multiprocessors, each as deep as the product
             draining a tile costs); the best of a few tiles, with or without splitting the depth; or its bytes
 attention   one kernel: its products and its exponentials, at a share of both
 bytes       what a kernel reads and writes, at a share of the memory's rate
-exchanges   `laminar.cost.collectives`, on links that reach a share of what is printed on them
+exchanges   `laminar.cost.comm.price`, on links that reach a share of what is printed on them
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from bench.published.bills import Item
 from bench.published.machines import A100, H100, INSIDE, Gpu, Wiring, attention_rate, cluster
-from laminar.cost.collectives import CollectiveCost
+from laminar.cost.comm.price import CollectiveCost
 from laminar.ir.mesh import Mesh
 
 FILE = Path(__file__).parent / "constants.json"

@@ -21,8 +21,8 @@ from bench.published.memory import peak_bytes
 from bench.published.pipes import pipe_s
 from bench.published.prices import Constants, Prices
 from bench.published.rows import Row
-from laminar.cost.collectives import split_attention
-from laminar.cost.simulate import simulate
+from laminar.cost.comm.price import split_attention
+from laminar.cost.sim.simulate import simulate
 from laminar.ir.mesh import Mesh
 
 STEP_S = 0.01

@@ -19,10 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from laminar.capture import library as library  # registers the canonical ops
-from laminar.capture import private
-from laminar.capture.picked import Picked
-from laminar.capture.private import disable_current_modes
+from laminar.capture import op_library as op_library  # registers the canonical ops
+from laminar.capture import torch_private
+from laminar.capture.masked_select import Picked
+from laminar.capture.torch_private import disable_current_modes
 from laminar.errors import CaptureError
 
 laminar_ops: Any = torch.ops.laminar
@@ -79,11 +79,11 @@ class Canonical(TorchFunctionMode):
         """A tensor as the step may use it: one of the model's is its stand-in, one from outside lies on the CPU."""
         if type(value) in (list, tuple):
             return type(value)(map(self.here, value)) if any(map(_holds_tensors, value)) else value
-        if not isinstance(value, Tensor) or isinstance(value, (private.FakeTensor, Picked)):
+        if not isinstance(value, Tensor) or isinstance(value, (torch_private.FakeTensor, Picked)):
             return value
         if id(value) in self.exchanged:
             return self.exchanged[id(value)]
-        if self.exchanged and value.requires_grad and not private.wrapped(value):
+        if self.exchanged and value.requires_grad and not torch_private.wrapped(value):
             raise CaptureError("a trainable tensor from outside the model is read: it would get no gradient",
                                next="make it a parameter of the model")  # fmt: skip
         if value.device.type == "cpu":
@@ -115,7 +115,7 @@ def _holds_tensors(value: Any) -> bool:
     return isinstance(value, (Tensor, list, tuple))
 
 
-_COMPOSED = ("torch.nn.functional", "torch.functional", "torch.nn.init", private.LOW_RANK)
+_COMPOSED = ("torch.nn.functional", "torch.functional", "torch.nn.init", torch_private.LOW_RANK)
 
 
 @cache
@@ -279,7 +279,7 @@ def _attention(
 # --- products of groups of rows --------------------------------------------------------------
 
 
-@catches(F.grouped_mm, private.grouped_mm)
+@catches(F.grouped_mm, torch_private.grouped_mm)
 def _grouped_mm(
     mode: Canonical, mat_a: Tensor, mat_b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
@@ -332,7 +332,7 @@ def _batch_norm(
 # --- recurrent and embedding layers ----------------------------------------------------------
 
 
-@catches(private.lstm)
+@catches(torch_private.lstm)
 def _lstm(
     mode: Canonical, x: Tensor, hx: Any, weights: Any, bias: Any, layers: Any, dropout: Any = 0.0,
     training: Any = False, both: Any = False, batch_first: bool = False,
@@ -407,7 +407,7 @@ def _recurrent(function: Any) -> None:
         return x, torch.cat(states)
 
 
-for _function in (private.gru, private.rnn_tanh, private.rnn_relu):
+for _function in (torch_private.gru, torch_private.rnn_tanh, torch_private.rnn_relu):
     _recurrent(_function)
 
 

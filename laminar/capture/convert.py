@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from laminar.capture.bits import as_bytes
+from laminar.capture.as_strided import seen
+from laminar.capture.model_tensors import Slot, sharing
 from laminar.capture.origins import Origin
-from laminar.capture.private import schema
 from laminar.capture.refuse import refuse_computed, refuse_shared
-from laminar.capture.slots import Slot, sharing
-from laminar.capture.strides import seen
+from laminar.capture.tensor_bytes import as_bytes
 from laminar.capture.torch_ops import DTYPES, PLACE_ARGS, caller, op_name, plain, positional, spec_of, spread, unplain
+from laminar.capture.torch_private import schema
 from laminar.capture.trace import Traced
 from laminar.errors import CaptureError
 from laminar.ir.codec import Dtype, Ref

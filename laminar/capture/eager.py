@@ -29,8 +29,8 @@ from laminar.capture.eager_names import _Patched, digest
 from laminar.capture.eager_parts import Held, Hole, Part, _parts, eager_backward, register, seeded, slots_in
 from laminar.capture.eager_parts import eager as run
 from laminar.capture.eager_trial import EagerError, declared, tried
-from laminar.capture.private import function_modes, tree_flatten, tree_unflatten, without_function_modes
-from laminar.capture.slots import Slot
+from laminar.capture.model_tensors import Slot
+from laminar.capture.torch_private import function_modes, tree_flatten, tree_unflatten, without_function_modes
 from laminar.errors import CaptureError
 
 T = TypeVar("T")

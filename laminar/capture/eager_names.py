@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from laminar.capture.slots import OWN
+from laminar.capture.model_tensors import OWN
 
 MOST = 5000
 """Values looked at for one digest; beyond that the object itself counts."""

@@ -30,8 +30,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from laminar.capture.eager_names import beside
-from laminar.capture.private import tree_flatten, tree_unflatten
-from laminar.capture.slots import OWN, Slot, scalars, slots_of, swapped
+from laminar.capture.model_tensors import OWN, Slot, scalars, slots_of, swapped
+from laminar.capture.torch_private import tree_flatten, tree_unflatten
 from laminar.errors import CaptureError, GraphError
 
 T = TypeVar("T")

@@ -24,9 +24,9 @@ from laminar.capture.eager import Keying, Target, Tracing
 from laminar.capture.eager_names import digest
 from laminar.capture.eager_parts import NAME
 from laminar.capture.eager_trial import EagerError
+from laminar.capture.model_tensors import Slot
 from laminar.capture.origins import STEPS, blame, is_users
-from laminar.capture.private import LOOKS_AT_DATA
-from laminar.capture.slots import Slot
+from laminar.capture.torch_private import LOOKS_AT_DATA
 from laminar.errors import CaptureError, LaminarError
 from laminar.events import emit
 from laminar.ir.graph import Graph

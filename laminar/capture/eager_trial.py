@@ -25,7 +25,8 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from laminar.capture.eager_parts import Hole, Outcome, Part, called, given_of, leaves_of, slots_in
-from laminar.capture.private import (
+from laminar.capture.model_tensors import Slot, swapped
+from laminar.capture.torch_private import (
     FakeTensor,
     TorchDispatchMode,
     disable_current_modes,
@@ -34,7 +35,6 @@ from laminar.capture.private import (
     tree_unflatten,
     without_function_modes,
 )
-from laminar.capture.slots import Slot, swapped
 from laminar.errors import CaptureError
 
 DRAWS = 3

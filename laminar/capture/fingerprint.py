@@ -28,9 +28,9 @@ import torch
 from torch import Tensor, nn
 
 from laminar.cache import sources
-from laminar.capture.bits import as_bytes
-from laminar.capture.private import OpOverload, OpOverloadPacket
-from laminar.capture.slots import OWN, slots_of
+from laminar.capture.model_tensors import OWN, slots_of
+from laminar.capture.tensor_bytes import as_bytes
+from laminar.capture.torch_private import OpOverload, OpOverloadPacket
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, type(Ellipsis), type(NotImplemented), range, slice)
 TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)

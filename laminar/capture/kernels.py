@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from laminar.capture import private
+from laminar.capture import torch_private
 from laminar.capture.eager_parts import eager as eager
 from laminar.capture.eager_parts import eager_backward as eager_backward
 
@@ -59,13 +59,13 @@ def attention(
         return out, lse
     if q.device.type == "cuda":
         fused = _fused_on_cuda(q, k, v, mask, causal, scale)
-        if fused == private.FLASH:
+        if fused == torch_private.FLASH:
             out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
             return out, lse
-        if fused == private.CUDNN:
+        if fused == torch_private.CUDNN:
             out, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, scale=scale)
             return out, lse.reshape(q.shape[:3])
-        if fused == private.EFFICIENT:
+        if fused == torch_private.EFFICIENT:
             out, lse, _, _ = aten._scaled_dot_product_efficient_attention(
                 q, k, v, _cuda_bias(mask, q, k), True, 0.0, causal, scale=scale
             )
@@ -81,10 +81,10 @@ def _fused_on_cuda(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal:
     if q.shape[-1] != v.shape[-1] or q.dtype == torch.float64:
         return 0
     if mask is None and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0:
-        choice = private.sdp_choice(q, k, v, causal, scale)
-        if choice in (private.FLASH, private.CUDNN):
+        choice = torch_private.sdp_choice(q, k, v, causal, scale)
+        if choice in (torch_private.FLASH, torch_private.CUDNN):
             return choice
-    return private.EFFICIENT
+    return torch_private.EFFICIENT
 
 
 def _cuda_bias(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
@@ -135,7 +135,7 @@ def _backward_on_cuda(
     fused: int, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor, lse: Tensor,
     causal: bool, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    if fused == private.EFFICIENT:
+    if fused == torch_private.EFFICIENT:
         seed = torch.zeros((), dtype=torch.int64, device=q.device)
         room = lse.new_zeros((*lse.shape[:-1], -(-lse.shape[-1] // 32) * 32))
         room[..., : lse.shape[-1]] = lse
@@ -146,7 +146,7 @@ def _backward_on_cuda(
         return dq, dk, dv
     sizes = q.shape[2], k.shape[2]
     seed = torch.empty((), dtype=torch.int64, device=q.device)  # of a generator that nobody asks without dropout
-    if fused == private.FLASH:
+    if fused == torch_private.FLASH:
         dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
             dout, q, k, v, out, lse, None, None, *sizes, 0.0, causal, seed, seed, scale=scale
         )
@@ -350,7 +350,7 @@ def normal(
 def grouped_mm(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     """Rows of `x` in groups that end at `ends`, each times the matrix of its group; rows behind the last give zero."""
     if x.is_cuda and x.dtype == torch.bfloat16:
-        return private.grouped_mm(x, w, offs=ends)
+        return torch_private.grouped_mm(x, w, offs=ends)
     out = x.new_zeros(x.shape[0], w.shape[2])
     for i, (start, end) in enumerate(_stretches(ends, x.shape[0])):
         if end > start:

@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from laminar.capture import private
+from laminar.capture import torch_private
 from laminar.capture.canonical import HANDLERS, Canonical, catches, laminar_ops
-from laminar.capture.known import value_of
-from laminar.capture.picked import Picked
+from laminar.capture.known_values import value_of
+from laminar.capture.masked_select import Picked
 
 # --- values as Python or NumPy has them ------------------------------------------------------
 
@@ -30,8 +30,8 @@ def _out_of_torch(function: Any) -> None:
     def run(mode: Canonical, input: Tensor, *args: Any, **kwargs: Any) -> Any:
         value = value_of(input)
         if value is None:
-            raise private.DataDependentOutputException(function)
-        with private.disable_current_modes():
+            raise torch_private.DataDependentOutputException(function)
+        with torch_private.disable_current_modes():
             return function(value, *args, **kwargs)
 
 
@@ -44,7 +44,7 @@ def _masked_select(mode: Canonical, input: Tensor, mask: Tensor) -> Any:
     input, mask = torch.broadcast_tensors(input, mask)
     try:
         return input[mask]
-    except private.DynamicOutputShapeException:
+    except torch_private.DynamicOutputShapeException:
         if input.is_floating_point() or input.is_complex():  # labels are whole numbers
             raise
         return Picked(input, mask)
@@ -163,7 +163,7 @@ def layers_that_trace() -> Iterator[None]:
     synced: Any = nn.SyncBatchNorm
     forward, together = norm.forward, synced.forward
     fast = torch.backends.mha.get_fastpath_enabled()
-    with private.detecting(_causal):
+    with torch_private.detecting(_causal):
         norm.forward = synced.forward = _cumulative(forward)  # one batch is normalised as a whole, on all ranks
         torch.backends.mha.set_fastpath_enabled(False)  # for inference, by kernels that are not these layers
         try:
@@ -214,7 +214,7 @@ def _rows(labels: Tensor, lengths: Tensor) -> Tensor:
     return labels[at.clamp(max=max(labels.shape[0] - 1, 0))]
 
 
-@catches(private.multilabel_margin_loss)
+@catches(torch_private.multilabel_margin_loss)
 def _multilabel_margin(mode: Canonical, input: Tensor, target: Tensor, reduction: int = 1) -> Tensor:
     """Labels count up to the first -1; torch's own form of it in primitives counts those behind as label 0."""
     x, labels = (t.reshape(-1, t.shape[-1] if t.dim() else 1) for t in (input, target))

@@ -1,4 +1,4 @@
-"""What forward calls, op by op: the evidence on which a predicted graph is believed (`sizes.py`).
+"""What forward calls, op by op: the evidence on which a predicted graph is believed (`batch_sizes.py`).
 
 An entry has the op, the shapes, layouts and dtypes of its tensors, and every other argument; tensors that
 hold values while tracing (constants of the user's) are written down by a digest of these values.
@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laminar.capture.bits import as_bytes
-from laminar.capture.private import FakeTensor, disable_current_modes
+from laminar.capture.tensor_bytes import as_bytes
+from laminar.capture.torch_private import FakeTensor, disable_current_modes
 
 OURS = "GeneratedBackwardFor_laminar"
 """How torch calls the autograd functions of our own ops."""

@@ -23,9 +23,10 @@ import torch.utils.checkpoint
 from torch import nn
 
 from laminar.capture.canonical import Canonical, gpu_autocast
-from laminar.capture.known import NOTHING, looked_at, without_masks
+from laminar.capture.known_values import NOTHING, looked_at, without_masks
+from laminar.capture.model_tensors import PLAIN
 from laminar.capture.op_log import written
-from laminar.capture.private import (
+from laminar.capture.torch_private import (
     TorchDispatchMode,
     autograd_node,
     checkpoints,
@@ -35,7 +36,6 @@ from laminar.capture.private import (
     schema,
     sequence_number,
 )
-from laminar.capture.slots import PLAIN
 
 _TORCH = os.path.dirname(torch.__file__)
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from laminar.capture.canonical import Canonical
-from laminar.capture.draws import Draws
+from laminar.capture.model_tensors import OWN, Slot, scalars, swapped
 from laminar.capture.origins import Recorder, blame
-from laminar.capture.private import (
+from laminar.capture.python_random import Draws
+from laminar.capture.torch_private import (
     DynamicOutputShapeException,
     FakeTensor,
     TorchDispatchMode,
@@ -25,7 +26,6 @@ from laminar.capture.private import (
     get_proxy_slot,
     tree_leaves,
 )
-from laminar.capture.slots import OWN, Slot, scalars, swapped
 from laminar.errors import CaptureError, LaminarError
 
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from laminar.capture.bits import as_bytes
 from laminar.capture.convert import constant_of
 from laminar.capture.peephole import peephole
+from laminar.capture.tensor_bytes import as_bytes
 from laminar.capture.torch_ops import caller, constant_tensor, unplain
 from laminar.ir.codec import Dtype, Ref
 from laminar.ir.graph import Constant, Graph, Node, map_refs

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from laminar.capture.eager_parts import NAME as EAGER
-from laminar.capture.private import overload_name, schema
+from laminar.capture.torch_private import overload_name, schema
 from laminar.errors import CaptureError
 from laminar.ir.codec import Dtype, Ref
 from laminar.ir.graph import Constant

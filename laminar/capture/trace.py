@@ -18,25 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from laminar.capture import composed as composed  # registers functions written out
+from laminar.capture import rewritten_functions as rewritten_functions  # registers functions written out
 from laminar.capture.canonical import Canonical, gpu_autocast
-from laminar.capture.certain import held_back
-from laminar.capture.checks import unchecked
-from laminar.capture.draws import Draws
+from laminar.capture.certain_draws import held_back
+from laminar.capture.data_checks import unchecked
 from laminar.capture.layers import layers_that_trace
-from laminar.capture.mistakes import whose
+from laminar.capture.model_tensors import Slot, dressed, swapped
 from laminar.capture.op_log import hidden_backward
 from laminar.capture.origins import Origin, Recorder
-from laminar.capture.private import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-    applied,
-    get_decompositions,
-    make_fx,
-    quiet,
-    uncompiled,
-)
+from laminar.capture.python_random import Draws
 from laminar.capture.refuse import (
     Before,
     Left,
@@ -50,7 +40,17 @@ from laminar.capture.refuse import (
     refuse_loss,
     refuse_scripted,
 )
-from laminar.capture.slots import Slot, dressed, swapped
+from laminar.capture.torch_private import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    applied,
+    get_decompositions,
+    make_fx,
+    quiet,
+    uncompiled,
+)
+from laminar.capture.user_errors import whose
 from laminar.errors import CaptureError, LaminarError
 
 UNALLOCATED = "its data is not allocated yet"

@@ -19,10 +19,10 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from laminar.cost.forms import MOVES
-from laminar.cost.tasks import Drag, Lane, Load, Task
-from laminar.cost.uncollected import uncollected
-from laminar.cost.work import FREE
+from laminar.cost.ops.interned import MOVES
+from laminar.cost.ops.roofline import FREE
+from laminar.cost.sim.no_gc import uncollected
+from laminar.cost.sim.tasks import Drag, Lane, Load, Task
 from laminar.ir.cluster import Cluster
 from laminar.ir.program import Instr, Placed, Program
 from laminar.ir.sbp import Split, local_shape

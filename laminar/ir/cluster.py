@@ -111,7 +111,7 @@ class Cluster:
     levels: tuple[Level, ...]
     backend: str
     profile: Mapping[str, Any] = field(default_factory=dict)
-    """What was measured here, as plain JSON; `laminar.cost.table` gives it a meaning."""
+    """What was measured here, as plain JSON; `laminar.cost.ops.table` gives it a meaning."""
     collective_s: Figure = Figure(0.0)
     """What a collective costs before its first hop: launch, and ranks finding each other."""
 

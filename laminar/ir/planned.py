@@ -24,13 +24,13 @@ from laminar.ir.graph import Graph
 from laminar.ir.reading import WRONG, Part
 
 ANSWERS = {
-    "space": "laminar.planner.space",
-    "certificate": "laminar.planner.certificate",
-    "why": "laminar.planner.why",
-    "what_if": "laminar.planner.whatif",
-    "flags": "laminar.planner.flags",
-    "dot": "laminar.planner.picture",
-    "draw": "laminar.planner.picture",
+    "space": "laminar.planner.space.plan_space",
+    "certificate": "laminar.planner.space.certificate",
+    "why": "laminar.planner.report.why",
+    "what_if": "laminar.planner.search.what_if",
+    "flags": "laminar.planner.report.flags",
+    "dot": "laminar.planner.report.draw",
+    "draw": "laminar.planner.report.draw",
 }
 """Who answers what; each module has a function of that name, whose first argument is the plan."""
 SLIGHT_S = 0.002
@@ -156,7 +156,7 @@ def account_of(part: Part) -> dict[str, Any]:
 def graph_for(plan: Planned, graph: Graph | None) -> Graph:
     """The graph of a plan's whole batch: given, or remembered; where its batch was free, cut from a larger one."""
     if graph is not None and "batch" in plan.account:
-        return import_module("laminar.planner.batch").own(plan, graph)  # type: ignore[no-any-return]
+        return import_module("laminar.planner.search.batch_size").own(plan, graph)  # type: ignore[no-any-return]
     if graph is not None:
         return graph
     if plan.origin is None:

@@ -2,7 +2,7 @@
 
 Profiles are files, and people edit and merge files. Whoever reads one later takes it for numbers of a machine, so all
 of it is looked at when a cluster is read, and what is wrong is named by its place: `profile.collectives[3].seconds`.
-Names of ops are their shapes (`cost/table.py`), and are not looked into here.
+Names of ops are their shapes (`cost/ops/table.py`), and are not looked into here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Rewrites that a plan carries: the steps that make the graph it places of the one that was captured.
 
 A plan places the ops of *one* graph, `graph_hash`. Where it carries rewrites, that is the graph after them, and
-`captured_hash` is the one they start from. A step names a rule and a class of places, not ops: `search/rewrite.py`
+`captured_hash` is the one they start from. A step names a rule and a class of places, not ops: `rewrite/variants.py`
 makes the same steps again on any capture of the model (another batch size, evaluation), and checks on the graph that
 the plan was made from that the plan's own graph comes out. Parameters keep names and shapes, so checkpoints of plans
 with and without rewrites are the same.

@@ -1,7 +1,7 @@
 """Plans run against each other on this machine: the measured fastest wins, whatever was predicted.
 
 The launcher writes the plans down, starts as many ranks as they have, and reads what rank 0 found out. The ranks make
-jobs of them that take turns (`train/turns.py`), from the recipe's own weights and batches.
+jobs of them that take turns (`train/interleaved_timing.py`), from the recipe's own weights and batches.
 
 The ranks are those of this machine. A plan for a cluster that isn't here can't be measured, and is refused before
 anything is started.
@@ -24,7 +24,7 @@ from laminar.ir.staged import Staged, load_plan
 from laminar.launch.blame import Verdict
 from laminar.launch.rank import Place, leave, run_rank
 from laminar.launch.rundir import RunDir
-from laminar.planner.finalists import DDP, NOBODY, ROUNDS, Measured, as_ddp, finalists, measured, settled
+from laminar.planner.search.finalists import DDP, NOBODY, ROUNDS, Measured, as_ddp, finalists, measured, settled
 
 LIMIT_S = 60.0
 """No further round is begun after so long."""
@@ -99,7 +99,7 @@ def _turns(at: Path, recipe: Any, name: str, parallelize: Callable[..., Any]) ->
     """Seconds of a step, by plan and round; or why a plan is out."""
     import torch
 
-    from laminar.train.turns import turns
+    from laminar.train.interleaved_timing import turns
     from laminar.train.world import World
 
     asked = json.loads((at / ASKED).read_text())

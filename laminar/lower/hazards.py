@@ -1,6 +1,6 @@
 """What a net can't say, and a running system could get wrong: shared registers, and ranks that act in different orders.
 
-`lower/check.py` may decide by one execution because no register belongs to two queues and because a place acts
+`lower/deadlock.py` may decide by one execution because no register belongs to two queues and because a place acts
 as one. Both are promises of whoever runs the net. Here they are checked, given how it will be run.
 
 **Shared registers.** Two queues that draw from one pool compete for its last register. If the wrong one gets it, what
@@ -19,7 +19,7 @@ from dataclasses import replace
 
 from laminar.errors import NetError
 from laminar.ir.net import Firing, Net, Queue
-from laminar.lower.check import fewest
+from laminar.lower.deadlock import fewest
 
 
 def check_pools(net: Net, pools: Mapping[str, str], registers: Mapping[str, int]) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
-from laminar.cost.work import FREE
+from laminar.cost.ops.roofline import FREE
 from laminar.errors import LaminarError, PlacementError
 from laminar.ir.codec import Ref
 from laminar.ir.graph import Graph, Node, map_refs
@@ -24,10 +24,10 @@ from laminar.ir.plan import Plan
 from laminar.ir.program import Instr, Placed, Program, ProgramInput, ProgramOutput, placed
 from laminar.ir.sbp import B, NdSbp, Partial, check, show
 from laminar.ir.tensor import TensorSpec
-from laminar.lower.again import made_again
-from laminar.lower.merge import BUCKET_BYTES, merged
+from laminar.lower.buckets import BUCKET_BYTES, merged
 from laminar.lower.offload import offloaded
-from laminar.lower.order import drop_unused, overlap
+from laminar.lower.overlap import drop_unused, overlap
+from laminar.lower.planned_recompute import made_again
 from laminar.rules.boxing import Step, boxing, chain_s, step_bytes
 from laminar.rules.expand import LAZY, expand
 from laminar.rules.notation import Call, call_of, calls_in

@@ -23,8 +23,8 @@ So at most two blocks' worth of what is sent lies on the device, in forward and 
 three blocks at once (long skip connections). Where copying takes longer than the compute of a block, ranks
 wait, and memory stays.
 
-Compiled steps choose what else to make again (`lower/recompute.py`) from the program without these lines, which are
-then put in anew: what is made again need not travel.
+Compiled steps choose what else to make again (`lower/mincut_recompute.py`) from the program without these lines, which
+are then put in anew: what is made again need not travel.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from laminar.cost.work import FREE
+from laminar.cost.ops.roofline import FREE
 from laminar.errors import PlanError
 from laminar.ir.codec import Ref
 from laminar.ir.graph import map_refs
 from laminar.ir.plan import Plan
 from laminar.ir.program import BRING, HOSTS, SEND, Instr, Placed, Program
-from laminar.lower.again import boundary_bytes, early
-from laminar.lower.order import drop_unused
+from laminar.lower.overlap import drop_unused
+from laminar.lower.planned_recompute import boundary_bytes, early
 
 SMALL_SHARE = 64
 """What is smaller than the block's largest value by this factor stays. Chosen, not measured."""

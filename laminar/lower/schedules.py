@@ -10,9 +10,9 @@ priorities: whatever stands first and is ready goes.
     ..._level       the same                                                   stash: the depth of the first stage
     backward_first  gradients, then activations, then weight parts             a list of priorities only
 
-The depth of a stage is the number of stages from it to the loss (`lower/nets.py`). Stashes are as deep as the order
-makes them; a queue between stages has one register more than their depths are apart, so that the next can be made while
-the last is read, or what is under way if all parts take equally long, where that is more.
+The depth of a stage is the number of stages from it to the loss (`lower/pipeline_net.py`). Stashes are as deep as the
+order makes them; a queue between stages has one register more than their depths are apart, so that the next can be
+made while the last is read, or what is under way if all parts take equally long, where that is more.
 
 `stash` multiplies the depth of stashes and of queues between stages. With 1 a window is of no use: the one thing a
 place could then do out of turn is a backward before a forward that is late, which makes the stages behind it wait. With
@@ -29,11 +29,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import product
 
-from laminar.cost.pipeline import execute
+from laminar.cost.sim.pipeline import execute
 from laminar.errors import NetError
 from laminar.ir.mesh import Place
 from laminar.ir.net import Net
-from laminar.lower.nets import Layout, Orders, build, dummy_places
+from laminar.lower.pipeline_net import Layout, Orders, build, dummy_places
 
 Item = tuple[str, int, int]
 """Part of a stage (`F`, `B` or `W`), stage, micro-batch."""
@@ -260,7 +260,7 @@ def _under_way(layout: Layout, orders: Orders, counts: Mapping[str, int]) -> dic
     plenty = dict.fromkeys(counts, layout.micro_batches)
     net = build(layout, dummy_places(layout.places), orders, 0, plenty)
     out = dict(counts)
-    with suppress(NetError):  # orders that can't be kept at all: `lower/check.py` says why
+    with suppress(NetError):  # orders that can't be kept at all: `lower/deadlock.py` says why
         ran = execute(net, _equal(net), steps=1)
         times = ran.times()
         loaded = {layout.load_queue(i): load.depth for i, load in enumerate(layout.loads)}

@@ -13,7 +13,7 @@ from laminar.ir.plan import Plan
 from laminar.ir.program import Program
 from laminar.ir.sbp import NdSbp
 from laminar.lower.lower import lower
-from laminar.lower.moves import Move, moves
+from laminar.lower.reshard import Move, moves
 
 
 def owners(graph: Graph, plan: Plan) -> dict[str, NdSbp]:

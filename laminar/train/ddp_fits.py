@@ -22,8 +22,8 @@ from laminar.capture.batches import unflatten
 from laminar.capture.capture import capture
 from laminar.errors import PlanError
 from laminar.ir.graph import Graph
-from laminar.runtime.probe import probe
-from laminar.staging import coupled_ops
+from laminar.runtime.check.probe_rules import probe
+from laminar.staging.coupled_samples import coupled_ops
 from laminar.train.engine import Leaves
 from laminar.train.precision import Precision
 

@@ -25,14 +25,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from laminar.capture.batch_sizes import Predictor
 from laminar.capture.batches import flatten, refuse_empty, samples_in, unflatten
-from laminar.capture.bits import as_bytes
 from laminar.capture.capture import capture
-from laminar.capture.kept import kept_graph
 from laminar.capture.losses import Metrics, identity, with_metrics
-from laminar.capture.sizes import Predictor
+from laminar.capture.saved_graphs import kept_graph
+from laminar.capture.tensor_bytes import as_bytes
 from laminar.capture.torch_ops import constant_tensor, spec_of
-from laminar.cost.uncollected import uncollected
+from laminar.cost.sim.no_gc import uncollected
 from laminar.errors import BatchError
 from laminar.events import emit
 from laminar.ir.graph import RNG, SCALE, Graph
@@ -41,18 +41,18 @@ from laminar.ir.plan import Plan
 from laminar.ir.program import Program
 from laminar.ir.sbp import B, NdSbp, Partial, Split, local_shape
 from laminar.lower.lower import lower
-from laminar.lower.moves import Move, moves
+from laminar.lower.reshard import Move, moves
 from laminar.lower.step import owners
+from laminar.placement.presets import like
+from laminar.rewrite.variants import rewritten
 from laminar.rules.samples import draws_of, in_parts, places_of
-from laminar.runtime.module import Step
-from laminar.runtime.probe import probe
-from laminar.runtime.shards import shard
-from laminar.runtime.transport import Groups, Null
-from laminar.search.presets import like
-from laminar.search.rewrite import rewritten
-from laminar.train.captures import Captures
+from laminar.runtime.check.probe_rules import probe
+from laminar.runtime.code.eager_step import Step
+from laminar.runtime.comm.shards import shard
+from laminar.runtime.comm.transport import Groups, Null
+from laminar.train.captured_graphs import Captures
 from laminar.train.guards import Guards
-from laminar.train.sharded import allowed
+from laminar.train.sharded_model import allowed
 
 MOST = 16
 """Shapes of batches that are kept compiled: each has buffers for its gradients."""

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laminar.capture.private import foreach_clamp_max, foreach_clamp_min, foreach_mul, foreach_norm
+from laminar.capture.torch_private import foreach_clamp_max, foreach_clamp_min, foreach_mul, foreach_norm
 from laminar.ir.mesh import Mesh
 from laminar.ir.sbp import NdSbp, Split
 

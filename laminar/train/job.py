@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from laminar.capture.losses import Metrics, is_mean, reported
-from laminar.capture.private import foreach_add, foreach_copy, foreach_lerp
-from laminar.capture.slots import Slot
+from laminar.capture.model_tensors import Slot
 from laminar.capture.torch_ops import spec_of
-from laminar.cost.uncollected import uncollected
+from laminar.capture.torch_private import foreach_add, foreach_copy, foreach_lerp
+from laminar.cost.sim.no_gc import uncollected
 from laminar.errors import CaptureError, LaminarError
 from laminar.events import emit
 from laminar.ir.graph import RNG, Graph
@@ -32,26 +32,26 @@ from laminar.ir.mesh import Mesh
 from laminar.ir.plan import Plan
 from laminar.ir.program import Program
 from laminar.ir.sbp import B, NdSbp
-from laminar.lower.moves import Move
-from laminar.runtime.module import Step
-from laminar.runtime.record import Tape
-from laminar.runtime.shards import shard
-from laminar.runtime.transport import Groups, Null
-from laminar.train import choose, first_batch, storage
+from laminar.lower.reshard import Move
+from laminar.runtime.code.eager_step import Step
+from laminar.runtime.comm.shards import shard
+from laminar.runtime.comm.transport import Groups, Null
+from laminar.runtime.trace.tape import Tape
+from laminar.train import checkpoint, first_batch_check, plan_for
 from laminar.train import optimizer as optim
 from laminar.train.anomaly import Watched
-from laminar.train.coupled import warn_if_coupled
+from laminar.train.batch_checksum import Sampled
 from laminar.train.engine import Engine, Leaves, Ready
 from laminar.train.engine import Local as Local
 from laminar.train.gradients import Norm, scale_and_clip
-from laminar.train.layout import refuse_shared
+from laminar.train.memory_layout import refuse_shared
+from laminar.train.metrics import Evaluation, Logs, Result, Sums
 from laminar.train.optimizer import Kept
+from laminar.train.optimizer_changes import Tracked
 from laminar.train.precision import Precision, Scaler, update
-from laminar.train.recording import Recorded
-from laminar.train.report import Evaluation, Logs, Result, Sums
-from laminar.train.sampled import Sampled
-from laminar.train.sharded import Pieces, released, whole_again
-from laminar.train.tracked import Tracked
+from laminar.train.sharded_model import Pieces, released, whole_again
+from laminar.train.timeline import Recorded
+from laminar.train.warn_coupled import warn_if_coupled
 from laminar.train.world import World
 
 CHECKS = 2
@@ -71,7 +71,7 @@ def compiles(device: torch.device, compile: bool | None) -> bool:
     return device.type == "cuda" if compile is None else compile
 
 
-class Job(Recorded, storage.Stored, Logs):
+class Job(Recorded, checkpoint.Stored, Logs):
     """See `laminar.parallelize`."""
 
     @uncollected()  # a collection walks through all that was imported, about a third of a second with transformers
@@ -104,10 +104,10 @@ class Job(Recorded, storage.Stored, Logs):
         self._world = World(device, timeout_s) if world is None else world
         emit("phase", name="preparing")
         self.rank, self.world, self.device = self._world.rank, self._world.size, self._world.device
-        plan = choose.loaded(plan)
+        plan = plan_for.loaded(plan)
         self._model = model
         self.precision = Precision.of(precision)
-        self.mesh = choose.mesh_for(plan, mesh, self.world)
+        self.mesh = plan_for.mesh_for(plan, mesh, self.world)
         self.clip_norm, self.clip_value, self.seed = clip_norm, clip_value, seed
         self.steps = 0
         self._scaler = Scaler() if self.precision.scaled else None
@@ -120,7 +120,7 @@ class Job(Recorded, storage.Stored, Logs):
             self.precision.scaled, self._builder(compile), unguarded,
         )  # fmt: skip
         released(model)
-        slots = storage.moved(model, self.device, self.precision.weights)
+        slots = checkpoint.moved(model, self.device, self.precision.weights)
         self._world.broadcast([s.tensor.detach() for s in slots])
         self.optimizer = optim.made(optimizer, model.parameters())
         optim.refuse_unknown(self.optimizer, {id(s.tensor): s.name for s in slots})
@@ -145,7 +145,7 @@ class Job(Recorded, storage.Stored, Logs):
             graph_of_some = graph if first.samples > 1 else self._engine.capture(first.like(2))
             self._coupled = warn_if_coupled(graph_of_some, micro_batches)
         emit("phase", name="planning")
-        self.plan: Plan = choose.chosen(plan, graph, self.mesh, self.device)
+        self.plan: Plan = plan_for.chosen(plan, graph, self.mesh, self.device)
         self._engine.plan = self.plan
         self._keep(slots)
         cut = {id(s.tensor) for s in slots if tuple(s.tensor.shape) != self._specs[s.name].shape}
@@ -175,7 +175,7 @@ class Job(Recorded, storage.Stored, Logs):
             if self._watched is not None:
                 return Step(program, transport, constants, watch=self._watched)
             if through_inductor:
-                from laminar.runtime.compiled import Compiled
+                from laminar.runtime.code.inductor_step import Compiled
 
                 return Compiled(program, transport, constants, static)
             return Step(program, transport, constants)
@@ -273,7 +273,7 @@ class Job(Recorded, storage.Stored, Logs):
         micros = leaves.split(self._engine.micro_batches)
         if self._unchecked:
             self._unchecked = False
-            first_batch.check(self, micros)
+            first_batch_check.check(self, micros)
         samples = [self._engine.together(m).samples for m in micros]
         ready = None
         grads: list[Tensor] = []
@@ -501,11 +501,11 @@ class Job(Recorded, storage.Stored, Logs):
 
         `ema=True` gives the moving average of the weights instead.
         """
-        return storage.state_dict(self, sharded, ema)
+        return checkpoint.state_dict(self, sharded, ema)
 
     def load_state_dict(self, given: Mapping[str, Any]) -> None:
         """Take weights and buffers from a state dict of this model, from here or from plain PyTorch."""
-        storage.load_state_dict(self, given)
+        checkpoint.load_state_dict(self, given)
 
     def optimizer_state_dict(self) -> dict[str, Any]:
         """What `optimizer.state_dict()` would be on one device."""
@@ -523,7 +523,7 @@ class Job(Recorded, storage.Stored, Logs):
 
     def _give_back(self) -> None:
         """Whole weights and state on every rank; see `Stored.release`."""
-        held, everywhere = storage._held(self, False), (B,) * len(self.mesh.sizes)
+        held, everywhere = checkpoint._held(self, False), (B,) * len(self.mesh.sizes)
         names = [n for n, (nd, _) in held.items() if nd != everywhere]
         found = self._assembled([(n, self._specs[n].shape, *held[n]) for n in names])
         state, params = self.optimizer_state_dict(), {id(k.owned): k.param for k in self._kept}
@@ -536,8 +536,8 @@ class Job(Recorded, storage.Stored, Logs):
         if all(k.nd == (B,) * len(self.mesh.sizes) for k in self._kept):
             return self._model
         if self._copy is None:
-            self._copy = storage.empty_copy(self._model, self._slots, self._engine.whole, self.device)
-        storage.fill(self._copy, self.state_dict(), storage.unlisted(self))
+            self._copy = checkpoint.empty_copy(self._model, self._slots, self._engine.whole, self.device)
+        checkpoint.fill(self._copy, self.state_dict(), checkpoint.unlisted(self))
         return self._copy
 
     @property

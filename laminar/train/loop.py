@@ -8,7 +8,7 @@ waits for everything queued before it. So results are kept, and read in groups o
 newest `LAG` left alone: every loss is still looked at and every step has its event, in order, with
 its own number. A loss that is not finite ends the run with an error that names the first such step.
 
-Batches are loaded beside the steps where `prefetch` says so (`train/loading.py`), in the same order and with the same
+Batches are loaded beside the steps where `prefetch` says so (`train/prefetch.py`), in the same order and with the same
 results. Before anything is evaluated the loader comes to rest: data that draws from torch's global generator, and an
 evaluation that does too, then take turns at the same place in every run.
 
@@ -30,8 +30,8 @@ from typing import Any, Protocol
 
 from laminar.errors import NonFiniteError, RecipeError
 from laminar.events import emit
-from laminar.runtime.loading import EPOCH, Loader
-from laminar.train.saving import Saver
+from laminar.runtime.pipeline.loader import EPOCH, Loader
+from laminar.train.async_checkpoint import Saver
 
 LAG = 2
 """Steps queued on a GPU beyond the newest one whose loss is read; none on a CPU, where nothing is queued."""

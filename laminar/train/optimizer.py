@@ -22,11 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from laminar.capture.private import step_hooks
+from laminar.capture.torch_private import step_hooks
 from laminar.errors import OptimizerError, StateError
 from laminar.ir.sbp import NdSbp, Split
 from laminar.ir.tensor import TensorSpec
-from laminar.train.layout import laid_as
+from laminar.train.memory_layout import laid_as
 
 KNOWN = (
     torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax,
@@ -95,7 +95,7 @@ def refuse_closure(optimizer: torch.optim.Optimizer, why: str) -> None:
 
 
 def laid_out(kept: Sequence[Kept], grads: list[Tensor], plain: bool = False) -> list[Tensor]:
-    """Gradients that lie in memory as what they update does; see `train/layout.py`. `plain`: all of that is."""
+    """Gradients that lie in memory as what they update does; see `train/memory_layout.py`. `plain`: all of that is."""
     if plain and all(map(Tensor.is_contiguous, grads)):
         return grads
     return [g if g.stride() == k.stride else laid_as(g, k.owned) for k, g in zip(kept, grads, strict=True)]

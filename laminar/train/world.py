@@ -24,10 +24,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laminar.capture.private import default_store
+from laminar.capture.torch_private import default_store
 from laminar.errors import BatchError, LaminarError, MeshError, PlanError, RankError
 from laminar.events import emit
-from laminar.runtime.malloc import keep_freed_memory
+from laminar.runtime.code.malloc import keep_freed_memory
 
 _MADE = itertools.count()
 """Worlds made so far by this process: ranks make them in the same order, so this tells them apart."""

@@ -32,11 +32,11 @@ from torch import Tensor, nn
 
 import laminar
 from laminar.api import inputs_of, micro_batches
-from laminar.capture.slots import slots_of
+from laminar.capture.model_tensors import slots_of
 from laminar.errors import GraphError, LaminarError, RankError
-from laminar.runtime import lockstep
-from laminar.runtime.shards import assemble
-from laminar.search.draw import random_plan
+from laminar.placement.random_plan import random_plan
+from laminar.runtime.check import lockstep
+from laminar.runtime.comm.shards import assemble
 from tests.fuzz.plain import Trained, in_its_precision, model_of, optimizer_of, plain, size, state_of
 from tests.fuzz.program import Program
 
@@ -233,7 +233,7 @@ def through_stages(program: Program) -> None:
 
 
 def outcome(program: Program, ranks: Any = None) -> Outcome:
-    """What comes of a program; `ranks` is a pool (`tests/ranks.py`) for those that run on processes."""
+    """What comes of a program; `ranks` is a pool (`tests/support/rank_pool.py`) for those that run on processes."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

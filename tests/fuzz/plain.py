@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import laminar
 from laminar.api import micro_batches
-from laminar.capture.slots import slots_of
-from laminar.runtime.eager import Keyed
+from laminar.capture.model_tensors import slots_of
+from laminar.runtime.check.plain_model import Keyed
 from laminar.train.precision import Precision
 from tests.fuzz.program import Program
 

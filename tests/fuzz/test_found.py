@@ -8,7 +8,7 @@ import torch.utils.checkpoint
 
 from tests.fuzz.oracle import outcome
 from tests.fuzz.program import Program, Statement
-from tests.zoo import one_thread
+from tests.support.zoo import one_thread
 
 FOUND: dict[str, tuple[str, str, str]] = {
     "a power in place is not that of its mirror image": ("alone", "v = (a * 1.5).sub_(self.p).square_()", ""),

@@ -3,7 +3,7 @@
     LAMINAR_FUZZ_PLANS=1000 python -m pytest -m slow tests/fuzz
 
 Seeds count up from one that is fresh in every run of `make fuzz`, which prints it; SEED=... gives it back. None of them
-is a plan that `tests/test_random_plans.py` already tries.
+is a plan that `tests/placement/test_random_plans.py` already tries.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import time
 import pytest
 
 import laminar
-from laminar.runtime.loopback import WAYS
-from laminar.search.draw import random_plan
-from tests.seeds import first
-from tests.test_random_plans import explain
-from tests.zoo import NAMES, equal, one_thread, specimen
+from laminar.placement.random_plan import random_plan
+from laminar.runtime.check.loopback import WAYS
+from tests.support.failing_plans import explain
+from tests.support.seeds import first
+from tests.support.zoo import NAMES, equal, one_thread, specimen
 
 MESHES = [
     dict(zip("abc", sizes, strict=False))

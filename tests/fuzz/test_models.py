@@ -18,8 +18,8 @@ from tests.fuzz.oracle import Different, Outcome, compare, errors, ill_condition
 from tests.fuzz.plain import in_its_precision, plain
 from tests.fuzz.program import Program, Statement
 from tests.fuzz.shrinking import shrink
-from tests.ranks import Ranks
-from tests.zoo import one_thread
+from tests.support.rank_pool import Ranks
+from tests.support.zoo import one_thread
 
 PROGRAMS, ON_RANKS = 64, 8
 

@@ -8,7 +8,7 @@ import torch
 
 from tests.fuzz.oracle import Outcome, outcome
 from tests.fuzz.program import Program
-from tests.ranks import CONTEXT, Ranks
+from tests.support.rank_pool import CONTEXT, Ranks
 
 PATIENCE_S = 150.0
 

@@ -39,15 +39,15 @@ from torch import Tensor
 import laminar
 from laminar.api import inputs_of
 from laminar.capture.canonical import Canonical
-from laminar.capture.slots import slots_of
+from laminar.capture.model_tensors import slots_of
 from laminar.errors import LaminarError
 from laminar.ir.graph import Graph
-from laminar.runtime import lockstep
-from laminar.runtime.reference import run_graph
-from laminar.runtime.shards import assemble
-from laminar.runtime.verify import error_of
-from tests.ranks import Ranks
+from laminar.runtime.check import lockstep
+from laminar.runtime.check.one_device import run_graph
+from laminar.runtime.check.verify import error_of
+from laminar.runtime.comm.shards import assemble
 from tests.suites.harness import BAD, RATE, SMALL, STEPS, Case, Outcome, differs
+from tests.support.rank_pool import Ranks
 
 ROOT = Path(__file__).parents[2]
 RESULTS = Path(__file__).with_name("families.json")

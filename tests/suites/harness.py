@@ -33,14 +33,14 @@ from torch import Tensor, nn
 
 import laminar
 from laminar.api import inputs_of
-from laminar.capture.lazy import initialise
-from laminar.capture.slots import slots_of
+from laminar.capture.lazy_layers import initialise
+from laminar.capture.model_tensors import slots_of
 from laminar.errors import LaminarError
-from laminar.runtime import lockstep
-from laminar.runtime.eager import Keyed
-from laminar.runtime.shards import assemble
-from laminar.runtime.verify import error_of
-from tests.ranks import CONTEXT
+from laminar.runtime.check import lockstep
+from laminar.runtime.check.plain_model import Keyed
+from laminar.runtime.check.verify import error_of
+from laminar.runtime.comm.shards import assemble
+from tests.support.rank_pool import CONTEXT
 
 os.environ.setdefault("LAMINAR_CACHE", "off")  # every case is captured, in workers too
 

@@ -33,11 +33,11 @@ from laminar.errors import LaminarError
 from laminar.ir.graph import Graph
 from laminar.ir.plan import Plan
 from laminar.lower.lower import lower
-from laminar.runtime import lockstep
-from laminar.runtime.eager import Keyed
-from laminar.runtime.reference import run_graph
-from laminar.runtime.shards import assemble
-from laminar.search.draw import random_plan
+from laminar.placement.random_plan import random_plan
+from laminar.runtime.check import lockstep
+from laminar.runtime.check.one_device import run_graph
+from laminar.runtime.check.plain_model import Keyed
+from laminar.runtime.comm.shards import assemble
 from tests.suites.harness import BAD, Outcome, against, idle, isolated, listed
 from tests.suites.op_cases import FORMS, OpCase, cases, differentiable, entries, forms_of, loss
 

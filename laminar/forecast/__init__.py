@@ -1,0 +1,1 @@
+"""Predictions: lowering and cost put together, for plans with stages and without."""

@@ -1,0 +1,1 @@
+"""Lower bounds: no plan of a cell is simulated faster than these."""

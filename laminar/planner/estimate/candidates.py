@@ -1,0 +1,118 @@
+"""What a search hands on: plans that were simulated in full, the choice among them, and how they are told in words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from laminar.errors import PlanError
+from laminar.forecast.pipeline_step import StagedPrediction
+from laminar.forecast.step import Prediction
+from laminar.ir.plan import Plan
+from laminar.ir.staged import Staged
+from laminar.planner.estimate.model import Score
+from laminar.planner.space.certificate import Certificate
+from laminar.planner.space.plan_space import Space
+
+USUAL = frozenset({"data", "typed", "kept", "inner", "tensor", "sequence", "sparing"})
+"""Styles of plans that have a name."""
+
+
+@dataclass(frozen=True)
+class Final:
+    """A plan simulated at full depth."""
+
+    score: Score
+    plan: Plan | Staged
+    seconds: float
+    peak_bytes: int
+    account: dict[str, Any]
+    ran: Prediction | StagedPrediction | None = None
+    """The whole simulation, for whoever explains it."""
+
+    @property
+    def usual(self) -> bool:
+        """Whether it has a name that people know."""
+        return USUAL.issuperset(self.score.style) and not self.score.apart and not self.plan.rewrites
+
+    @property
+    def simple(self) -> tuple[int, ...]:
+        """The smaller, the simpler."""
+        cell, style = self.score.cell, self.score.style
+        ways = ("data", "typed", "kept", "inner", "tensor", "sequence", "free", "lean", "hidden", "once", "sparing",
+                "both", "mixed")  # fmt: skip
+        steps = len(self.plan.rewrites)
+        return (steps, cell.stages, bool(self.score.apart), cell.micro_batches > 1, cell.virtual,
+                max(map(ways.index, style)), cell.tp > 1, self.score.zero, cell.recompute,
+                self.score.away > 0)  # fmt: skip
+
+    def row(self) -> dict[str, Any]:
+        """For `explain`."""
+        return {"plan": described(self.score), "step_s": self.seconds, "peak_bytes": self.peak_bytes,
+                **self.score.cell.to_json(), "zero": self.score.zero,
+                **({"again": list(self.score.again)} if self.score.again else {}),
+                **({"spared": self.score.spared} if self.score.spared else {}),
+                **({"offloaded": self.score.away} if self.score.away else {}),
+                **({"branches": list(self.score.apart)} if self.score.apart else {})}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search has to say."""
+
+    plan: Plan | Staged
+    certificate: Certificate
+    finals: tuple[Final, ...]
+    """All that were simulated in full, best first."""
+    scores: tuple[Score, ...]
+    """All placements that were looked at, best first."""
+    space: Space
+
+
+@dataclass(frozen=True)
+class Nothing:
+    """A search with no plan to show: none fits, or none is faster than what was there before."""
+
+    error: PlanError
+    bound_s: float
+    """No plan of the space that fits is faster."""
+    space: str
+    """Its hash."""
+    fits: bool
+    """Whether some of what was looked at fits."""
+    through: bool
+    """Whether it ended for another reason than time."""
+
+
+def described(score: Score) -> str:
+    """A plan in a few words."""
+    names = {"data": "data parallel", "inner": "pieces within a node", "tensor": "tensor parallel",
+             "sequence": "tensor and sequence parallel",
+             "free": "placed freely", "lean": "placed freely within memory"}  # fmt: skip
+    ways = dict.fromkeys(names[s] for s in score.style if s in names)
+    cell = score.cell
+    mesh = " x ".join(f"{n}={s}" for n, s in zip(cell.mesh.names, cell.mesh.sizes, strict=True))
+    out = f"{' and '.join(ways)} on {mesh}"
+    if score.apart:
+        sizes = " and ".join(map(str, score.apart))
+        out = f"branches apart on {sizes} devices" + (f", {' and '.join(ways)}" if max(score.apart) > 1 else "")
+    if score.zero:
+        out += f", ZeRO {score.zero}"
+        out += " gathered once" if "kept" in score.style and score.zero == 3 else ""
+    if "mixed" in score.style:
+        out += ", mixed pieces"
+    if not cell.plain:
+        out += f", {cell.stages} stages" if cell.stages > 1 and not score.apart else ""
+        out += f", {cell.micro_batches} micro-batches" if cell.micro_batches > 1 or not score.apart else ""
+        out += f", {cell.virtual} virtual stages each" if cell.virtual > 1 else ""
+    if cell.recompute and (any(score.again) or not score.again or "both" in score.style):
+        some = f"{sum(score.again)} of {score.blocks} " if score.again and sum(score.again) < score.blocks else ""
+        part = f" (products of {score.spared} kept)" if 0 < score.spared < sum(score.again) else ""
+        spared = " but for products" if "sparing" in score.style or (score.spared and not part) else part
+        both = "both" in score.style and bool(some)
+        spared = " but for products" if both and not any(score.again) else spared
+        out += f", {some if any(score.again) else ''}blocks made again{spared} in backward"
+        out += ", the others but for products" if both and any(score.again) else ""
+    if score.away:
+        out += f", {score.away} of {score.blocks} blocks offloaded"
+    return out + (", rewritten" if score.rewrites else "")

@@ -1,0 +1,270 @@
+"""One model at all sizes of micro-batches and depths, and a score: what a placement of it is expected to take.
+
+Everything that estimates asks a `Model` for graphs, prices and placements, so that each is made once. It knows nothing
+about how scores are made (`score.py`), nor about who fills its tables.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from laminar.cost.machine import UPDATES, Machine
+from laminar.cost.ops.families import COMPUTES, family_of
+from laminar.forecast.pipeline_step import inside
+from laminar.forecast.step import machine
+from laminar.ir.graph import Graph, Node
+from laminar.ir.mesh import Mesh
+from laminar.ir.patterns import COLLECTIVES, PRODUCTS
+from laminar.ir.plan import Plan
+from laminar.ir.rewrites import Steps
+from laminar.ir.sbp import local_spec
+from laminar.placement.fold import Fold, fold
+from laminar.placement.micro_batch import micro
+from laminar.planner.estimate.block_mix import Ways
+from laminar.planner.estimate.cost_by_depth import Parts, Share
+from laminar.planner.space.cell import Cell
+from laminar.planner.space.request import Request
+from laminar.planner.space.styles import BOTH, LEAN, SPARING, Placer
+from laminar.rules.samples import samples_of
+from laminar.staging.balance import cuttable
+
+KEPT = 3
+"""Layers of the folded graph on which placements are decided."""
+DEPTHS = (2, 4)
+"""Depths that are simulated. Gradients of a layer may share a bucket with those of the next: an even difference."""
+
+
+@dataclass(frozen=True, eq=False)
+class Score:
+    """A placement, and what it is expected to take."""
+
+    cell: Cell
+    style: tuple[str, ...]
+    zero: int
+    plan: Plan | None
+    """Of the folded graph of a micro-batch; if it is not there, `Model.placed` makes it."""
+    seconds: float
+    peak_bytes: float
+    behind_s: float = 0.0
+    """Of the seconds, those behind the last op: gradients still on their way, updates."""
+    rewrites: Steps = ()
+    """What the graph was made by that it places, see `planner/space/rewrites.py`."""
+    again: tuple[int, ...] = ()
+    """By place, blocks that are made again in backward where not all are; nothing where all are, or none."""
+    blocks: int = 0
+    """Of how many, where not all are."""
+    saves_bytes: float = 0.0
+    """What one more saves of a step without stages, where not all are made again."""
+    spared: int = 0
+    """Of the blocks that are made again, those whose products are kept, where that is not so for all."""
+    away: int = 0
+    """Blocks that wait in the host's memory."""
+    apart: tuple[int, ...] = ()
+    """Devices of each set, where branches have some of their own (`planner/search/branches.py`)."""
+
+    def __str__(self) -> str:
+        zero = f" zero{self.zero}" if self.zero else ""
+        return f"{self.cell} {'+'.join(self.style)}{zero}: {self.seconds * 1e3:.3f} ms, {self.peak_bytes / 1e9:.2f} GB"
+
+
+class Model:
+    """One model at all sizes of micro-batches and depths, and the machine's prices for all meshes."""
+
+    def __init__(self, graph: Graph, request: Request) -> None:
+        self.graph, self.request = graph, request
+        self._machines: dict[Mesh, Machine] = {}
+        self._placers: dict[Mesh, Placer] = {}
+        self._micro: dict[tuple[int, int], Graph] = {}
+        self._deep: dict[int, Graph] = {}
+        self._plans: dict[tuple[int, Mesh, tuple[str, ...]], Plan] = {}
+        self.parts: dict[Share, Parts] = {}
+        """What micro-batches were found to take."""
+        self.modules: dict[Share, dict[str, float]] = {}
+        """And what each module took of that, in the folded graph."""
+        self.sums: dict[Share, np.ndarray] = {}
+        """Seconds before each op that belongs to one stage."""
+        self.uneven: dict[tuple[Share, int], float] = {}
+        """How much longer the slowest of so many stages takes than the mean."""
+        self.off: dict[tuple[Cell, tuple[str, ...], int], np.ndarray] = {}
+        """By place, bytes by which the estimate of a pipeline was found to be too low."""
+        self.shallow: dict[tuple[Cell, tuple[str, ...], int], Score] = {}
+        """Scores of steps without micro-batches in which nothing or everything is made again."""
+        self.ways: dict[tuple[Cell, tuple[str, ...], int], Ways] = {}
+        """And what else may become of their blocks."""
+
+    @cached_property
+    def cuttable(self) -> tuple[list[Node], np.ndarray]:
+        """The ops that stages are cut from, and where."""
+        return cuttable(self.graph)
+
+    @cached_property
+    def samples(self) -> int:
+        """Of a batch."""
+        return samples_of(self.graph)
+
+    @cached_property
+    def inside(self) -> Machine:
+        """Prices of parts, all ranks of the cluster being at work."""
+        return inside(self.request.cluster, self.request.cluster.devices, self.request.optimizer)
+
+    @cached_property
+    def fold(self) -> Fold:
+        """Its layers."""
+        return fold(self.graph)
+
+    @cached_property
+    def layers(self) -> int:
+        """How many of them; 1 where nothing repeats."""
+        return max(1, self.fold.layers)
+
+    @cached_property
+    def cuts(self) -> int:
+        """How many stages there can be: as many as products or other heavy ops, or as layers, if there are any."""
+        if self.fold.layers:
+            return self.fold.layers
+        return max(1, sum(n.phase == "forward" and family_of(n.op) in COMPUTES for n in self.graph.nodes))
+
+    @property
+    def keeps(self) -> tuple[int, ...]:
+        """Depths between which everything that is a sum over layers is known."""
+        return (KEPT - 1, KEPT) if self.fold.layers > KEPT else (self.layers,)
+
+    @property
+    def depths(self) -> tuple[int, ...]:
+        """Depths that are simulated: shallow ones, or the only one."""
+        return DEPTHS if self.fold.layers > DEPTHS[-1] else (self.layers,)
+
+    def small(self, parts: int, keep: int) -> Graph:
+        """The graph of a micro-batch with so many layers."""
+        if (parts, keep) not in self._micro:
+            self._micro[parts, keep] = micro(self.fold.small(keep), parts)
+        return self._micro[parts, keep]
+
+    def whole(self, parts: int) -> Graph:
+        """The graph of a micro-batch at full depth."""
+        if parts not in self._deep:
+            self._deep[parts] = micro(self.graph, parts)
+        return self._deep[parts]
+
+    def machine(self, mesh: Mesh) -> Machine:
+        """Prices for a mesh on the first devices of the cluster."""
+        if mesh not in self._machines:
+            self._machines[mesh] = machine(self.request.cluster, mesh, self.request.optimizer)
+        return self._machines[mesh]
+
+    def placer(self, mesh: Mesh) -> Placer:
+        """Placements on a mesh."""
+        if mesh not in self._placers:
+            self._placers[mesh] = Placer(self.machine(mesh), mesh, self.request.place)
+        return self._placers[mesh]
+
+    @cached_property
+    def blocks(self) -> str | None:
+        """A pattern that names the modules that repeat, for recompute."""
+        found: dict[str, int] = {}
+        for node in self.graph.nodes:
+            parts = node.module.split(".")
+            for k, part in enumerate(parts):
+                if part.isdigit() and node.phase == "forward":
+                    name = ".".join([*parts[:k], "*"])
+                    found[name] = found.get(name, 0) + 1
+                    break
+        return max(found, key=lambda n: found[n]) if found else None
+
+    @cached_property
+    def block_names(self) -> tuple[str, ...]:
+        """Modules that repeat, by number, in the order in which they run."""
+        if self.blocks is None:
+            return ()
+        before = self.blocks.removesuffix("*")
+        found: dict[str, None] = {}
+        for node in self.graph.nodes:
+            if node.phase == "forward" and node.module.startswith(before):
+                number = node.module.removeprefix(before).partition(".")[0]
+                if number.isdigit():
+                    found[number] = None
+        return tuple(found)
+
+    @cached_property
+    def block_of(self) -> dict[str, int]:
+        """For forward ops in blocks, which one it is."""
+        at = {f"{(self.blocks or '').removesuffix('*')}{number}": k for k, number in enumerate(self.block_names)}
+        depth = (self.blocks or "").count(".") + 1
+        out = {}
+        for node in self.graph.nodes:
+            name = ".".join(node.module.split(".")[:depth])
+            if node.phase == "forward" and name in at:
+                out[node.name] = at[name]
+        return out
+
+    def planned(self, micro_batches: int, mesh: Mesh, style: tuple[str, ...]) -> Plan:
+        """The folded graph of a micro-batch spread over a mesh in one style, without ZeRO."""
+        style = tuple(s for s in style if s not in (SPARING, BOTH))
+        key = (micro_batches, mesh, style)
+        if key not in self._plans:
+            self._plans[key] = self.placer(mesh).plan(self.small(micro_batches, self.keeps[-1]), style)
+        return self._plans[key]
+
+    def placed(self, score: Score) -> Plan:
+        """The plan of a score, of the folded graph of its micro-batch."""
+        if score.plan is not None:
+            return score.plan
+        cell, graph = score.cell, self.small(score.cell.micro_batches, self.keeps[-1])
+        plan = self.planned(cell.micro_batches, cell.mesh, score.style)
+        plan = self.placer(cell.mesh).pieces(graph, plan, score.style, score.zero)
+        return replace(plan, recompute=self.again(cell, score.style))
+
+    def again(self, cell: Cell, style: tuple[str, ...]) -> tuple[str, ...]:
+        """Patterns of what backward makes again; where the stream is in pieces, what is gathered from them too."""
+        return self.patterns(range(len(self.block_names)), style) if cell.recompute else ()
+
+    def patterns(self, blocks: Sequence[int], style: tuple[str, ...], of: int | None = None) -> tuple[str, ...]:
+        """The same for some blocks, by their place in the order; with all of so many, or of all, the whole family."""
+        if not blocks or self.blocks is None:
+            return ()
+        every = len(blocks) == (len(self.block_names) if of is None else of)
+        text = self.blocks if every else pattern(self.blocks, [self.block_names[b] for b in sorted(blocks)])
+        if SPARING in style:
+            return (f"{text}{PRODUCTS}{COLLECTIVES}" if LEAN in style else f"{text}{PRODUCTS}",)
+        return (f"{text}{COLLECTIVES}" if {"sequence", LEAN}.intersection(style) else text,)
+
+    def unfolded(self, score: Score) -> Plan:
+        """Its placement on the micro-batch's graph at full depth."""
+        return replace(self.deepened(self.placed(score), self.whole(score.cell.micro_batches)), name="searched")
+
+    @cached_property
+    def alike(self) -> dict[str, int]:
+        """For how many parameters of the model each one of the folded graph stands."""
+        out = {i.name: 1 for i in self.small(1, self.keeps[-1]).of_kind("param")}
+        if len(self.keeps) > 1:
+            for name, other in self.fold.standing(self.keeps[-1]).items():
+                if name not in out:
+                    out[other] = out.get(other, 1) + 1
+        return out
+
+    def stays_bytes(self, plan: Plan) -> float:
+        """Parameters, gradients and state that a rank holds by a plan of the folded graph, at full depth."""
+        optimizer, sizes, total = UPDATES[self.request.optimizer], plan.mesh.sizes, 0.0
+        for item in self.small(1, self.keeps[-1]).of_kind("param"):
+            nbytes = local_spec(item.spec, plan.inputs[item.name], sizes).nbytes
+            if item.trainable:
+                mine = local_spec(item.spec, plan.state.get(item.name, plan.inputs[item.name]), sizes)
+                nbytes += int(mine.nbytes + optimizer * mine.numel)
+            total += nbytes * self.alike[item.name]
+        return total
+
+    def deepened(self, plan: Plan, graph: Graph) -> Plan:
+        """A placement of the folded graph for one with more layers."""
+        found = self.fold.unfold(plan, self.keeps[-1], graph)
+        return found if len(self.keeps) > 1 else replace(found, graph_hash=graph.hash)
+
+
+def pattern(family: str, numbers: Sequence[str]) -> str:
+    """Members of a family of modules, `blocks.*`, by number: `blocks\\.(0|2)`."""
+    before, after = family.split("*", 1)
+    return f"{re.escape(before)}({'|'.join(numbers)}){re.escape(after)}"

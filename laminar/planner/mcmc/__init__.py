@@ -1,0 +1,1 @@
+"""Improvement of a found plan by a Markov chain that proposes and a simulator that decides."""

@@ -1,0 +1,1 @@
+"""What a plan says about itself: where its time goes, why it won, what others call it, what it looks like."""

@@ -1,0 +1,391 @@
+"""The search for clusters whose parts differ: pipelines over all parts, and plans that use one part alone.
+
+Pipelines over all parts (`planner/estimate/mixed_pipelines.py`) are taken in the order of what an ideal machine would
+make of them, priced side by side, and the best guesses are cut op by op, each place by its own prices, and simulated.
+Cuts are made again with what the simulation found, and where a place holds more than its device has. A part alone is
+searched like any cluster; its plan leaves the other devices idle, and its account says so. A plan with stages on two
+kinds is an ordinary plan with stages: nothing else has to know.
+
+The certificate rests on `planner/bounds/mixed_bound.py` for pipelines, and on the search of a part for plans on that
+part.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from laminar.cost.calibrate import interval
+from laminar.errors import LaminarError, PlanError
+from laminar.forecast.pipeline_step import StagedPrediction, predict_staged
+from laminar.ir.cluster import Cluster
+from laminar.ir.graph import Graph
+from laminar.ir.plan import Plan
+from laminar.ir.planned import Origin
+from laminar.ir.staged import Staged
+from laminar.planner.bounds.mixed_bound import SidesBounds
+from laminar.planner.estimate.candidates import Found
+from laminar.planner.estimate.mixed_pipelines import Guess, Priced, Shop, Side, Sides, all_sides, guessed, room_bytes
+from laminar.planner.report.breakdown import binding, counted, held, spent
+from laminar.planner.search.best_first import find
+from laminar.planner.space.certificate import Certificate, contradicted
+from laminar.planner.space.plan_space import Space
+from laminar.planner.space.request import Request
+from laminar.staging.coupled_samples import refuse_coupled
+from laminar.staging.stage_plans import pipeline
+
+OUTSIDE = (
+    "samples dealt out unevenly among ranks of different kinds",
+    "stages on devices of two kinds, or of different sizes on one kind",
+    "parts in another order along the pipe",
+    "on several kinds: virtual stages, other schedules, ZeRO 3, rewrites of the graph",
+)
+GUESSES_S = 0.45
+"""Share of the budget for guesses; what is left is for simulations and for parts alone."""
+PIPES_S = 0.7
+"""Share of the budget at which pipelines are done with."""
+HOPEFUL = 1.12
+"""How far beyond the best guess a cell may lie by an ideal machine and still be priced."""
+NEAR = 1.04
+"""How far beyond the best plan a guess may lie and still be simulated."""
+FINALS = 6
+"""Pipelines that are simulated at most."""
+CUTS = 4
+"""How often one is cut at most."""
+TIGHT = 1.15
+"""How much more than its excess a place that holds too much is to give away."""
+LEVEL = 1.015
+"""A slowest stage within this of the mean is good enough."""
+ZERO = (0, 1)
+"""Parameters in pieces would be gathered for every micro-batch; who wants that pins it."""
+HALF = 0.6
+"""Share of the memory that weights and gradients may take by a rough count, for a cell to be among the first."""
+
+
+@dataclass(frozen=True)
+class Piped:
+    """A pipeline over all parts, simulated in full."""
+
+    guess: Guess
+    plan: Staged
+    ran: StagedPrediction
+
+    def row(self) -> dict[str, Any]:
+        """For `explain`."""
+        cell = self.guess.cell
+        words = cell.told(self.ran.cluster)
+        zero = max(p.zero for p in self.guess.priced)
+        return {"plan": words + (f", ZeRO {zero}" if zero else ""), "step_s": self.ran.seconds,
+                "peak_bytes": max(self.ran.peaks), **cell.to_json(), "stages": cell.stages, "zero": zero}  # fmt: skip
+
+
+class MixedSearch:
+    """One search."""
+
+    def __init__(self, graph: Graph, request: Request, progress: Callable[[str], None] | None = None) -> None:
+        self.began = time.process_time()
+        self.graph, self.request, self.progress = graph, request, progress or (lambda text: None)
+        self.cluster = request.cluster
+        self.shop = Shop(graph, request)
+        self.rooms = [room_bytes(request, part) for part in self.cluster.parts]
+        model = self.shop.model
+        self.outside = list(OUTSIDE)
+        self.cells: list[Sides] = []
+        try:
+            refuse_coupled(model.small(1, model.keeps[-1]))
+            self.cells = all_sides(request, model.samples, model.cuts, model.blocks is not None)
+        except LaminarError as error:
+            self.outside.append(f"micro-batches: {str(error).splitlines()[0]}")
+        self.bounds = SidesBounds(self.shop, min((c.micro_batches for c in self.cells), default=1))
+        self.at = {cell: self.bounds.of(cell) for cell in self.cells}
+        self.guesses: list[Guess] = []
+        self.looked_at: set[Sides] = set()
+        self.finals: list[Piped] = []
+        self.parts: dict[int, Found] = {}
+
+    def spent(self) -> float:
+        """Processor seconds, as a share of the budget."""
+        return (time.process_time() - self.began) / max(1e-9, self.request.budget_s)
+
+    @property
+    def best_s(self) -> float:
+        """Of all that was simulated in full and fits."""
+        found = [f.ran.seconds for f in self.finals] + [f.certificate.step_s for f in self.parts.values()]
+        return min(found, default=math.inf)
+
+    # --- pipelines
+
+    def run(self) -> None:
+        """Guesses, the best of them in full, parts alone, and what is left of the guesses."""
+        self.look()
+        self.confirm()
+        for k in sorted(range(len(self.rooms)), key=self.bounds.part_s):
+            if self.bounds.part_s(k) < self.best_s:
+                self.alone(k)
+        if not self.finals and not self.parts:
+            raise self.no_room()
+
+    def ideal_s(self, cell: Sides) -> float:
+        """What an ideal machine would make of a cell: a bubble, and something for what ranks exchange."""
+        bubble = (cell.micro_batches + cell.stages - 1) / cell.micro_batches
+        tensor = 1 + 0.05 * math.log2(max(side.tp for side in cell.sides))
+        return self.bounds.ideal_s(cell.micro_batches) * bubble * tensor
+
+    def look(self) -> None:
+        """Price the most promising cells, then those around the best, then the rest as time allows."""
+        order = sorted(
+            {replace(c, recompute=False) for c in self.cells}, key=lambda c: (self.crowded(c), self.ideal_s(c))
+        )
+        first = {cell.sides[0].tp: cell for cell in reversed(order)}  # of each number of tensor parallel ranks
+        for cell in sorted(first.values(), key=order.index):
+            self.price(cell)
+        best = min(self.guesses, key=lambda g: g.seconds, default=None)
+        while best is not None:
+            for cell in around(best.cell, self.cluster):
+                self.price(cell)
+            found = min(self.guesses, key=lambda g: g.seconds)
+            best = found if found.seconds < best.seconds else None
+        for cell in order:
+            if self.guesses and self.ideal_s(cell) > HOPEFUL * min(g.seconds for g in self.guesses):
+                break
+            self.price(cell)
+
+    def crowded(self, cell: Sides) -> bool:
+        """Whether weights and gradients alone are likely to fill a rank, if stages were equal."""
+        stays = 3 * sum(i.spec.nbytes for i in self.graph.of_kind("param"))
+        return any(
+            stays / (side.tp * cell.stages) > HALF * room for side, room in zip(cell.sides, self.rooms, strict=True)
+        )
+
+    def price(self, cell: Sides) -> None:
+        """A guess for a cell, if there is time; blocks are made again only where it doesn't fit otherwise."""
+        pair = [replace(cell, recompute=again) for again in (False, True)]
+        late = self.spent() > (GUESSES_S if self.guesses else PIPES_S)
+        if late or any(c in self.looked_at for c in pair):
+            return
+        for one in pair:
+            if one in self.at and self.guess(one) is not None:
+                return
+
+    def guess(self, cell: Sides) -> Guess | None:
+        """The best placements of a cell that seem to fit: leaner ones, and ZeRO, only where they have to be."""
+        self.looked_at.add(cell)
+        pinned = self.request.pin.get("zero")
+        zeros = (pinned,) if pinned is not None else ZERO if self.request.allows("zero") else (0,)
+        fits: dict[int, Priced] = {}
+        for zero in zeros:
+            ways = [
+                (fits[k],) if k in fits else self.shop.priced(k, side, cell.micro_batches, cell.recompute, zero)
+                for k, side in enumerate(cell.sides)
+            ]
+            if not all(ways):
+                return None
+            at = [0] * len(ways)
+            while True:
+                found = guessed(self.shop, cell, [way[n] for way, n in zip(ways, at, strict=True)])
+                over = [k for k, room in enumerate(self.rooms) if found.held[k] > room]
+                if not over:
+                    self.guesses.append(found)
+                    return found
+                more = [k for k in over if at[k] + 1 < len(ways[k])]
+                if not more:
+                    break
+                for k in more:
+                    at[k] += 1
+            fits = {k: p for k, p in enumerate(found.priced) if k not in over}
+        return None
+
+    def confirm(self) -> None:
+        """Simulate the best guesses."""
+        for guess in sorted(self.guesses, key=lambda g: g.seconds)[:FINALS]:
+            if guess.seconds > NEAR * self.best_s or (self.spent() > PIPES_S and self.finals):
+                break
+            found = self.piped(guess)
+            if found is not None:
+                if found.ran.seconds < self.best_s:
+                    self.progress(f"{found.ran.seconds * 1e3:.3f} ms: {found.row()['plan']}")
+                self.finals.append(found)
+
+    def piped(self, guess: Guess) -> Piped | None:
+        """A guess at full depth, cut again with what was found until stages are level and fit."""
+        cell, shop = guess.cell, self.shop
+        deep = shop.model.whole(cell.micro_batches)
+        try:
+            plans = [shop.plan(k, p, cell.micro_batches, cell.recompute) for k, p in enumerate(guess.priced)]
+        except LaminarError:
+            return None
+        seconds = [shop.op_seconds(k, p, cell.micro_batches) for k, p in enumerate(guess.priced)]
+        stages = range(cell.stages)
+        slow, full = [1.0] * cell.stages, [1.0] * cell.stages  # by stage: what prices were off by; what is to leave it
+        rooms = [self.rooms[k] for k in cell.each]
+        best: Piped | None = None
+        for _ in range(CUTS):
+            speeds = [_times(seconds[k], slow[s] * full[s]) for s, k in enumerate(cell.each)]
+            try:
+                staged = cut(deep, cell.micro_batches, [plans[k] for k in cell.each], speeds)
+                ran = predict_staged(deep, staged, self.cluster, optimizer=self.request.optimizer)
+            except PlanError:
+                return best
+            over = [peak / room for peak, room in zip(ran.peaks, rooms, strict=True)]
+            works = stage_seconds(ran)
+            if max(over) <= 1:
+                if best is not None and ran.seconds >= best.ran.seconds:
+                    return best
+                best = Piped(guess, staged, ran)
+                if max(works) <= LEVEL * sum(works) / len(works):
+                    return best
+            said = [sum(speeds[s].get(n, 0.0) for n, at in staged.of.items() if at == s) / full[s] for s in stages]
+            slow = [slow[s] * works[s] / said[s] if said[s] else slow[s] for s in stages]
+            full = [full[s] * max(1.0, TIGHT * over[s]) if over[s] > 1 else full[s] for s in stages]
+        return best
+
+    # --- parts alone, and the end
+
+    def alone(self, k: int) -> None:
+        """The best plan on one part, which leaves the others idle."""
+        left = max(0.1, 1 - self.spent()) * self.request.budget_s
+        request = replace(self.request, cluster=self.cluster.parts[k], budget_s=left)
+        try:
+            self.parts[k] = find(self.graph, request, self.progress)
+        except PlanError:
+            return
+
+    def no_room(self) -> PlanError:
+        """Nothing fits, or nothing is allowed."""
+        names = ", ".join(f"{part.name} {room / 1e9:.1f} GB" for part, room in
+                          zip(self.cluster.parts, self.rooms, strict=True))  # fmt: skip
+        return PlanError(
+            f"no plan was found for {self.cluster.name}: {len(self.cells)} pipelines over its parts, and none that "
+            f"fits on one part",
+            binds=f"memory ({names}), or what is pinned",
+            next="drop a pin, allow more memory, or take a smaller batch",
+        )
+
+    @property
+    def space(self) -> Space:
+        """All pipelines over the parts, and plans on one of them."""
+        return Space({
+            "graph": self.graph.hash,
+            "cluster": self.cluster.hash,
+            "devices": self.cluster.devices,
+            "optimizer": self.request.optimizer,
+            "memory_bytes": self.rooms,
+            "pipelines": [cell.to_json() for cell in self.cells],
+            "alone": [self.parts[k].certificate.space if k in self.parts else "" for k in range(len(self.rooms))],
+            "outside": list(self.outside),
+        })  # fmt: skip
+
+    def certificate(self, step_s: float, sigma: float) -> Certificate:
+        """What is proved about all pipelines over the parts, and about plans on one of them."""
+        alone = [self.parts[k].certificate.bound_s if k in self.parts else self.bounds.part_s(k)
+                 for k in range(len(self.rooms))]  # fmt: skip
+        ruled_out = {c for c, bound_s in self.at.items() if bound_s >= step_s and c not in self.looked_at}
+        inner = [f.certificate for f in self.parts.values()]
+        wrong = [c for one in inner for c in one.contradictions]
+        for final in self.finals:
+            cell = final.guess.cell
+            wrong += filter(None, [contradicted(cell.told(self.cluster), final.ran.seconds, self.at.get(cell, 0.0))])
+        return Certificate(
+            space=self.space.hash,
+            step_s=step_s,
+            bound_s=0.0 if wrong else min([step_s, *self.at.values(), *alone]),
+            cells=len(self.cells) + sum(c.cells for c in inner),
+            looked_at=len(self.looked_at) + sum(c.looked_at for c in inner),
+            pruned=len(ruled_out) + sum(c.pruned for c in inner),
+            unfit=sum(c.unfit for c in inner),
+            unfinished=len(self.cells) - len(self.looked_at) - len(ruled_out) + sum(c.unfinished for c in inner),
+            outside=tuple(self.outside),
+            interval=interval(step_s, sigma),
+            known="prices of each part's own",
+            contradictions=tuple(wrong),
+        )
+
+
+def around(cell: Sides, cluster: Cluster) -> list[Sides]:
+    """Cells with twice or half the micro-batches, stages or tensor parallel ranks, on one part or on all."""
+    out = [replace(cell, micro_batches=m) for m in (2 * cell.micro_batches, cell.micro_batches // 2)]
+    devices = [part.devices for part in cluster.parts]
+    for stages, tp in ((2, 1), (0.5, 1), (1, 2), (1, 0.5), (2, 0.5), (0.5, 2)):
+        moved = [_side(side, n, stages, tp) for side, n in zip(cell.sides, devices, strict=True)]
+        for ks in [{k} for k in range(len(devices))] + [set(range(len(devices)))]:
+            sides = tuple(moved[k] if k in ks else side for k, side in enumerate(cell.sides))
+            known = [side for side in sides if side is not None]
+            if len(known) == len(sides):
+                out.append(replace(cell, sides=tuple(known)))
+    return out
+
+
+def _side(side: Side, devices: int, stages: float, tp: float) -> Side | None:
+    """A side with so many times as many stages and tensor parallel ranks, if that comes out even."""
+    s, t = side.stages * stages, side.tp * tp
+    even = s == int(s) and t == int(t) and s >= 1 and t >= 1 and devices % int(s * t) == 0
+    return Side(int(s), devices // int(s * t), int(t)) if even else None
+
+
+def cut(graph: Graph, micro: int, plans: Sequence[Plan], speeds: Sequence[Mapping[str, float]]) -> Staged:
+    """A pipeline with a place for each plan, cut by what ops take there; samples must not be coupled."""
+    made = pipeline(graph, len(plans), micro, 1, list(plans), couple="microbatch", speeds=list(speeds))
+    return replace(made, name="searched", coupled=False)
+
+
+def stage_seconds(ran: StagedPrediction) -> list[float]:
+    """What each stage works on a micro-batch."""
+    out = [0.0] * len(ran.staged.stages)
+    for part in ran.pipe.made.by_name.values():
+        out[part.stage] += ran.part_s[part.name]
+    return out
+
+
+def _times(seconds: Mapping[str, float], factor: float) -> Mapping[str, float]:
+    return seconds if factor == 1.0 else {name: s * factor for name, s in seconds.items()}
+
+
+def best_mixed(graph: Graph, request: Request, progress: Callable[[str], None] | None = None) -> Plan | Staged:
+    """The fastest plan found for a cluster whose parts differ, explained."""
+    from laminar.planner.report.account import asked, explained
+
+    search = MixedSearch(graph, request, progress)
+    search.run()
+    finals = sorted(search.finals, key=lambda f: f.ran.seconds)
+    rows = [{**f.row(), "spent": spent(f.ran)} for f in finals[:3]] + [f.row() for f in finals[3:]]
+    alone = {k: found.certificate.step_s for k, found in search.parts.items()}
+    k = min(alone, key=lambda k: alone[k], default=None)
+    common = {"request": asked(request), "search_s": time.process_time() - search.began, **counted(graph)}
+    if k is not None and alone[k] == search.best_s:
+        part, found = request.cluster.parts[k], search.parts[k]
+        plan = explained(graph, replace(request, cluster=part), found)
+        proof = search.certificate(alone[k], found_sigma(found))
+        uses = idle(request.cluster, k)
+        account = {**plan.account, **common, "runners_up": [*plan.account.get("runners_up", []), *rows],
+                   "uses": uses, "searched": f"{plan.account['choice']['plan']}; {uses['says']}"}  # fmt: skip
+        origin = plan.origin and replace(plan.origin, asked=asked(request))
+    else:
+        plan, ran = finals[0].plan, finals[0].ran
+        proof = search.certificate(ran.seconds, ran.sigma)
+        others = [{**f.finals[0].row(), "plan": f"{request.cluster.parts[k].name} alone: {f.finals[0].row()['plan']}",
+                   "step_s": f.certificate.step_s} for k, f in search.parts.items()]  # fmt: skip
+        runners = sorted([*rows[1:], *others], key=lambda row: row["step_s"])
+        account = {**plan.account, **ran.account(), **common, "devices": request.cluster.devices, "choice": rows[0],
+                   "runners_up": runners, "memory": held(ran), "binding": binding(rows[0]["spent"])}  # fmt: skip
+        origin = Origin(graph, request.cluster, asked(request), tuple(f.plan for f in finals[1:]))
+    account |= {"bound_s": proof.bound_s, "certificate": proof.to_json(), "space": dict(search.space.data)}
+    return replace(plan, account=account, origin=origin)
+
+
+def found_sigma(found: Found) -> float:
+    """Of the plan that a search chose."""
+    mine = next((f for f in found.finals if f.plan.hash == found.plan.hash), None)
+    return mine.ran.sigma if mine is not None and mine.ran is not None else 0.0
+
+
+def idle(cluster: Cluster, k: int) -> dict[str, Any]:
+    """What a plan on one part leaves out, for its account."""
+    part = cluster.parts[k]
+    first = sum(p.devices for p in cluster.parts[:k])
+    return {"cluster": part.name, "of": cluster.name, "devices": [first, first + part.devices - 1],
+            "idle": cluster.devices - part.devices,
+            "says": f"{part.devices} of {cluster.devices} devices are used, {first} to {first + part.devices - 1}: "
+                    f"{part.name}; the others stay idle"}  # fmt: skip

@@ -1,0 +1,157 @@
+"""Ways to spread a graph over one mesh: those people know by name, and those that the prices ask for.
+
+    data      the batch split over an axis, weights whole
+    inner     the same on both axes, where ZeRO cuts pieces along the inner one only: nodes hold the same; with `data`
+              on both, pieces are cut along both, and travel between nodes before they do so inside
+    tensor    weights split, the residual stream whole (Megatron's way)
+    sequence  the same, with the residual stream in pieces of the sequence between products: leaner, and nearly as fast
+    free      whatever is cheapest: every tensor of the graph is placed at least cost, exactly on each axis
+    lean      the same, where a byte of a parameter that is stored costs something: what a byte costs in the mean that
+              the leanest placement saves; so of parameters those lie in pieces that take least to do so
+
+Each comes without ZeRO, with state in pieces, and with everything in pieces. A free axis may find any of the others.
+Where gradients are reduced while backward is still at work, how much of that is hidden can't be known before the whole
+is simulated; so free placements are asked for twice, as if all of it were hidden and as if nothing were. With
+micro-batches gradients are reduced once a step (`once`): splitting tokens and keeping weights whole costs little then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import replace
+
+from laminar.cost.machine import Machine
+from laminar.errors import LaminarError, PlanError
+from laminar.ir.graph import Graph
+from laminar.ir.mesh import Mesh
+from laminar.ir.plan import Plan
+from laminar.ir.sbp import Split, local_spec
+from laminar.placement import presets
+from laminar.placement.complete import Pins, Solved, completed
+from laminar.planner.space.axis_prices import PricedAxis
+from laminar.planner.space.pins import pinned
+
+HIDDEN = 0.9
+"""Share of the gradients' reduction that other work is taken to hide, where it is taken to hide any."""
+ONCE = 0.99
+"""Share of the gradients' reduction that a micro-batch does not pay, if it is done once for all of them. Assumed."""
+KEPT = "kept"
+"""Ends a style in which parameters in pieces are gathered once: what forward has gathered stays for backward."""
+SPARING = "sparing"
+"""Ends a style in which blocks that are made again keep their products."""
+BOTH = "both"
+"""Ends a style in which all blocks are made again: as few as can be as a whole, the others but for their products."""
+LEAN = "lean"
+"""An axis on which parameters are in pieces where that takes little."""
+STORED_S = 1e-9
+"""What a stored byte costs where nothing else matters."""
+TYPED = "typed"
+"""Ends a style that is as `laminar.plans` writes it."""
+SMALL = 0.005
+"""Share of all parameters that stays whole in all stages of ZeRO, the smallest tensors first: it saves next to nothing
+to cut them, and every piece is a kernel. Assumed."""
+ZERO = (0, 1, 3)
+"""Stages of ZeRO that differ: gradients leave a step in pieces wherever state is in pieces."""
+
+
+def styles(mesh: Mesh, tensor: bool, free: bool, lean: bool = False, parts: bool = False) -> list[tuple[str, ...]]:
+    """Which style each axis may have, the best known first; with `lean`, also those that only save memory.
+
+    With `parts` for a step of several micro-batches.
+    """
+    names = mesh.names
+    out = [tuple("tensor" if n == "tp" else "data" for n in names)] if tensor or "tp" not in names else []
+    if lean and tensor and "tp" in names:
+        out.append(tuple("sequence" if n == "tp" else "data" for n in names))
+    if parts and tensor and "tp" in names:
+        out += [(*(way if n == "tp" else "data" for n in names), "once") for way in ("free", LEAN)]
+    if len(names) == 2:
+        out += [("data", "inner"), ("data", "data")]
+    if free and tensor and mesh.ranks > 1:
+        if "tp" in names and "dp" in names:
+            out += [("data", "free", "hidden"), ("free", "free", "hidden"), ("free", "free")]
+        elif "dp" in names:  # one axis of one size: what it is called makes no difference
+            out += [("free",), ("free", "hidden")]
+    return out
+
+
+def sequence_pins(graph: Graph) -> Pins:
+    """What tensor parallel means on one axis if the residual stream is cut along the sequence."""
+    pins = presets.tensor_pins(graph)
+    for ref in presets.residual_stream(graph):
+        dims = len(graph.specs[ref].shape)
+        if dims > 2:
+            pins.values[ref] = pins.read[ref] = Split(dims - 2)
+    return pins
+
+
+def stored_bytes(graph: Graph, plan: Plan) -> int:
+    """Of all parameters, on one rank."""
+    return sum(local_spec(i.spec, plan.inputs[i.name], plan.mesh.sizes).nbytes for i in graph.of_kind("param"))
+
+
+class Placer:
+    """Placements on one mesh; prices are asked once."""
+
+    def __init__(self, machine: Machine, mesh: Mesh, place: Mapping[str, str] | None = None) -> None:
+        """`place` holds placements of tensors that are fixed, by pattern."""
+        self.mesh, self.place = mesh, place or {}
+        open_ = [PricedAxis(machine, mesh, a) for a in range(len(mesh.sizes))]
+        self.costs = {0.0: open_}
+        for hidden in (HIDDEN, ONCE):
+            self.costs[hidden] = [PricedAxis(machine, mesh, a, hidden, one) for a, one in enumerate(open_)]
+        self.solved: dict[Hashable, Solved] = {}
+
+    def plan(self, graph: Graph, style: tuple[str, ...], byte_s: float | None = None) -> Plan:
+        """The graph spread in one style; `byte_s` is what a stored byte costs on lean axes, if that is known."""
+        axes = list(style[: len(self.mesh.sizes)])
+        pins = []
+        for axis, one in enumerate(axes):
+            if one in ("data", "inner"):
+                pins.append(presets.data_pins(graph, self.mesh, axis))
+            elif one == LEAN:
+                pins.append(Pins(stored_byte_s=self._byte_s(graph, style) if byte_s is None else byte_s))
+            else:
+                pins.append(
+                    {"tensor": presets.tensor_pins, "sequence": sequence_pins}.get(one, lambda _: Pins())(graph)
+                )
+        for here, fixed in zip(pins, pinned(graph, self.mesh, self.place), strict=True):
+            here.inputs.update(fixed)
+        hidden = HIDDEN if "hidden" in style else ONCE if "once" in style else 0.0
+        names = []
+        for axis in range(len(axes)):
+            # "inner" pins what "data" does; what is hidden makes no difference where nothing is left open.
+            before = tuple("data" if one == "inner" else one for one in axes[: axis + 1])
+            names.append((graph.hash, before, hidden if {"free", LEAN}.intersection(before) else 0.0, byte_s))
+        return completed(graph, self.mesh, pins, "+".join(axes), self.costs[hidden], names, self.solved)
+
+    def _byte_s(self, graph: Graph, style: tuple[str, ...]) -> float:
+        """Seconds of a micro-batch for each byte of parameters that the leanest placement saves, in the mean."""
+        (fast_s, most), (lean_s, least) = (
+            (plan.account["cost_s"] - byte_s * stored, stored)
+            for byte_s in (0.0, STORED_S)
+            for plan in [self.plan(graph, style, byte_s)]
+            for stored in [stored_bytes(graph, plan)]
+        )
+        if least >= most:
+            raise PlanError("parameters in pieces save nothing on this mesh")
+        return float(max(0.0, lean_s - fast_s) / (most - least))
+
+    def pieces(self, graph: Graph, plan: Plan, style: tuple[str, ...], zero: int) -> Plan:
+        """The plan with a stage of ZeRO."""
+        found = presets.in_pieces(graph, plan, zero, (1,) if "inner" in style else None, SMALL)
+        found = replace(found, gather_once=zero == 3 and KEPT in style)
+        fixed = {n: plan.inputs[n] for here in pinned(graph, self.mesh, self.place) for n in here}
+        return replace(found, inputs={**found.inputs, **fixed}) if fixed else found
+
+    def plans(self, graph: Graph, wanted: list[tuple[str, ...]]) -> Iterator[tuple[tuple[str, ...], Plan]]:
+        """All that can be had; a style that a model has no rules for is left out."""
+        seen: set[tuple[str, bool]] = set()
+        for style in wanted:
+            try:
+                found = self.plan(graph, style)
+            except LaminarError:
+                continue
+            if (found.hash, "inner" in style) not in seen:
+                seen.add((found.hash, "inner" in style))
+                yield style, found

@@ -1,0 +1,104 @@
+"""One line of a program as one rank runs it: a callable and its arguments.
+
+Sizes, offsets and index tables that depend on the rank are worked out here, so that the code that
+runs has nothing left to decide. Hot ops are bound to torch's own functions instead of `OpOverload`
+objects, which cost about a microsecond more per call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laminar.capture import kernels, torch_private
+from laminar.capture.torch_ops import DENSE, LAZY, dense, find_op, resolved, spread, unplain
+from laminar.ir.codec import Ref
+from laminar.ir.mesh import Mesh
+from laminar.ir.program import Instr
+from laminar.ir.sbp import Split, chunk, local_indices
+from laminar.rules.notation import Call, local_args
+
+FAST = """mm addmm bmm baddbmm add.Tensor sub.Tensor mul.Tensor div.Tensor add.Scalar mul.Scalar div.Scalar t permute
+    unsqueeze transpose.int sum.dim_IntList sum embedding relu exp log sqrt rsqrt tanh sigmoid neg clone
+    native_layer_norm _softmax _log_softmax where.self pow.Tensor_Scalar amax amin convolution cat stack gather
+    masked_fill.Scalar index_select cos sin maximum minimum abs""".split()
+
+
+def nll_loss2d_backward(grad: Tensor, x: Tensor, *rest: Any) -> Tensor:
+    """Torch's own lays its result out like `x` and then insists that it be contiguous."""
+    return find_op("aten.nll_loss2d_backward")(grad, x.contiguous(), *rest)  # type: ignore[no-any-return]
+
+
+BOUND: dict[str, Callable[..., Any]] = {f"aten.{n}": getattr(torch, n.split(".")[0]) for n in FAST}
+BOUND |= {
+    "aten.view": torch.reshape,
+    "aten._unsafe_view": torch.reshape,
+    "aten.reshape": torch.reshape,
+    "aten.gelu": torch_private.gelu,
+    "aten.silu": torch_private.silu,
+    "aten.slice.Tensor": find_op("aten.slice.Tensor"),
+    "aten.nll_loss2d_backward": nll_loss2d_backward,
+}
+BOUND |= {name: dense(find_op(name)) for name in DENSE} | {name: resolved(find_op(name)) for name in LAZY}
+"""Fast spellings. Views become reshapes, because boxing may have changed strides."""
+
+SQUEEZES = ("aten.squeeze", "aten.squeeze.dim", "aten.squeeze.dims")
+"""Ops that would also drop a dim of which a rank happens to hold one row: they run as reshapes."""
+
+DRAWS = ("laminar.uniform", "laminar.normal")
+
+
+def offset_of(placed: Any, dim: int, mesh: Mesh, rank: int) -> int:
+    """Where a rank's stretch of a dim begins; stretches are contiguous, as local forms require."""
+    start, size = 0, placed.spec.shape[dim]
+    for p, parts, part in zip(placed.nd, mesh.sizes, mesh.coords(rank), strict=True):
+        if isinstance(p, Split) and p.dim == dim:
+            first, size = chunk(size, parts, part)
+            start += first
+    return start
+
+
+def prepare(
+    instr: Instr, mesh: Mesh, rank: int, device: torch.device
+) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """What to call, with `Ref`s where tensors go."""
+    args = instr.args
+    ins = tuple(p.local(mesh, rank) for p in instr.ins)
+    outs = tuple(p.local(mesh, rank) if p else None for p in instr.outs)
+    if instr.hosts:  # in one memory both are identities
+        return (lambda *given: given[: len(outs)]), args, {}
+    if len(args) >= 4 and args[-4] == "offset":
+        side, which, dim = args[-3:]
+        placed = instr.ins[which] if side == "in" else instr.outs[which]
+        args = (*args[:-4], offset_of(placed, dim, mesh, rank))
+        if instr.op == "laminar.embedding_backward_at":
+            assert outs[0] is not None
+            args = (*args[:2], outs[0].shape[0], *args[3:])
+        return getattr(kernels, instr.op[8:]), unplain_keep(args), {}
+    if instr.op in SQUEEZES:
+        assert outs[0] is not None
+        return torch.reshape, (args[0], outs[0].shape), {}
+    whole = Call(instr.op, args, tuple(p.spec for p in instr.ins), tuple(p.spec if p else None for p in instr.outs))
+    args = local_args(whole, ins, outs)
+    if instr.op.startswith("laminar."):
+        if instr.op in DRAWS:
+            placed = instr.outs[0]
+            assert placed is not None
+            if any(isinstance(p, Split) for p in placed.nd):
+                index = local_indices(placed.spec.shape, placed.nd, mesh.sizes, mesh.coords(rank))
+                part = args[4] if len(args) > 4 else None
+                args = (*args[:4], part, [torch.from_numpy(i).to(device) for i in index], placed.spec.shape)
+        return getattr(kernels, instr.op[8:]), unplain_keep(args), {}
+    some, kwargs = spread(instr.op, args)
+    op = find_op(instr.op)
+    if not instr.ins and any(a.name == "device" for a in torch_private.schema(op).arguments):
+        kwargs["device"] = device
+    return BOUND.get(instr.op, op), unplain_keep(some), {k: unplain(v) for k, v in kwargs.items()}
+
+
+def unplain_keep(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arguments as torch takes them; index tables stay as they are."""
+    return tuple(a if isinstance(a, (list, Ref)) else unplain(a) for a in args)
