@@ -173,7 +173,8 @@ def __dir__() -> list[str]:
 
 
 if TYPE_CHECKING:
-    from laminar.api import Recipe, capture, load_recipe, parallelize, plans, replan, verify
+    from laminar.api import Recipe, capture, load_recipe, parallelize, plan, plans, replan, verify
+    from laminar.capture.eager import eager
     from laminar.capture.losses import Loss
     from laminar.errors import (
         BatchError,

@@ -11,6 +11,7 @@ import importlib
 import pkgutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -89,3 +90,16 @@ def test_an_error_shows_its_lines() -> None:
     """What, then labelled lines; empty ones are left out."""
     text = str(laminar.PlanError("what", at="here", allowed="", next="do this"))
     assert text.splitlines() == ["what", "  at       here", "  next     do this"]
+
+
+def test_public_names_have_types_for_those_who_use_them(tmp_path: Path) -> None:
+    """A type checker must see more than Any behind `laminar.plan` and its neighbours, or it checks nothing."""
+    names = sorted(set(laminar.__all__) - {"B"})  # a value, not a call
+    script = tmp_path / "script.py"
+    script.write_text("import laminar\n" + "".join(f"reveal_type(laminar.{name})\n" for name in names))
+    ran = subprocess.run(
+        [sys.executable, "-m", "mypy", "--strict", str(script)], capture_output=True, text=True, check=False
+    )
+    told = dict(zip(names, [line for line in ran.stdout.splitlines() if "Revealed type" in line], strict=True))
+    assert not [name for name, line in told.items() if line.endswith('"Any"')], ran.stdout
+    assert "Cluster" in told["plan"] and "Plan" in told["plan"]

@@ -17,8 +17,6 @@ ones, and so do the earlier entries of an order. So if a step got stuck, conditi
 and the first step has the same ring. The second is played so that the boundary is seen as well.
 
 **Memory.** No rank ever holds more than the registers of all queues that are filled or read where it is.
-
-What a net can't say and a running system could still get wrong is checked in `lower/hazards.py`.
 """
 
 from __future__ import annotations

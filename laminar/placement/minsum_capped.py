@@ -11,7 +11,6 @@ tables of their own, each with a cap. Two ways, the cheap one first:
                 a table, which must agree with the values on each side. It ends with a choice and a bound of its own;
                 the better of both bounds counts.
 
-All choices that none beats in cost and every resource are found by `placement/pareto.py`.
 Costs may be infinite where values exclude each other; uses are finite.
 """
 

@@ -16,9 +16,8 @@ import laminar
 from laminar.api import load_recipe
 from laminar.capture.canonical import Canonical
 from laminar.capture.capture import capture, check_batch, state_of
-from laminar.capture.graphs_by_shape import Captures
 from laminar.ir.graph import RNG, Graph
-from tests.support.capture_check import EXAMPLES, KEY, Fn, Step, draw, graph_outputs, made, same, square
+from tests.support.capture_check import EXAMPLES, KEY, Step, draw, graph_outputs, made, same, square
 from tests.support.zoo import FEW
 
 # --- size --------------------------------------------------------------------------------------
@@ -193,42 +192,3 @@ def test_draws_do_not_depend_on_the_layout(seed: int) -> None:
 
 
 # --- several shapes side by side ---------------------------------------------------------------
-
-
-def test_captures_of_several_shapes_live_side_by_side() -> None:
-    """The last batch of an epoch is smaller, and evaluation runs in between."""
-    model = made(lambda: nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2)))
-    captures = Captures(model, square)
-    full, rest = draw(6, 4), draw(4, 4)
-    first = captures(full)
-    assert captures(draw(6, 4, seed=9)) is first, "the same shape is captured once"
-    last = captures(rest)
-    assert last is not first and last.hash != first.hash
-    model.eval()
-    judged = captures(full)
-    assert not judged.of_kind("rng") and not [o for o in judged.outputs if o.kind == "buffer"]
-    model.train()
-    assert captures(full) is first and captures(rest) is last and len(captures) == 3
-    for graph, batch in ((first, full), (last, rest)):
-        graph_outputs(graph, model, batch)
-
-
-def test_freezing_a_parameter_needs_another_capture() -> None:
-    """Gradual unfreezing changes which gradients there are."""
-    model = made(lambda: nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)))
-    captures = Captures(model, square)
-    every = captures(draw(6, 4))
-    model[0].weight.requires_grad_(False)
-    fewer = captures(draw(6, 4))
-    count = [sum(o.kind == "grad" for o in g.outputs) for g in (every, fewer)]
-    assert count == [4, 3]
-    model[0].weight.requires_grad_(True)
-    assert captures(draw(6, 4)) is every
-
-
-def test_another_structure_is_another_capture() -> None:
-    """A batch with one key more, or another flag, may take another path through the model."""
-    model = made(lambda: Fn(lambda m, b: m.a(b["x"]) * (2 if b["twice"] else 1), a=nn.Linear(3, 2)))
-    captures = Captures(model, square)
-    graphs = [captures({"x": draw(4, 3), "twice": flag}) for flag in (True, False, True)]
-    assert graphs[0] is graphs[2] and graphs[0] is not graphs[1]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections import deque
 from dataclasses import replace
 
 import pytest
@@ -13,7 +12,6 @@ from laminar.errors import NetError
 from laminar.ir.mesh import Mesh, Place
 from laminar.ir.net import Actor, Net, Queue
 from laminar.lower.deadlock import check_net, refuse
-from laminar.lower.hazards import check_pools, check_ranks, reserve
 from laminar.lower.pipeline_net import Stage, chain
 from laminar.lower.schedules import dag_net
 from tests.support.net_machine import Machine, outcomes, places, random_net, random_pipeline
@@ -208,154 +206,3 @@ def test_a_rank_at_two_places_holds_the_registers_of_both() -> None:
     orders = ((("load", 0),), (("F", 0),), (("G", 0),))
     net = Net((here, here, Place((1,), Mesh({"r": 1}))), actors, queues, orders)
     assert check_net(net).bytes == (320, 320, 300)
-
-
-# -- pools -------------------------------------------------------------------------------------
-
-
-def virtual_pipeline() -> Net:
-    """Two places with two stages each; each place has one budget for the stashes of both of its stages."""
-    layout = chain([Stage(place=s % 2) for s in range(4)], 4)
-    return dag_net(layout, schedule="backward-first", window=None, stash=4)
-
-
-POOLS = {"F0->B0": "p0", "F2->B2": "p0", "F1->B1": "p1", "F3->B3": "p1"}
-
-
-def test_a_shared_pool_makes_the_outcome_hang_on_who_goes_first_and_is_refused() -> None:
-    """Early stages fill the pool with micro-batches that can't go on; in other timings all goes well."""
-    net = virtual_pipeline()
-    assert check_net(net).finishes
-    sizes = {"p0": 4, "p1": 4}
-    ends = {Machine(net, 2, POOLS, sizes).play(random.Random(seed)) for seed in range(60)}
-    assert ends == {True, False}
-    with pytest.raises(NetError, match="queues share the 4 registers of pool p0"):
-        check_pools(net, POOLS, sizes)
-    check_pools(net, POOLS, {"p0": 8, "p1": 8})
-
-
-def test_room_reserved_for_later_stages_lets_every_interleaving_finish() -> None:
-    """The same budget, divided: now no timing gets stuck."""
-    net = virtual_pipeline()
-    divided = reserve(net, POOLS, {"p0": 4, "p1": 4})
-    counts = {q.name: q.registers for q in divided.queues}
-    assert counts["F0->B0"] + counts["F2->B2"] == 4 and min(counts[name] for name in POOLS) >= 1
-    assert check_net(divided).finishes
-    assert all(Machine(divided, 3).play(random.Random(seed)) for seed in range(60))
-    with pytest.raises(NetError, match="pool p0 has 1 registers, its queues need F0->B0 1, F2->B2 1"):
-        reserve(net, POOLS, {"p0": 1, "p1": 4})
-
-
-def test_random_pools_are_refused_or_divided() -> None:
-    """Whatever `reserve` gives back finishes within the budget; what it refuses no division could do."""
-    rng = random.Random(6)
-    divided = refused = 0
-    for _ in range(400):
-        net = random_net(rng)
-        if len(net.queues) < 2 or not check_net(net).finishes:
-            continue
-        chosen = rng.sample(net.queues, 2)
-        pools = {q.name: "pool" for q in chosen}
-        size = rng.randint(1, sum(q.registers for q in chosen) - 1)
-        with pytest.raises(NetError, match="share"):
-            check_pools(net, pools, {"pool": size})
-        try:
-            mine = reserve(net, pools, {"pool": size})
-        except NetError:
-            refused += 1
-            for a, b in itertools.product(range(1, size), repeat=2):
-                trial = {chosen[0].name: a, chosen[1].name: b}
-                if a + b <= size and all(trial[q.name] >= q.filled for q in chosen):
-                    assert not check_net(with_registers(net, trial)).finishes
-            continue
-        divided += 1
-        assert sum(q.registers for q in mine.queues if q.name in pools) <= size
-        assert Machine(mine, 2).play(rng)
-    assert divided > 15 and refused > 15
-
-
-# -- collectives inside actors -----------------------------------------------------------------
-
-
-def met(orders: dict[int, list[tuple[str, int]]], groups: dict[str, list[tuple[int, ...]]], rng: random.Random) -> bool:
-    """Play ranks in random turns, calls of a group pairing up by number: whether all meet their like, and all end."""
-    calls = {
-        rank: deque((g, (name, k, i)) for name, k in order for i, g in enumerate(groups.get(name, [])) if rank in g)
-        for rank, order in orders.items()
-    }
-    inside: dict[tuple[int, ...], dict[int, tuple]] = {}
-    blocked: set[int] = set()
-    while True:
-        free = [r for r in calls if r not in blocked and calls[r]]
-        if not free:
-            return not any(calls.values()) and not any(inside.values())
-        rank = rng.choice(free)
-        group, call = calls[rank].popleft()
-        there = inside.setdefault(group, {})
-        there[rank] = call
-        blocked.add(rank)
-        if len(there) == len(group):
-            if len(set(there.values())) > 1:
-                return False
-            blocked -= set(group)
-            there.clear()
-
-
-def test_ranks_of_one_place_that_follow_its_order_meet() -> None:
-    """Also with several groups inside one actor."""
-    place = Place((0, 1, 2, 3), Mesh({"dp": 2, "tp": 2}))
-    actors = (Actor("F", "forward", 0, 3), Actor("B", "backward", 0, 3))
-    orders = ((("F", 0), ("F", 1), ("B", 0), ("F", 2), ("B", 1), ("B", 2)),)
-    net = Net((place,), actors, (Queue("s", "F", ("B",), 3),), orders)
-    groups = {"F": [(0, 1), (2, 3)], "B": [(0, 1), (2, 3), (0, 2), (1, 3)]}
-    check_ranks(net, groups)
-    wrong = [*orders[0][:1], orders[0][2], orders[0][1], *orders[0][3:]]
-    with pytest.raises(NetError, match=r"ranks 0 and 1 act in different orders: F\.1 would meet B\.0"):
-        check_ranks(net, groups, {0: orders[0], 1: wrong, 2: orders[0], 3: orders[0]})
-
-
-def test_groups_that_wait_for_each_other_in_a_ring_are_found() -> None:
-    """No group sees a wrong sequence, yet three ranks wait for each other for ever."""
-    net = Net(places(1), (Actor("a", "forward", 0),), (), ((("a", 0),),))
-    groups = {"x": [(0, 1)], "y": [(1, 2)], "z": [(0, 2)]}
-    orders = {0: [("z", 0), ("x", 0)], 1: [("x", 0), ("y", 0)], 2: [("y", 0), ("z", 0)]}
-    with pytest.raises(NetError, match="wait for each other in different collectives"):
-        check_ranks(net, groups, orders)
-
-
-def test_two_places_with_common_ranks_need_an_order_for_them() -> None:
-    """Each place has an order, but nobody says who of the two goes first."""
-    both = Place((0, 1), Mesh({"tp": 2}))
-    actors = (Actor("a", "forward", 0), Actor("b", "forward", 1))
-    net = Net((both, both), actors, (), ((("a", 0),), (("b", 0),)))
-    with pytest.raises(NetError, match="rank 0 is at place 1 and at another"):
-        check_ranks(net, {"a": [(0, 1)], "b": [(0, 1)]})
-    check_ranks(net, {"a": [(0, 1)]})
-
-
-def test_random_misorderings_are_found_exactly_when_they_go_wrong() -> None:
-    """Against ranks that are played in random turns: refused if and only if calls meet strangers, or nobody."""
-    rng = random.Random(7)
-    found = [0, 0]
-    net = Net(places(1), (Actor("a", "forward", 0),), (), ((("a", 0),),))
-    for _ in range(2000):
-        ranks = range(rng.randint(2, 4))
-        names = "abcd"[: rng.randint(2, 4)]
-        groups = {
-            n: [tuple(sorted(rng.sample(ranks, rng.randint(2, len(ranks))))) for _ in range(rng.choice([0, 1, 1, 2]))]
-            for n in names
-        }
-        order = [(n, k) for n in names for k in range(rng.randint(1, 2))]
-        orders = {r: list(order) for r in ranks}
-        for _ in range(rng.choice([0, 1, 1, 2])):
-            i = rng.randrange(len(order) - 1)
-            mine = orders[rng.choice(ranks)]
-            mine[i], mine[i + 1] = mine[i + 1], mine[i]
-        good = all(met(orders, groups, rng) for _ in range(3))
-        found[good] += 1
-        if good:
-            check_ranks(net, groups, orders)
-        else:
-            with pytest.raises(NetError):
-                check_ranks(net, groups, orders)
-    assert min(found) > 300

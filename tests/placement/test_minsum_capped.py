@@ -1,4 +1,4 @@
-"""Least sums under caps, and choices that none beats, held against every choice there is."""
+"""Least sums under caps, held against every choice there is."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from laminar.errors import PlanError
 from laminar.placement.minsum_capped import Capped
-from laminar.placement.pareto import Front, pareto
 
 
 @st.composite
@@ -57,12 +56,6 @@ def every(problem: Capped) -> list[tuple[float, tuple[float, ...]]]:
     return out
 
 
-def unbeaten(points: list[tuple[float, ...]]) -> set[tuple[float, ...]]:
-    """Those that none beats."""
-    some = set(points)
-    return {p for p in some if not any(q != p and all(a <= b for a, b in zip(q, p, strict=True)) for q in some)}
-
-
 @given(problems())
 @settings(max_examples=60, deadline=None)
 def test_the_cheapest_choice_within_the_caps_is_found(problem: Capped) -> None:
@@ -90,42 +83,6 @@ def test_bounds_by_prices_are_never_above_the_best_choice(problem: Capped) -> No
         assert found.cost >= best
         if found.exact and choices:
             assert found.cost == best
-
-
-@given(problems(resources=(1, 2), most=6))
-@settings(max_examples=80, deadline=None)
-def test_the_front_without_rounding_is_that_of_all_choices(problem: Capped) -> None:
-    """Elimination with sets must lose nothing that could still be the best for some cap."""
-    front = pareto(problem)
-    assert front.slack == (0.0,) * len(problem.caps)
-    assert {(p.cost, *p.used) for p in front.points} == unbeaten([(c, *u) for c, u in every(problem)])
-    assert all(p.used == p.counted for p in front.points)
-
-
-@given(problems(resources=(1, 3), most=5), st.sampled_from([2.0, 3.5, 7.0]))
-@settings(max_examples=80, deadline=None)
-def test_rounded_fronts_keep_their_promises(problem: Capped, step: float) -> None:
-    """Rounded up, counts are never below what is used; rounded down, the cheapest within caps is a bound."""
-    steps = [step] * len(problem.caps)
-    choices = every(problem)
-    best = min(choices)[0] if choices else math.inf
-    for up in (True, False):
-        front: Front = pareto(problem, steps, up)
-        for point in front.points:
-            assert point.cost == problem.cost_of(point.values) and point.used == problem.used_by(point.values)
-            for used, counted, slack in zip(point.used, point.counted, front.slack, strict=True):
-                assert abs(used - counted) <= slack + 1e-9
-                assert counted >= used - 1e-9 if up else counted <= used + 1e-9
-        taken = front.cheapest(problem.caps)
-        if up and taken is not None:
-            assert problem.keeps(taken.used) and taken.cost >= best
-        if not up and choices:
-            assert taken is not None and taken.cost <= best
-        for cost, used in choices:  # nothing is lost by more than the slack
-            room = [u + s for u, s in zip(used, front.slack, strict=True)]
-            if not up or all(r <= c for r, c in zip(room, problem.caps, strict=True)):
-                near = (p for p in front.points if all(a <= b for a, b in zip(p.counted, room, strict=True)))
-                assert any(p.cost <= cost for p in near)
 
 
 def knapsack(count: int, seed: int = 0, fill: float = 0.5) -> Capped:
@@ -157,36 +114,6 @@ def test_many_variables_under_one_cap_are_solved_with_a_proof() -> None:
     assert found.prices[0] > 0, "more room would save time"
 
 
-def test_a_chain_keeps_its_front_small_by_rounding() -> None:
-    """Sets that would outgrow their limit are rounded, in steps that are told, and stay within them."""
-    rng = np.random.default_rng(1)
-    made = Capped()
-    room = made.resource(1e12)
-    for k in range(60):
-        v = made.variable(3)
-        made.use(room, (v,), rng.uniform(0, 1e9, 3))
-        made.add((v,), rng.uniform(0, 1e-3, 3))
-        if k:
-            made.add((v - 1, v), rng.uniform(0, 1e-3, (3, 3)))
-    front = pareto(made, most=200)
-    assert front.steps[0] > 0 and 1 < len(front.points) <= 200
-    assert all(p.used[0] <= p.counted[0] <= p.used[0] + front.slack[0] for p in front.points)
-    cap = float(np.median([p.counted[0] for p in front.points]))
-    made.caps[room] = cap
-    best, lower = made.solve(), pareto(made, steps=front.steps, up=False, most=400).cheapest([cap])
-    taken = front.cheapest([cap])
-    assert taken is not None and lower is not None
-    assert lower.cost <= best.cost + 1e-9 and best.bound <= taken.cost
-
-
-def test_a_choice_is_beaten_by_any_other_not_only_by_the_next_cheaper_one() -> None:
-    """The cheapest value uses least; those that get leaner and leaner behind it are still worse in both."""
-    made = Capped([10])
-    made.add((0,), np.arange(10.0))
-    made.use(made.resource(100.0), (0,), np.array([1.0, 19, 18, 17, 16, 15, 14, 13, 12, 11]))
-    assert [p.values for p in pareto(made).points] == [(0,)]
-
-
 def test_more_variables_in_one_table_are_allowed() -> None:
     """Ops read more than two tensors."""
     rng = np.random.default_rng(3)
@@ -196,7 +123,6 @@ def test_more_variables_in_one_table_are_allowed() -> None:
     made.use(made.resource(9.0), (2, 0, 3), rng.integers(0, 9, (2, 2, 2)).astype(float))
     made.use(0, (1,), np.array([5.0, 1.0, 7.0]))
     assert made.solve().cost == min(every(made))[0]
-    assert {(p.cost, *p.used) for p in pareto(made).points} == unbeaten([(c, *u) for c, u in every(made)])
 
 
 def test_tables_that_do_not_fit_their_variables_are_refused() -> None:
@@ -206,5 +132,3 @@ def test_tables_that_do_not_fit_their_variables_are_refused() -> None:
         made.add((1, 0), np.zeros((2, 3)))
     with pytest.raises(PlanError, match="not finite"):
         made.use(made.resource(1.0), (0,), np.array([1.0, math.inf]))
-    with pytest.raises(PlanError, match="one each"):
-        pareto(made, steps=[1.0, 2.0])

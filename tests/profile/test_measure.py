@@ -25,11 +25,11 @@ from laminar.ir.codec import Ref
 from laminar.ir.program import Instr, Program
 from laminar.ir.tensor import TensorSpec
 from laminar.profile import shapes, sweep, time_collectives
-from laminar.profile.held_out import held_out
 from laminar.profile.time_op import Timer, error_of, operand, runs_of, stirred
 from laminar.runtime.code import eager_step
 from laminar.runtime.comm.shards import shard
 from laminar.runtime.comm.transport import Null
+from tests.support.held_out import held_out
 from tests.support.zoo import specimen
 
 CPU = torch.device("cpu")
