@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import laminar
 from laminar.cli import main, parser
 from tests.support.rank_pool import Ranks
+from tests.support.room_map import rows
 
 ROOT = Path(__file__).parent.parent
 PAGES = ["README.md", "examples/README.md", *(f"docs/{p.name}" for p in sorted((ROOT / "docs").glob("*.md")))]
@@ -179,3 +180,9 @@ def test_the_blocks_about_the_search_run(tmp_path: Path, monkeypatch: pytest.Mon
     names |= {"graph": laminar.capture(recipe.model(), recipe.loss, next(iter(recipe.data()))),
               "cluster": laminar.Cluster.preset("8xh100")}  # fmt: skip
     ran("docs/search.md", names)
+
+
+def test_the_map_of_the_package_is_what_is_there() -> None:
+    """A map that drifts misleads; `python -m tests.support.room_map` prints it anew."""
+    told = (ROOT / "docs" / "architecture.md").read_text()
+    assert "\n".join(rows()) in told

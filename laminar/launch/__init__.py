@@ -1,0 +1,1 @@
+"""Ranks on this machine: started, watched and stopped, and whose fault it was."""

@@ -1,0 +1,1 @@
+"""Programs run: exchanged, recorded, compiled, in stages, and held against one device."""

@@ -1,0 +1,1 @@
+"""Jobs: the step, the user's optimizer on shards, precision, guards, checkpoints, the loop."""
