@@ -94,8 +94,8 @@ def parse_pins(texts: list[str]) -> dict[str, int | str]:
 
 def do_plan(args: argparse.Namespace) -> int:
     """Find a plan, or make one from a preset or seeds."""
-    if args.contest:
-        return _rank_of_a_contest(args)
+    if args.measure_rank:
+        return _rank_that_measures(args)
     for text in args.what_if:
         parse_changes(text)  # before anything is searched
     told = args.mesh or args.preset or args.seed
@@ -122,7 +122,7 @@ def _search(args: argparse.Namespace) -> int:
     if args.measure and args.batch == "free":
         raise PlanError("--measure runs the recipe's own batches", next="leave out --batch free")
     if args.measure:
-        from laminar.launch.contest import refuse_elsewhere, taken
+        from laminar.launch.measure_plans import refuse_elsewhere, taken
 
         refuse_elsewhere(cluster)
     with working("capturing", args.json):
@@ -156,16 +156,16 @@ def _search(args: argparse.Namespace) -> int:
     return told(args, found, lambda: graph, cluster, {"graph": graph.hash, **found.account})
 
 
-def _rank_of_a_contest(args: argparse.Namespace) -> int:
+def _rank_that_measures(args: argparse.Namespace) -> int:
     """One of the ranks that `--measure` starts."""
     from laminar.api import load_recipe, parallelize
-    from laminar.launch.contest import be_a_rank
+    from laminar.launch.measure_plans import be_a_rank
     from laminar.launch.rank import Place
 
     place = Place.of(os.environ)
     if place is None:
-        raise PlanError("--contest is for ranks that --measure starts", next="laminar plan RECIPE --measure")
-    be_a_rank(args.contest, args.recipe, place, parallelize, load_recipe)
+        raise PlanError("--measure-rank is for ranks that --measure starts", next="laminar plan RECIPE --measure")
+    be_a_rank(args.measure_rank, args.recipe, place, parallelize, load_recipe)
     return 0
 
 
@@ -278,7 +278,7 @@ def options(p: argparse.ArgumentParser) -> None:
     search.add_argument("--compare", action="store_true", help="show all plans that were looked at")
     search.add_argument("--measure", action="store_true",
                         help="run the finalists and data parallel on this machine, and take the fastest")  # fmt: skip
-    search.add_argument("--contest", help=argparse.SUPPRESS)
+    search.add_argument("--measure-rank", help=argparse.SUPPRESS)
     questions(p)
     made = p.add_argument_group("a plan of your own")
     made.add_argument("--mesh", help="axes and sizes, such as dp=2,tp=4 (with --preset alone: dp over the cluster)")

@@ -75,7 +75,7 @@ def test_it_ends_early_where_one_is_clearly_ahead() -> None:
 
 
 def test_no_round_is_begun_after_the_limit() -> None:
-    """Of a contest, rounds count; where time is scarce, warming up counts too, and too few rounds are none."""
+    """Rounds count; where time is scarce, warming up counts too, and too few rounds are none."""
     late = [Fake(n, uneven(1.0, 2.0)) for n in "ab"]
     assert [len(row) for row in raced(*late, limit_s=0.5)] == [LEAST] * 2
     late = [Fake(n, uneven(1.0, 2.0)) for n in "ab"]

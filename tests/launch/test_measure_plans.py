@@ -14,8 +14,8 @@ from laminar.errors import ClusterError, LaminarError
 from laminar.ir.cluster import Cluster
 from laminar.ir.graph import Graph
 from laminar.ir.plan import runs_ddp
-from laminar.launch import contest
-from laminar.launch.contest import refuse_elsewhere, taken
+from laminar.launch import measure_plans
+from laminar.launch.measure_plans import refuse_elsewhere, taken
 from laminar.placement import presets
 from laminar.placement.micro_batch import micro
 from laminar.planner.search.finalists import DDP, Measured, finalists
@@ -46,12 +46,12 @@ def test_plans_take_turns_on_real_ranks(graph: Graph) -> None:
         presets.zero(graph, MESH, 3),
         pipeline(small, 2, 2, 1, presets.data_parallel(small, laminar.Mesh({"dp": 1}))),
     ]
-    rows = contest.contest(RECIPE, plans, rounds=2)
+    rows = measure_plans.run_plans(RECIPE, plans, rounds=2)
     assert len(rows) == 3 and rows[0].ratio == 1.0
     for row in rows:
         assert 0 < row.low_s <= row.step_s <= row.high_s and row.rounds == 2 and row.ratio > 0
     with pytest.raises(LaminarError, match="1 and 2 ranks"):
-        contest.contest(RECIPE, [plans[0], presets.data_parallel(graph, laminar.Mesh({"dp": 1}))])
+        measure_plans.run_plans(RECIPE, [plans[0], presets.data_parallel(graph, laminar.Mesh({"dp": 1}))])
 
 
 def raced(monkeypatch: pytest.MonkeyPatch, searched: Any, ratios: list[float | str]) -> tuple[Any, list[Any]]:
@@ -63,7 +63,7 @@ def raced(monkeypatch: pytest.MonkeyPatch, searched: Any, ratios: list[float | s
         every = (ratios + [ratios[-1]] * len(plans))[: len(plans)]
         return [r if isinstance(r, str) else Measured(r, r, r, r, 4) for r in every]
 
-    monkeypatch.setattr(contest, "contest", measured)
+    monkeypatch.setattr(measure_plans, "run_plans", measured)
     return taken(RECIPE, searched), ran
 
 

@@ -45,7 +45,7 @@ def refuse_elsewhere(cluster: Cluster) -> None:
         )
 
 
-def contest(
+def run_plans(
     recipe: str,
     plans: Sequence[Plan | Staged],
     *,
@@ -60,15 +60,17 @@ def contest(
     if len(worlds) != 1:
         raise LaminarError(f"plans for {' and '.join(map(str, sorted(worlds)))} ranks can't take turns")
     world = worlds.pop()
-    with tempfile.TemporaryDirectory(prefix="laminar-contest-") as folder:
+    with tempfile.TemporaryDirectory(prefix="laminar-measure-") as folder:
         at = Path(folder)
         (at / "logs").mkdir()
         for k, plan in enumerate(plans):
             plan.save(at / f"plan{k}.json")
         (at / ASKED).write_text(json.dumps({"plans": len(plans), "rounds": rounds, "seed": seed}))
         listener = local.reserve(0) if world > 1 else None
-        ended = local.launch(["plan", recipe, "--contest", folder], world, RunDir(at), listener, lambda event: None,
-                             tick or (lambda: None), TIMEOUT_S)  # fmt: skip
+        command = ["plan", recipe, "--measure-rank", folder]
+        ended = local.launch(
+            command, world, RunDir(at), listener, lambda event: None, tick or (lambda: None), TIMEOUT_S
+        )
         if isinstance(ended, Verdict):
             raise ended.error
         if not (at / RESULT).exists():
@@ -137,5 +139,5 @@ def taken(
     why = why_not(plan.origin.graph, Precision.of("f32"))
     ddp = None if why else as_ddp(plan)
     sides += [ddp] if ddp else []
-    rows = contest(recipe, [side.plan for side in sides], rounds=rounds, tick=tick)
+    rows = run_plans(recipe, [side.plan for side in sides], rounds=rounds, tick=tick)
     return settled(plan, sides, rows, {DDP: why} if why else NOBODY)
