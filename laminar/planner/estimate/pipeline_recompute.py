@@ -270,7 +270,7 @@ def pipelined(
 
     What is too large and takes longer than `worth_s` is not tried with more. Where places have several stages, they
     begin one more micro-batch before the first comes back, if there is room for it: what they hand on then has time to
-    travel. Simulated, GPT-3's shape on 1,024 H100 gains 0.8 % by that, Llama 405B's on 16,384 1.2 to 1.9 %.
+    travel. Simulated, plans of GPT-3's shape on 1,024 H100 gain 0.6 % by that, of Llama 405B's on 16,384 1.2 %.
     """
     room = model.request.room_bytes
     if score.cell.virtual == 1:
