@@ -478,7 +478,7 @@ def test_plans_of_which_no_parts_are_known_are_not_compared_by_parts(found: lami
     """Of the first few it is told what they spend their time on; the others would all spend less on everything."""
     rows = found.account["runners_up"]
     bare = {**rows[-1], "plan": "one of many", "step_s": 2 * rows[-1]["step_s"]}
-    bare.pop("spent")
+    bare.pop("spent", None)
     lines = replace(found, account={**found.account, "runners_up": [*rows, bare, bare]}).explain().splitlines()
     (at,) = [k for k, line in enumerate(lines) if line.startswith("  one of many: ")]  # once, if it is written twice
     assert not lines[at + 1].startswith("    ") and any(" ms more on " in line for line in lines)

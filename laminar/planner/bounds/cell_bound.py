@@ -402,13 +402,16 @@ class Bounds:
         """One layer, and what lies outside of all; how often each stands in the model."""
         if (mesh, parts) not in self._pieces:
             graph = self.model.small(parts, self.model.keeps[-1])
-            placements = Placements(graph, self.model.machine(mesh), mesh, self._prices)
+            placements = self._placements(graph, mesh)
             at = self.model.fold.at if len(self.model.keeps) > 1 else {}
             layer = tuple(n for n in graph.nodes if n.name in at and at[n.name][0] == 1)
             outside = tuple(n for n in graph.nodes if n.name not in at)
             found = [(Piece(placements, layer, self._loops(layer)), self.model.layers), (Piece(placements, outside), 1)]
             self._pieces[mesh, parts] = [(piece, times) for piece, times in found if piece.nodes]
         return self._pieces[mesh, parts]
+
+    def _placements(self, graph: Graph, mesh: Mesh) -> Placements:
+        return Placements(graph, self.model.machine(mesh), mesh, self._prices)
 
     def _first_of(self, mesh: Mesh) -> Piece:
         """What lies outside of all layers together with the first of them, which takes what that hands over."""

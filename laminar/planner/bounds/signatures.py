@@ -136,6 +136,9 @@ class Prices:
 class Placements:
     """The ops of one graph on one mesh: what each can do, at which price."""
 
+    settled = False
+    """Whether it was somebody else who chose what ops do: then what nobody would choose counts as well."""
+
     def __init__(self, graph: Graph, machine: Machine, mesh: Mesh, prices: Prices | None = None) -> None:
         self.graph, self.machine, self.mesh, self.prices = graph, machine, mesh, prices or Prices()
         self._rows: dict[str, Rows] = {}
@@ -164,6 +167,10 @@ class Placements:
     def least_s(self, node: Node) -> float:
         """What an op costs at its cheapest."""
         return float(self.rows(node).seconds.min()) if self.counted(node) else 0.0
+
+    def lie(self, param: str) -> tuple[np.ndarray, np.ndarray] | None:
+        """How a parameter is stored and owned, by number, where that is settled."""
+        return None
 
     def counted(self, node: Node) -> bool:
         """Whether an op has a price of its own; others are counted with the kernel that they are part of."""
@@ -243,7 +250,8 @@ class Piece:
     def kept(self, far_s: float) -> dict[str, Rows]:
         """By op, the options that matter, without those that cost so much more than the cheapest."""
         if far_s not in self._kept:
-            self._kept[far_s] = self._useful({node.name: self._near(node, far_s) for node in self.nodes})
+            near = {node.name: self._near(node, far_s) for node in self.nodes}
+            self._kept[far_s] = near if self.placements.settled else self._useful(near)
         return self._kept[far_s]
 
     def exchange(self, key: tuple[object, ...], ones: np.ndarray, others: np.ndarray) -> Exchange:
@@ -269,6 +277,8 @@ class Piece:
         """(stored, owned): on each axis both whole, or the owned one a piece, or both the same piece."""
         key = ("kinds", grad.ref, self.needed)
         found = self._kinds.get(key)
+        if found is None:
+            found = self.placements.lie(grad.name)
         if found is not None:
             return found
         ways: list[tuple[tuple[int, ...], tuple[int, ...]]] = [((), ())]
@@ -303,7 +313,7 @@ class Piece:
         every = self.placements.rows(node)
         fits = every.seconds <= every.seconds.min() + far_s
         for i, ref in enumerate(node.ins):
-            if ref in self._native:
+            if ref in self._native and not self.placements.settled:
                 wanted = every.placed[:, i]
                 strange = [k for k in (2, 3) if not self._native[ref][k]]
                 for k in strange:

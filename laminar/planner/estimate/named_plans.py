@@ -7,21 +7,19 @@
     each with blocks made again where that is what it takes to fit
 
 They come as the search would write them, whose small parameters stay whole and whose open tensors lie where the
-machine's prices ask for it, and as `laminar.plans` writes them: neither is always faster. Pipelines of deep models,
-whose layers are alike, come in the search's own way only.
+machine's prices ask for it, and as `laminar.plans` writes them: neither is always faster.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
 from laminar.ir.graph import Graph
 from laminar.ir.plan import Plan
 from laminar.ir.staged import Staged
 from laminar.placement import presets
-from laminar.planner.estimate.model import Model
 from laminar.planner.space.cell import Cell
 from laminar.planner.space.request import Request
 from laminar.planner.space.styles import KEPT, TYPED
@@ -49,16 +47,9 @@ class Named:
         """What tells it from others."""
         return self.cell, self.style, self.zero
 
-    def asked(self, model: Model) -> tuple[Model, Cell, tuple[str, ...], int, Plan | None]:
-        """What `scored` is to be asked."""
-        return model, self.cell, self.style, self.zero, self.typed() if self.typed else None
 
-
-def named(request: Request, cells: Sequence[Cell], graph: Graph, shallow: bool) -> Iterator[Named]:
-    """All there are among these cells, those that most people would try first; `graph` is the folded one.
-
-    Of a model that is not `shallow`, ZeRO on two axes only where one of them is a node.
-    """
+def named(request: Request, cells: Sequence[Cell], graph: Graph) -> Iterator[Named]:
+    """All there are among these cells, those that most people would try first; `graph` is the folded one."""
     zeros = (0, 1, 3) if request.allows("zero") else (0,)
     zeros = (request.pin["zero"],) if "zero" in request.pin else zeros
     node = request.cluster.levels[0].size
@@ -70,7 +61,7 @@ def named(request: Request, cells: Sequence[Cell], graph: Graph, shallow: bool) 
             if 3 in zeros and cell.ranks > 1 and not cell.recompute:
                 yield Named(cell, (*style, KEPT), 3)
         if not cell.recompute and not request.place:
-            yield from _typed(cell, zeros, graph, shallow or cell.tp == node < request.cluster.devices)
+            yield from _typed(cell, zeros, graph)
     for cell in (c for c in known if not c.plain and c.virtual == 1 and (c.tp in (1, node) or c.dp == 1)):
         if cell.micro_batches % cell.stages == 0 and cell.micro_batches // cell.stages in EACH:
             style = _style(cell, "tensor")
@@ -86,17 +77,17 @@ def _cut(cell: Cell) -> Callable[[Graph], Staged]:
     return lambda graph: pipeline(graph, cell.stages, cell.micro_batches, inner=cell.mesh)
 
 
-def _typed(cell: Cell, zeros: Sequence[int], graph: Graph, both: bool) -> Iterator[Named]:
-    """What `laminar.plans` has for a mesh; with `both`, ZeRO on two axes too, which cuts other pieces than on one."""
+def _typed(cell: Cell, zeros: Sequence[int], graph: Graph) -> Iterator[Named]:
+    """What `laminar.plans` has for a mesh; ZeRO on two axes cuts other pieces than on one."""
     mesh, data = cell.mesh, tuple("data" for _ in cell.mesh.names)
     if cell.tp > 1 and 0 in zeros:
-        yield Named(cell, (*_style(cell, "tensor"), TYPED), 0, lambda: presets.tensor_parallel(graph, mesh))
-    if cell.tp > 1 and (cell.dp == 1 or not both):
+        yield Named(cell, (*_style(cell, "tensor"), TYPED), 0, cache(lambda: presets.tensor_parallel(graph, mesh)))
+    if cell.tp > 1 and cell.dp == 1:
         return
     if 0 in zeros and cell.tp == 1:
-        yield Named(cell, (*data, TYPED), 0, lambda: presets.data_parallel(graph, mesh))
+        yield Named(cell, (*data, TYPED), 0, cache(lambda: presets.data_parallel(graph, mesh)))
     stages = [s for s in (1, 3) if mesh.ranks > 1 and s in zeros]  # 2 takes as long as 1
     for stage in stages:
-        yield Named(cell, (*data, TYPED), stage, partial(presets.zero, graph, mesh, stage))
+        yield Named(cell, (*data, TYPED), stage, cache(partial(presets.zero, graph, mesh, stage)))
     if 3 in stages:
-        yield Named(cell, (*data, KEPT, TYPED), 3, lambda: presets.zero(graph, mesh, 3, gather_once=True))
+        yield Named(cell, (*data, KEPT, TYPED), 3, cache(lambda: presets.zero(graph, mesh, 3, gather_once=True)))

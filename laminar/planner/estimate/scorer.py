@@ -34,10 +34,6 @@ FAR = 8
 CRAMPED = 1.5
 """A cell in which nothing is guessed to fit is taken to be so much slower than it is guessed to be."""
 
-SHALLOW = 12
-"""Layers up to which a simulation in full takes no longer than a score."""
-FAR_OFF, OFF_BY, OFF_LAYER = 1.25, 0.02, 0.6
-"""How far off scores are: of shallow models and where hops are slow, of deep ones, and for a layer of those."""
 SHORT = 0.05
 """A hop between stages that takes so much of a stage's work, or less, is short."""
 
@@ -165,17 +161,6 @@ class Looker:
         parts = self._parts(cell, style)
         work_s = parts.forward_s.at(self.model.layers) + parts.backward_s.at(self.model.layers)
         return hop_s(self.model, cell, parts.hop_bytes.at(0)) > SHORT * work_s / cell.stages
-
-    def off(self, cell: Cell, style: tuple[str, ...]) -> float:
-        """How far above what is simulated the score of a plan with a name may lie; infinite where it says little.
-
-        The deeper a model, the less it matters where buckets of gradients end. Pipelines of models that have no layers
-        alike are put together from means.
-        """
-        if len(self.model.depths) == 1:
-            return FAR_OFF if cell.plain else math.inf
-        shallow = self.model.layers <= SHALLOW or self.slow_hops(cell, style)
-        return FAR_OFF if shallow else 1 + OFF_BY + OFF_LAYER / self.model.layers
 
     # --- guesses
 

@@ -42,11 +42,12 @@ from laminar.planner.estimate.candidates import USUAL, Final, Found, Nothing, de
 from laminar.planner.estimate.model import Model, Score
 from laminar.planner.estimate.named_plans import Named, named
 from laminar.planner.estimate.score import feasible, no_room, scored
-from laminar.planner.estimate.scorer import HOPELESS, SHALLOW, Looker
+from laminar.planner.estimate.scorer import Looker
 from laminar.planner.estimate.storage_mix import mixes
 from laminar.planner.mcmc.improve import improve
 from laminar.planner.search.branches import Branches
 from laminar.planner.search.earlier_plans import remember, usable
+from laminar.planner.search.named_trials import NamedTrials
 from laminar.planner.space.cell import Cell, cells
 from laminar.planner.space.certificate import Certificate, Contradiction, checking, contradicted
 from laminar.planner.space.plan_space import Space, out_of_row
@@ -175,6 +176,8 @@ class _Search:
         """Plans with branches on devices of their own."""
         self.confirm_s = 0.0
         """Processor seconds of the last one."""
+        self.wrong: list[Contradiction | None] = []
+        """Of plans with a name, against bounds of their own."""
         self.bound_s = 0.0
         self.through = False
         """Whether all was done that can be: time has ended nothing."""
@@ -413,7 +416,7 @@ class _Search:
 
     def contradictions(self) -> list[Contradiction]:
         """Plans of this graph that were simulated faster than what is proved of their cell."""
-        found = []
+        found = [*self.wrong]
         for final in self.finals:
             cell = final.score.cell
             if final.score.rewrites == self.steps and cell in self.at and self.bounded_by_cell(final):
@@ -487,61 +490,44 @@ class _Search:
                     self.progress(f"{final.seconds * 1e3:.3f} ms: {described(score)}, places evened out")
 
     def try_named(self) -> None:
-        """Simulate the plans with a name that may be faster than the best and fit, whatever time is left.
+        """Simulate every plan with a name that may be faster than the best and may fit, whatever time is left.
 
         Nobody is to be told a plan that is slower than what they would have written.
         """
         folded = self.model.small(1, self.model.keeps[-1])
-        every = named(self.request, self.cells, folded, self.model.layers <= SHALLOW)
-        for cell, ways in groupby(every, key=lambda one: one.cell):
-            far = self.model.layers > SHALLOW and self.looker.guess(cell) > HOPELESS * self.best_s
-            if self.room(cell) < self.best_s and not far:
+        trials = NamedTrials(self.model, self.bounds, lambda: self.best_s)
+        for cell, ways in groupby(named(self.request, self.cells, folded), key=lambda one: one.cell):
+            if self.room(cell) < self.best_s and self.full(cell) < self.best_s:
                 for one in ways:
-                    if not self.hopeless(one):
-                        self.try_one(one)
+                    with suppress(LaminarError):  # it can't be written
+                        self.try_one(one, trials)
 
-    def hopeless(self, one: Named) -> bool:
-        """Whether it was simulated already, or is much like one that is far slower, or that fits as it is."""
-        deep = self.model.layers > SHALLOW
-
-        def kind(style: tuple[str, ...]) -> set[str]:
-            """What styles that take nearly as long have in common: of a deep model, also tensor and sequence."""
-            return {"tensor" if deep and one == "sequence" else one for one in style} - {TYPED}
-
-        for score in (s for s in self.scores if kind(s.style) == kind(one.style)):
-            same, slower = min(score.zero, 2) == min(one.zero, 2), score.seconds / self.best_s
-            # As `laminar.plans` writes it a deep model takes nearly what it takes as the search does.
-            far = self.looker.off(one.cell, one.style) if deep and TYPED in one.style else HOPELESS
-            if score.cell == one.cell and slower > (far if same else 1.5 if deep else 2):
-                return True
-            twin = one.cell.recompute and score.cell == replace(one.cell, recompute=False)
-            if twin and same and (feasible(score, self.request) or slower > HOPELESS):
-                return True
-        return self.was_done(one) and (one.staged is None or deep)
+    def try_one(self, one: Named, trials: NamedTrials) -> None:
+        """Simulate a plan with a name as the search writes it and as `laminar.plans` does, unless it is ruled out."""
+        if not self.was_done(one) and not self.needless(one) and not trials.ruled_out(one):
+            before = len(self.finals)
+            self.confirmed(replace(trials.score(one), rewrites=self.steps))
+            self.wrong += [trials.contradicted(final) for final in self.finals[before:]]
+        if one.staged is not None and not trials.ruled_out(one, as_typed=True):
+            before = len(self.finals)
+            self.try_staged(one, one.staged(self.model.whole(one.cell.micro_batches)))
+            self.wrong += [trials.contradicted(final) for final in self.finals[before:]]
 
     def was_done(self, one: Named) -> bool:
         """Whether it was simulated as the search writes it."""
         return any((s.cell, s.style, s.zero) == one.key for s in self.done)
 
-    def try_one(self, one: Named) -> None:
-        """Simulate a plan with a name, if its score says that it may be faster than the best."""
-        with suppress(LaminarError):
-            known = next((s for s in self.scores if (s.cell, s.style, s.zero) == one.key), None)
-            score = known or replace(scored(*one.asked(self.model), HOPELESS * self.best_s), rewrites=self.steps)
-            off = self.looker.off(one.cell, one.style)
-            worth = score.seconds <= off * self.best_s and not score.peak_bytes > off * self.request.room_bytes
-            if worth and not self.was_done(one):
-                self.confirmed(score)
-            elif known is None:
-                self.scores.append(score)
-            if one.staged is not None and self.model.layers <= SHALLOW:
-                self.try_staged(score, one.staged(self.model.whole(one.cell.micro_batches)))
+    def needless(self, one: Named) -> bool:
+        """Whether blocks would be made again of a plan that fits as it is."""
+        twin = (replace(one.cell, recompute=False), one.style, one.zero)
+        return one.cell.recompute and any((f.score.cell, f.score.style, f.score.zero) == twin for f in self.finals)
 
-    def try_staged(self, score: Score, plan: Staged) -> None:
+    def try_staged(self, one: Named, plan: Staged) -> None:
         """Simulate a pipeline as `laminar.plans` cuts it."""
-        deep, optimizer = self.model.whole(score.cell.micro_batches), self.request.optimizer
+        deep, optimizer = self.model.whole(one.cell.micro_batches), self.request.optimizer
         ran = predict_staged(deep, plan, self.request.cluster, optimizer=optimizer)
-        score = replace(score, style=(*score.style, TYPED), seconds=ran.seconds, peak_bytes=float(max(ran.peaks)))
+        style, held = (*one.style, TYPED), float(max(ran.peaks))
+        score = Score(one.cell, style, one.zero, None, ran.seconds, held, rewrites=self.steps)
         if feasible(score, self.request):
             account = {**plan.account, **ran.account(), "sigma": ran.sigma}
             self.finals.append(Final(score, replace(plan, name="searched"), ran.seconds, max(ran.peaks), account, ran))

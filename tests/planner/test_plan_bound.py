@@ -1,0 +1,158 @@
+"""A bound of one plan holds for that plan, and plans with a name are passed over for no other reason.
+
+The oracle is the simulation in full: of every plan with a name, in every cell, of shallow models and of deep ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+
+import pytest
+
+import laminar
+from laminar.errors import LaminarError
+from laminar.forecast.pipeline_step import predict_staged
+from laminar.forecast.step import predict
+from laminar.ir.cluster import Cluster
+from laminar.ir.graph import Graph
+from laminar.planner.bounds import plan_bound
+from laminar.planner.bounds.cell_bound import Bounds
+from laminar.planner.bounds.plan_bound import plan_bound_s
+from laminar.planner.estimate.model import Model, Score
+from laminar.planner.estimate.named_plans import Named, named
+from laminar.planner.search.best_first import find
+from laminar.planner.search.named_trials import NamedTrials
+from laminar.planner.space.cell import Cell, cells
+from laminar.planner.space.plan_space import out_of_row
+from laminar.planner.space.request import Request
+from laminar.rules.samples import samples_of
+from laminar.staging.stage_plans import inner_plan, pipeline
+from tests.attack.models import graph_of, slow_link
+from tests.attack.plans import piped, typed
+from tests.support.marks import slow
+from tests.support.traced_models import traced
+
+DEEP = 14
+
+
+def deep() -> Graph:
+    """A GPT of more layers than are looked at one by one."""
+    return traced(DEEP, batch=16, d=256, tokens=64)
+
+
+def request(spec: str) -> Request:
+    """For a machine, some of them with a link that makes exchanges matter."""
+    name, _, far = spec.partition(" far")
+    return Request(slow_link(name, 1e8) if far or spec.endswith("far") else Cluster.preset(name))
+
+
+def every(model: Model, asked: Request) -> Iterator[Named]:
+    """Plans with a name, without blocks made again: how many are, a simulation finds out."""
+    graph = model.graph
+    mine = cells(asked, samples_of(graph), model.cuts, False)
+    yield from (one for one in named(asked, mine, model.small(1, model.keeps[-1])) if not one.cell.recompute)
+
+
+def simulated_s(model: Model, asked: Request, one: Named) -> float:
+    """A plan with a name at full depth, as the search writes it."""
+    plan = model.unfolded(Score(one.cell, one.style, one.zero, one.typed() if one.typed else None, 0.0, 0.0))
+    if one.cell.plain:
+        return predict(model.graph, plan, asked.cluster).seconds
+    part = model.whole(one.cell.micro_batches)
+    staged = pipeline(part, one.cell.stages, one.cell.micro_batches, inner=plan, couple="microbatch")
+    assert not (Bounds(model).in_a_row(one.cell) and out_of_row(staged))
+    return predict_staged(part, staged, asked.cluster).seconds
+
+
+CASES = [
+    ("deep", "4xh100"), ("mlp.py:tiny", "4xcpu"), ("gpt.py:tiny", "2x2xa100"), slow("deep", "4xcpu far"),
+    slow("deep", "2x4xh100"), slow("moe.py:tiny", "4xh100"), slow("unet.py:tiny", "4xcpu far"),
+    slow("llama.py:tiny", "8xh100@pcie"), slow("bert.py:tiny", "2x4xcpu"), slow("dlrm.py:tiny", "3xcpu"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "spec"), CASES)
+def test_no_plan_with_a_name_is_simulated_faster_than_its_own_bound(name: str, spec: str) -> None:
+    """Nor is its bound below that of its cell; and of many plans it says more."""
+    graph, asked = deep() if name == "deep" else graph_of(name), request(spec)
+    model = Model(graph, asked)
+    bounds = Bounds(model)
+    trials = NamedTrials(model, bounds, lambda: 0.0)
+    more = total = 0
+    for one in every(model, asked):
+        with suppress(LaminarError):
+            plan = trials.plan(one)
+            seconds = simulated_s(model, asked, one)
+            open_s, bound_s = (plan_bound_s(bounds, plan, one.cell, stored=s) for s in (False, True))
+            assert bounds.of(one.cell).seconds <= 1.001 * open_s, one.key  # both are found by halving
+            assert bound_s <= seconds * (1 + 1e-9), (one.key, bound_s / seconds)
+            total += 1
+            more += bound_s > 1.001 * bounds.of(one.cell).seconds
+    assert total > 10 and more > total / 4
+
+
+@pytest.mark.parametrize(("name", "spec"), [("deep", "4xh100"), slow("llama.py:tiny", "2x4xh100")])
+def test_pipelines_as_they_are_typed_are_no_faster_than_their_bounds(name: str, spec: str) -> None:
+    """Their plans are made of the whole graph, their bounds of the folded one."""
+    graph, asked = deep() if name == "deep" else graph_of(name), request(spec)
+    model = Model(graph, asked)
+    bounds, count = Bounds(model), 0
+    for one in (n for n in every(model, asked) if n.staged is not None):
+        with suppress(LaminarError):
+            part = model.whole(one.cell.micro_batches)
+            assert one.staged is not None
+            plan = one.staged(part)
+            folded = inner_plan(model.small(one.cell.micro_batches, model.keeps[-1]), one.cell.mesh)
+            assert model.deepened(folded, part).ops == inner_plan(part, one.cell.mesh).ops
+            assert plan_bound_s(bounds, folded, one.cell) <= predict_staged(part, plan, asked.cluster).seconds
+            count += 1
+    assert count > 3
+
+
+def test_what_a_plan_does_counts_and_how_it_stores_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ZeRO's gathers are in the bound; and a bound that counts exchanges in full lies above plans that hide them."""
+    asked = Request(Cluster.preset("8xh100@pcie"))
+    graph = traced(6, batch=64, d=1024, tokens=512)
+    model, cell = Model(graph, asked), Cell(1, 1, 1, 8, 1)
+    bounds, trials = Bounds(model), NamedTrials(model, Bounds(model), lambda: 0.0)
+    whole, pieces = (trials.plan(Named(cell, ("data",), zero)) for zero in (0, 3))
+    open_s = plan_bound_s(bounds, whole, cell, stored=False)
+    assert open_s == plan_bound_s(bounds, pieces, cell, stored=False)
+    assert plan_bound_s(bounds, whole, cell) > 1.001 * open_s
+    seconds = simulated_s(model, asked, Named(cell, ("data",), 3))
+    monkeypatch.setattr(plan_bound._PlanBounds, "_hidden", lambda self, machine: 1.0)
+    assert plan_bound_s(bounds, pieces, cell) > seconds
+
+
+@pytest.mark.parametrize("spec", ["4xh100", slow("8xh100@pcie"), slow("4xcpu far"), slow("2x4xh100")])
+def test_of_a_deep_model_no_plan_that_one_could_type_is_faster(spec: str) -> None:
+    """With no time at all, so that nothing but plans with a name is tried; pipelines too."""
+    graph, asked = deep(), request(spec)
+    found = laminar.plan(graph, asked.cluster, budget_s=0.0)
+    assert found.step_s is not None
+    for make in (*typed(graph, asked.cluster.devices), *piped(graph, asked.cluster.devices)):
+        with suppress(LaminarError):
+            plan = make()
+            if isinstance(plan, laminar.Plan):
+                seconds = predict(graph, plan, asked.cluster).seconds
+            else:
+                seconds = predict_staged(model_part(graph, plan.micro_batches), plan, asked.cluster).seconds
+            assert found.step_s <= seconds, plan.name
+
+
+def model_part(graph: Graph, parts: int) -> Graph:
+    """Of a micro-batch."""
+    from tests.attack.plans import part_of
+
+    return part_of(graph, parts)
+
+
+def test_a_plan_below_a_bound_of_its_own_takes_the_certificate_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one below that of its cell does."""
+    from laminar.planner.search import named_trials
+
+    monkeypatch.setattr(named_trials, "plan_bound_s", lambda *_, **__: 1e-3 * 1e6)
+    monkeypatch.setattr(NamedTrials, "ruled_out", lambda self, one, as_typed=False: setattr(self, "bound_s", 1e3))
+    found = find(deep(), Request(Cluster.preset("2xh100"), budget_s=0.0))
+    assert found.certificate.contradictions and not found.certificate.bound_s
