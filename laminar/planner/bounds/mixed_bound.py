@@ -10,6 +10,8 @@ above zero. The sum over all places of m_k r times their work is then at least
 whichever op goes where. A place works on every micro-batch, and no longer than the step takes: the sum of m_k r over
 all places, times the step, is at least M C. The m_k are those for which the bound is largest, among a few.
 
+Where ops are cut as if all devices were alike (`even_s`), the slowest place alone says more: M times its work.
+
 Nothing is counted for filling and emptying the pipe: stages need not wait for each other (two towers that meet at the
 end). What ranks exchange is left out, too, which makes it weaker than the bound for devices of one kind.
 """
@@ -24,11 +26,14 @@ from laminar.cost.machine import ALONE
 from laminar.cost.ops.families import COMPUTES, family_of
 from laminar.cost.ops.roofline import FREE
 from laminar.forecast.pipeline_step import MEETING_S
+from laminar.ir.graph import Graph
+from laminar.lower.split_stages import split
 from laminar.planner.bounds.one_device import ONE, Alone, kernel_s
 from laminar.planner.estimate.mixed_pipelines import Shop, Sides
 from laminar.planner.estimate.score import extrapolated
 from laminar.planner.space.cell import Cell
-from laminar.rules.notation import call_of
+from laminar.rules.notation import Call, call_of, calls_in
+from laminar.staging.balance import balanced
 
 TRIES = 25
 """Of how much a second part counts beside the first, between the least and the largest ratio of their seconds."""
@@ -44,6 +49,7 @@ class SidesBounds:
         self.alone = Alone(shop.model)
         self._known: dict[tuple[int, int], np.ndarray] = {}
         self._work: dict[int, float] = {}
+        self._ops: dict[tuple[int, Call], float] = {}
         self.counts = self._counts()
         """How much each part counts, the first one 1."""
 
@@ -102,3 +108,22 @@ class SidesBounds:
     def of(self, cell: Sides) -> float:
         """Seconds that every plan of a cell takes at least."""
         return self.ideal_s(cell.micro_batches) + MEETING_S[self.shop.request.cluster.kind]
+
+    def even_s(self, cell: Sides, graph: Graph) -> float:
+        """Seconds that a pipeline of a cell takes at least, cut as if all devices were alike.
+
+        `graph` is that of a micro-batch at full depth; what a compiler may fuse is left out.
+        """
+        stages = split(graph, balanced(graph, cell.stages), cell.stages).of
+        fused, calls = self.shop.model.machine(ONE).fused, calls_in(graph)
+        works = [0.0] * cell.stages
+        for name, stage in stages.items():
+            op, k = graph.by_name[name].op, cell.each[stage]
+            if op not in FREE and (not fused or family_of(op) in COMPUTES or op in ALONE):
+                works[stage] += self._op_s(k, calls[name]) / cell.sides[k].ranks
+        return cell.micro_batches * max(works)
+
+    def _op_s(self, k: int, call: Call) -> float:
+        if (k, call) not in self._ops:
+            self._ops[k, call] = self.shop.models[k].machine(ONE).op(call).seconds
+        return self._ops[k, call]

@@ -29,6 +29,7 @@ from laminar.ir.staged import Staged
 from laminar.planner.bounds.mixed_bound import SidesBounds
 from laminar.planner.estimate.candidates import Found
 from laminar.planner.estimate.mixed_pipelines import Guess, Priced, Shop, Side, Sides, all_sides, guessed, room_bytes
+from laminar.planner.estimate.named_over_parts import NamedOverParts, named_over_parts, typed
 from laminar.planner.report.breakdown import binding, counted, held, spent
 from laminar.planner.search.best_first import find
 from laminar.planner.space.certificate import Certificate, contradicted
@@ -69,17 +70,16 @@ HALF = 0.6
 class Piped:
     """A pipeline over all parts, simulated in full."""
 
-    guess: Guess
+    cell: Sides
+    zero: int
     plan: Staged
     ran: StagedPrediction
 
     def row(self) -> dict[str, Any]:
         """For `explain`."""
-        cell = self.guess.cell
-        words = cell.told(self.ran.cluster)
-        zero = max(p.zero for p in self.guess.priced)
-        return {"plan": words + (f", ZeRO {zero}" if zero else ""), "step_s": self.ran.seconds,
-                "peak_bytes": max(self.ran.peaks), **cell.to_json(), "stages": cell.stages, "zero": zero}  # fmt: skip
+        words = self.cell.told(self.ran.cluster) + (f", ZeRO {self.zero}" if self.zero else "")
+        return {"plan": words, "step_s": self.ran.seconds, "peak_bytes": max(self.ran.peaks), **self.cell.to_json(),
+                "stages": self.cell.stages, "zero": self.zero}  # fmt: skip
 
 
 class MixedSearch:
@@ -119,12 +119,13 @@ class MixedSearch:
     # --- pipelines
 
     def run(self) -> None:
-        """Guesses, the best of them in full, parts alone, and what is left of the guesses."""
+        """Guesses, the best of them in full, parts alone, and pipelines that somebody could type."""
         self.look()
         self.confirm()
         for k in sorted(range(len(self.rooms)), key=self.bounds.part_s):
             if self.bounds.part_s(k) < self.best_s:
                 self.alone(k)
+        self.try_named()
         if not self.finals and not self.parts:
             raise self.no_room()
 
@@ -205,9 +206,13 @@ class MixedSearch:
                 break
             found = self.piped(guess)
             if found is not None:
-                if found.ran.seconds < self.best_s:
-                    self.progress(f"{found.ran.seconds * 1e3:.3f} ms: {found.row()['plan']}")
-                self.finals.append(found)
+                self.keep(found)
+
+    def keep(self, found: Piped) -> None:
+        """One that fits, simulated in full."""
+        if found.ran.seconds < self.best_s:
+            self.progress(f"{found.ran.seconds * 1e3:.3f} ms: {found.row()['plan']}")
+        self.finals.append(found)
 
     def piped(self, guess: Guess) -> Piped | None:
         """A guess at full depth, cut again with what was found until stages are level and fit."""
@@ -234,13 +239,38 @@ class MixedSearch:
             if max(over) <= 1:
                 if best is not None and ran.seconds >= best.ran.seconds:
                     return best
-                best = Piped(guess, staged, ran)
+                best = Piped(cell, max(p.zero for p in guess.priced), staged, ran)
                 if max(works) <= LEVEL * sum(works) / len(works):
                     return best
             said = [sum(speeds[s].get(n, 0.0) for n, at in staged.of.items() if at == s) / full[s] for s in stages]
             slow = [slow[s] * works[s] / said[s] if said[s] else slow[s] for s in stages]
             full = [full[s] * max(1.0, TIGHT * over[s]) if over[s] > 1 else full[s] for s in stages]
         return best
+
+    def try_named(self) -> None:
+        """Simulate pipelines with a name, whatever the budget, unless a bound says that they are not faster."""
+        for one in named_over_parts(self.request, self.cells):
+            if self.at[one.cell] >= self.best_s:
+                continue
+            for by_speed in (False, True):
+                self.try_one(one, by_speed)
+
+    def try_one(self, one: NamedOverParts, by_speed: bool) -> None:
+        """A pipeline as it is typed; with blocks made again, if it has no room otherwise."""
+        model, cell = self.shop.model, one.cell
+        deep = model.whole(cell.micro_batches)
+        if not by_speed and self.bounds.even_s(cell, deep) >= self.best_s:
+            return
+        for again in (c for c in (cell, one.again) if c is not None):
+            try:
+                staged = typed(deep, self.cluster, again, by_speed, model.blocks if again.recompute else None)
+                ran = predict_staged(deep, staged, self.cluster, optimizer=self.request.optimizer)
+            except PlanError:
+                return
+            if all(peak <= self.rooms[k] for peak, k in zip(ran.peaks, cell.each, strict=True)):
+                if ran.seconds < self.best_s:
+                    self.keep(Piped(again, 0, staged, ran))
+                return
 
     # --- parts alone, and the end
 
@@ -286,8 +316,8 @@ class MixedSearch:
         inner = [f.certificate for f in self.parts.values()]
         wrong = [c for one in inner for c in one.contradictions]
         for final in self.finals:
-            cell = final.guess.cell
-            wrong += filter(None, [contradicted(cell.told(self.cluster), final.ran.seconds, self.at.get(cell, 0.0))])
+            words, bound_s = final.cell.told(self.cluster), self.at.get(final.cell, 0.0)
+            wrong += filter(None, [contradicted(words, final.ran.seconds, bound_s)])
         return Certificate(
             space=self.space.hash,
             step_s=step_s,
