@@ -17,6 +17,7 @@ from laminar.ir.graph import Graph
 from laminar.ir.staged import Staged
 from laminar.planner.estimate.mixed_pipelines import Sides, pipeline_on
 from laminar.planner.estimate.named_over_parts import named_over_parts, typed
+from laminar.planner.search import mixed_cluster
 from laminar.planner.search.mixed_cluster import MixedSearch
 from laminar.planner.space.request import Request
 from laminar.staging.stage_plans import pipeline
@@ -109,6 +110,16 @@ def test_names_follow_what_is_asked_for() -> None:
     assert {s.tp for c in cells(only=("data", "pipeline")) for s in c.sides} == {1}
     assert not cells(pin={"zero": 1})
     assert all(c.recompute for c in cells(pin={"recompute": 1}))
+
+
+def test_a_pipeline_that_cannot_be_written_does_not_end_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever it is refused for."""
+
+    def refused(*args: object) -> Staged:
+        raise LaminarError("no rule for this op on this mesh")
+
+    monkeypatch.setattr(mixed_cluster, "typed", refused)
+    assert 0 < searched_s(wide(), "1xa100-40g+1xa100-80g") < float("inf")
 
 
 def test_blocks_are_made_again_where_nothing_else_fits() -> None:

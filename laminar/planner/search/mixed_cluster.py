@@ -4,7 +4,8 @@ Pipelines over all parts (`planner/estimate/mixed_pipelines.py`) are taken in th
 make of them, priced side by side, and the best guesses are cut op by op, each place by its own prices, and simulated.
 Cuts are made again with what the simulation found, and where a place holds more than its device has. A part alone is
 searched like any cluster; its plan leaves the other devices idle, and its account says so. A plan with stages on two
-kinds is an ordinary plan with stages: nothing else has to know.
+kinds is an ordinary plan with stages: nothing else has to know. Pipelines that somebody could type
+(`planner/estimate/named_over_parts.py`) come last, on top of the budget: what is found is never slower than they are.
 
 The certificate rests on `planner/bounds/mixed_bound.py` for pipelines, and on the search of a part for plans on that
 part.
@@ -259,13 +260,13 @@ class MixedSearch:
         """A pipeline as it is typed; with blocks made again, if it has no room otherwise."""
         model, cell = self.shop.model, one.cell
         deep = model.whole(cell.micro_batches)
-        if not by_speed and self.bounds.even_s(cell, deep) >= self.best_s:
-            return
         for again in (c for c in (cell, one.again) if c is not None):
             try:
+                if not by_speed and self.bounds.even_s(cell, deep) >= self.best_s:
+                    return
                 staged = typed(deep, self.cluster, again, by_speed, model.blocks if again.recompute else None)
                 ran = predict_staged(deep, staged, self.cluster, optimizer=self.request.optimizer)
-            except PlanError:
+            except LaminarError:  # nobody can type it either
                 return
             if all(peak <= self.rooms[k] for peak, k in zip(ran.peaks, cell.each, strict=True)):
                 if ran.seconds < self.best_s:
