@@ -165,7 +165,7 @@ def settled(
     best, ran = fastest(rows), [row for row in rows if isinstance(row, Measured)]
     found = [
         {"plan": f.name, "step_s": row.step_s, "low_s": row.low_s, "high_s": row.high_s, "ratio": row.ratio,
-         "predicted_s": f.step_s, "taken": k == best}
+         "ahead": row.ahead, "predicted_s": f.step_s, "taken": k == best}
         for k, (row, f) in enumerate(zip(rows, finals, strict=True)) if isinstance(row, Measured)
     ]  # fmt: skip
     out = [{"plan": f.name, "why": row} for row, f in zip(rows, finals, strict=True) if isinstance(row, str)]
