@@ -22,6 +22,7 @@ from laminar.planner.report.traffic import accounted
 from laminar.rewrite.variants import rewritten
 from laminar.staging.stage_plans import again as restaged
 from laminar.staging.stage_plans import pipeline
+from laminar.train.options import DEFAULTS, JobOptions
 
 
 @dataclass(frozen=True)
@@ -421,21 +422,21 @@ def parallelize(
     *,
     batch: Any,
     plan: Any = "auto",
-    mesh: Mesh | None = None,
-    device: Any = None,
-    precision: str = "f32",
-    micro_batches: int = 1,
-    clip_norm: float | None = None,
-    clip_value: float | None = None,
-    ema: float | None = None,
-    seed: int = 0,
-    compile: bool | None = None,
-    detect_anomaly: bool = False,
-    timeout_s: float = 600.0,
+    mesh: Mesh | None = DEFAULTS.mesh,
+    device: Any = DEFAULTS.device,
+    precision: str = DEFAULTS.precision,
+    micro_batches: int = DEFAULTS.micro_batches,
+    clip_norm: float | None = DEFAULTS.clip_norm,
+    clip_value: float | None = DEFAULTS.clip_value,
+    ema: float | None = DEFAULTS.ema,
+    seed: int = DEFAULTS.seed,
+    compile: bool | None = DEFAULTS.compile,
+    detect_anomaly: bool = DEFAULTS.detect_anomaly,
+    timeout_s: float = DEFAULTS.timeout_s,
     cluster: Cluster | str | None = None,
-    elementwise: bool = False,
-    check: bool = True,
-    unguarded: Sequence[str] = (),
+    elementwise: bool = DEFAULTS.elementwise,
+    check: bool = DEFAULTS.check,
+    unguarded: Sequence[str] = DEFAULTS.unguarded,
     measure: bool = True,
 ) -> Any:
     """A `Job` that trains `model` on all ranks as if they were one.
@@ -472,30 +473,27 @@ def parallelize(
     """
     if cluster is not None and (plan != "auto" or mesh is not None):
         raise LaminarError("a cluster is what a plan is searched for", next='leave out mesh, and say plan="auto"')
+    options = JobOptions(
+        mesh=mesh, device=device, precision=precision, micro_batches=micro_batches, clip_norm=clip_norm,
+        clip_value=clip_value, ema=ema, seed=seed, compile=compile, detect_anomaly=detect_anomaly, timeout_s=timeout_s,
+        elementwise=elementwise, check=check, unguarded=unguarded,
+    )  # fmt: skip
+    from laminar.capture.lazy_layers import initialise
     from laminar.capture.unwrap import unwrapped
 
     model = unwrapped(model)
-    from laminar.capture.lazy_layers import initialise
-
     initialise(model, loss, batch)
     if plan == "ddp":
         from laminar.train.ddp_job import DdpJob
 
-        return DdpJob(
-            model, loss, optimizer, batch, device, precision, micro_batches, clip_norm, clip_value, ema, seed, timeout_s
-        )
+        return DdpJob(model, loss, optimizer, batch, options)
     from laminar.train import plan_for
-    from laminar.train.job import Job
 
     world = None
     if cluster is not None:
         from laminar.train import plan_search  # and the planner with it, which takes a while to load
 
-        world, plan = plan_search.begun(
-            model, loss, optimizer, batch, cluster, measure, device, timeout_s, compile, detect_anomaly,
-            precision=precision, micro_batches=micro_batches, clip_norm=clip_norm, clip_value=clip_value, ema=ema,
-            seed=seed, elementwise=elementwise, unguarded=unguarded,
-        )  # fmt: skip
+        world, plan = plan_search.begun(model, loss, optimizer, batch, cluster, options, measure)
     plan = plan_for.loaded(plan)
     if world is None and isinstance(plan, Plan | Staged) and "batch" in plan.account:
         from laminar.planner.search.batch_size import refuse_other
@@ -508,37 +506,22 @@ def parallelize(
         from laminar.train.ddp_job import DdpJob
 
         if world is None:
-            refuse_others(model, loss, batch, precision, micro_batches, device, detect_anomaly)
-        return DdpJob(
-            model, loss, optimizer, batch, device, precision, micro_batches, clip_norm, clip_value, ema, seed,
-            timeout_s, plan, world,
-        )  # fmt: skip
+            refuse_others(model, loss, batch, options)
+        return DdpJob(model, loss, optimizer, batch, options, plan, world)
     if isinstance(plan, Staged):
-        return _staged(model, loss, optimizer, batch, plan, device, precision, clip_norm, clip_value, ema, seed,
-                       compile, timeout_s, elementwise, mesh=mesh, micro_batches=micro_batches,
-                       detect_anomaly=detect_anomaly, check=check, unguarded=unguarded)  # fmt: skip
-    return Job(
-        model, loss, optimizer, batch, plan, mesh, device, precision, micro_batches, clip_norm, clip_value, ema, seed,
-        compile, detect_anomaly, timeout_s, elementwise, check=check, unguarded=unguarded, world=world,
-    )  # fmt: skip
+        from laminar.train.pipeline_job import StagedJob
 
+        return StagedJob(model, loss, optimizer, batch, plan, options)
+    from laminar.train.job import Job
 
-def _staged(*args: Any, mesh: Any, micro_batches: int, detect_anomaly: bool, **options: Any) -> Any:
-    """A job whose plan has stages; what such a job has no say in is refused by name."""
-    from laminar.train.pipeline_job import StagedJob
-
-    asked = {"mesh": mesh is not None, "micro_batches": micro_batches != 1, "detect_anomaly": detect_anomaly}
-    for name, given in asked.items():
-        if given:
-            raise LaminarError(f"{name} does not go with a plan that has stages", next="leave it out")
-    return StagedJob(*args, **options)
+    return Job(model, loss, optimizer, batch, plan, options, world=world)
 
 
 def train(
     recipe: str,
     *,
     steps: int | None = None,
-    seed: int = 0,
+    seed: int = DEFAULTS.seed,
     log_every: int | None = None,
     checkpoint: str | None = None,
     checkpoint_every: int = 0,

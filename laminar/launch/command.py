@@ -27,6 +27,7 @@ from laminar.launch import rundir
 from laminar.launch.blame import Verdict
 from laminar.launch.display import display, summary
 from laminar.launch.rank import Place, agree_on, leave, run_rank
+from laminar.train.options import DEFAULTS
 
 EPILOG = """\
 examples
@@ -72,16 +73,17 @@ def options(p: argparse.ArgumentParser) -> None:
         "where copies of the model fit (default: yes)")  # fmt: skip
     add("--mesh", help="axes and sizes, such as dp=2,tp=2 (default: dp=N; tp=N for --plan tensor)")
     add("--device", choices=["cpu", "cuda"], help="default: a GPU for each rank if there are enough")
-    add("--precision", default="f32", choices=PRECISIONS, help="default: f32")
+    add("--precision", default=DEFAULTS.precision, choices=PRECISIONS, help="default: %(default)s")
     add("--compile", action=argparse.BooleanOptionalAction, help="compile the step (default: on GPUs)")
-    add("--check", action=argparse.BooleanOptionalAction, default=True,
+    add("--check", action=argparse.BooleanOptionalAction, default=DEFAULTS.check,
         help="hold the first batch against the model in plain PyTorch (default: yes)")  # fmt: skip
     add = p.add_argument_group("training").add_argument
     add(
         "--steps", type=positive, metavar="S", help="in all, those before a resumption included (default: the recipe's)"
     )
-    add("--seed", type=positive, default=0, help="of weights and dropout (default: 0)")
-    add("--micro-batches", type=whole, default=1, metavar="M", help="parts a batch is worked off in (default: 1)")
+    add("--seed", type=positive, default=DEFAULTS.seed, help="of weights and dropout (default: %(default)s)")
+    add("--micro-batches", type=whole, default=DEFAULTS.micro_batches, metavar="M",
+        help="parts a batch is worked off in (default: %(default)s)")  # fmt: skip
     add("--prefetch", type=positive, metavar="N",
         help="batches loaded ahead, beside the steps; 0: none (default: 2; 0 for --plan ddp)")  # fmt: skip
     add("--clip-norm", type=amount, metavar="X", help="clip gradients to this global norm")

@@ -39,6 +39,7 @@ from laminar.ir.plan import Plan
 from laminar.profile.time_op import workspace_bytes
 from laminar.profile.trials import Trial, _classes, _clicks, _labelled, _next, _Tables, _Words, _words, adamw
 from laminar.train.job import Job
+from laminar.train.options import JobOptions
 
 STARTING_S = 90.0
 """How much longer than its time a process may take: it starts, and ends the model it is at."""
@@ -239,8 +240,8 @@ def _timed(trial: GpuTrial, device: str, turn_s: float) -> tuple[dict[str, Any],
     torch.manual_seed(0)
 
     def make(batch: Any) -> Job:
-        model, precision = trial.model(), trial.precision
-        return Job(model, trial.loss, adamw, batch, plan="data", device=device, precision=precision, compile=True)
+        options = JobOptions(device=device, precision=trial.precision, compile=True)
+        return Job(trial.model(), trial.loss, adamw, batch, "data", options)
 
     found, job = whole_step(make, trial.batch(1), turns=5, turn_s=turn_s, device=device)
     graph, plan = job.graph, job.plan

@@ -30,6 +30,7 @@ from laminar.placement import presets
 from laminar.placement.random_plan import random_plan
 from laminar.runtime.check.probe_rules import probe
 from laminar.train.job import Job
+from laminar.train.options import JobOptions
 
 DDP = "ddp"
 """The side everything is measured against."""
@@ -228,7 +229,7 @@ def timed(
     for name in plans:
         torch.manual_seed(0)
         mesh = mesh_of(name, ranks)
-        job = Job(trial.model(), trial.loss, adamw, batch, plan=PLANS[name], mesh=mesh, device="cpu")
+        job = Job(trial.model(), trial.loss, adamw, batch, PLANS[name], JobOptions(mesh=mesh, device="cpu"))
         steps[name] = lambda job=job: job.step(batch)  # type: ignore[misc]
     if yardstick:
         steps[DDP] = _ddp(trial, batch)

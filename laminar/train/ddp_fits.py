@@ -25,6 +25,7 @@ from laminar.ir.graph import Graph
 from laminar.runtime.check.probe_rules import probe
 from laminar.staging.coupled_samples import coupled_ops
 from laminar.train.engine import Leaves
+from laminar.train.options import JobOptions
 from laminar.train.precision import Precision
 
 LABELS = ("aten.nll_loss_forward", "aten.nll_loss2d_forward")
@@ -61,16 +62,13 @@ def why_not(graph: Graph, precision: Precision, model: nn.Module | None = None) 
     return ""
 
 
-def refuse_others(
-    model: nn.Module, loss: Callable[[Any, Any], Any], batch: Any, precision: str | Precision, micro_batches: int,
-    device: torch.device | str | None, watched: bool,
-) -> None:  # fmt: skip
+def refuse_others(model: nn.Module, loss: Callable[[Any, Any], Any], batch: Any, options: JobOptions) -> None:
     """Refuse a plan that runs DDP for a model, a loss or options that are no longer those it was measured with."""
-    policy = Precision.of(precision)
-    leaves = Leaves.of(batch).mapped(policy.leaf).split(micro_batches)[0]
-    around = policy.around(loss, torch.device("cpu" if device is None else device))
+    policy = Precision.of(options.precision)
+    leaves = Leaves.of(batch).mapped(policy.leaf).split(options.micro_batches)[0]
+    around = policy.around(loss, torch.device("cpu" if options.device is None else options.device))
     graph = probe(capture(model, around, unflatten(json.loads(leaves.tree), leaves.tensors), wide=True))
-    why = "it does not look for anomalies" if watched else why_not(graph, policy)
+    why = "it does not look for anomalies" if options.detect_anomaly else why_not(graph, policy)
     if why:
         raise PlanError(
             "this plan was measured fastest with torch's own data parallel, which does not do the same here",

@@ -39,6 +39,7 @@ from laminar.train.job import CHECKS, clock_of
 from laminar.train.metrics import Evaluation, Logs, Result, Sums
 from laminar.train.optimizer import Kept
 from laminar.train.optimizer_changes import Tracked
+from laminar.train.options import DEFAULTS, JobOptions
 from laminar.train.precision import Precision, Scaler
 from laminar.train.sharded_model import released
 from laminar.train.timeline import Recorded
@@ -60,14 +61,7 @@ class DdpJob(Recorded, checkpoint.Stored, Logs):
         loss: Callable[[Any, Any], Any],
         optimizer: Any,
         batch: Any,
-        device: torch.device | str | None = None,
-        precision: str | Precision = "f32",
-        micro_batches: int = 1,
-        clip_norm: float | None = None,
-        clip_value: float | None = None,
-        ema: float | None = None,
-        seed: int = 0,
-        timeout_s: float = 600.0,
+        options: JobOptions = DEFAULTS,
         plan: Plan | None = None,
         world: World | None = None,
     ) -> None:
@@ -75,19 +69,23 @@ class DdpJob(Recorded, checkpoint.Stored, Logs):
 
         `world` are the ranks, where they have met.
         """
-        self._world = World(device, timeout_s) if world is None else world
+        self._world = World(options.device, options.timeout_s) if world is None else world
         self.rank, self.world, self.device = self._world.rank, self._world.size, self._world.device
         self.plan = plan
         if self.rank == 0 and plan is None:
             warnings.warn(LIMITS, stacklevel=3)
         self.mesh = Mesh({"dp": self.world})
-        self.precision = Precision.of(precision)
+        self.precision = Precision.of(options.precision)
         if self.precision.rounding != "nearest":
             raise LaminarError(
                 f'plan="ddp" has no precision {self.precision.name}', allowed="f32  bf16  fp16  bf16-pure"
             )
-        self.micro_batches, self.clip_norm, self.clip_value = micro_batches, clip_norm, clip_value
-        self.seed, self.steps = seed, 0
+        self.micro_batches, self.clip_norm, self.clip_value = (
+            options.micro_batches,
+            options.clip_norm,
+            options.clip_value,
+        )
+        self.seed, self.steps = options.seed, 0
         self._scaler = Scaler() if self.precision.scaled else None
         self._model = model
         released(model)
@@ -110,9 +108,9 @@ class DdpJob(Recorded, checkpoint.Stored, Logs):
                 broadcast_buffers=not known,
             )
         if plan is None:
-            torch.manual_seed(seed + self.rank)
+            torch.manual_seed(self.seed + self.rank)
         self._checks, self._noted, self._sampled = CHECKS, tuple[str, ...](), Sampled()
-        self._ema_decay = ema
+        self._ema_decay = options.ema
         self._params = [p for p in model.parameters() if p.requires_grad]
         self._flags = [(n, p, p.requires_grad) for n, p in model.named_parameters()]
         whole = (B,)
@@ -123,7 +121,7 @@ class DdpJob(Recorded, checkpoint.Stored, Logs):
         ]
         self._tracked = Tracked(self.optimizer, self._kept)
         self._tracked.resolve(self._kept, lambda x, _: x)
-        self._ema = [p.detach().float().clone() for p in self._params] if ema is not None else []
+        self._ema = [p.detach().float().clone() for p in self._params] if options.ema is not None else []
 
     def _share(self, batch: Any) -> Leaves:
         """This rank's part of a batch."""

@@ -28,7 +28,6 @@ from laminar.cost.sim.no_gc import uncollected
 from laminar.errors import CaptureError, LaminarError
 from laminar.events import emit
 from laminar.ir.graph import RNG, Graph
-from laminar.ir.mesh import Mesh
 from laminar.ir.plan import Plan
 from laminar.ir.program import Program
 from laminar.ir.sbp import B, NdSbp
@@ -48,6 +47,7 @@ from laminar.train.memory_layout import refuse_shared
 from laminar.train.metrics import Evaluation, Logs, Result, Sums
 from laminar.train.optimizer import Kept
 from laminar.train.optimizer_changes import Tracked
+from laminar.train.options import DEFAULTS, JobOptions
 from laminar.train.precision import Precision, Scaler, update
 from laminar.train.sharded_model import Pieces, released, whole_again
 from laminar.train.timeline import Recorded
@@ -58,17 +58,10 @@ CHECKS = 2
 """How many of the first batches are compared between ranks by value before they are used; later ones by a sample."""
 
 
-def refuse(model: nn.Module, micro_batches: int) -> None:
+def refuse(model: nn.Module) -> None:
     """What no job can be made of."""
-    if micro_batches < 1:
-        raise LaminarError(f"micro_batches is {micro_batches}", allowed="a whole number of at least 1")
     if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
         raise CaptureError("the model has no values: it lives on meta", next="make it with real weights")
-
-
-def compiles(device: torch.device, compile: bool | None) -> bool:
-    """Whether steps go through Inductor: on GPUs or if asked."""
-    return device.type == "cuda" if compile is None else compile
 
 
 class Job(Recorded, checkpoint.Stored, Logs):
@@ -82,42 +75,30 @@ class Job(Recorded, checkpoint.Stored, Logs):
         optimizer: Any,
         batch: Any,
         plan: Any = "auto",
-        mesh: Mesh | None = None,
-        device: torch.device | str | None = None,
-        precision: str | Precision = "f32",
-        micro_batches: int = 1,
-        clip_norm: float | None = None,
-        clip_value: float | None = None,
-        ema: float | None = None,
-        seed: int = 0,
-        compile: bool | None = None,
-        detect_anomaly: bool = False,
-        timeout_s: float = 600.0,
-        elementwise: bool = False,
-        check: bool = True,
-        unguarded: Sequence[str] = (),
+        options: JobOptions = DEFAULTS,
         twin: Job | None = None,
         world: World | None = None,
     ) -> None:
         """`twin` is a job of a copy of this model, whose graphs are this one's; `world` the ranks, if they have met."""
-        refuse(model, micro_batches)
-        self._world = World(device, timeout_s) if world is None else world
+        refuse(model)
+        micro_batches, timeout_s = options.micro_batches, options.timeout_s
+        self._world = World(options.device, timeout_s) if world is None else world
         emit("phase", name="preparing")
         self.rank, self.world, self.device = self._world.rank, self._world.size, self._world.device
         plan = plan_for.loaded(plan)
         self._model = model
-        self.precision = Precision.of(precision)
-        self.mesh = plan_for.mesh_for(plan, mesh, self.world)
-        self.clip_norm, self.clip_value, self.seed = clip_norm, clip_value, seed
+        self.precision = Precision.of(options.precision)
+        self.mesh = plan_for.mesh_for(plan, options.mesh, self.world)
+        self.clip_norm, self.clip_value, self.seed = options.clip_norm, options.clip_value, options.seed
         self.steps = 0
         self._scaler = Scaler() if self.precision.scaled else None
         self._transport: Groups | Null = (
             Groups(self.mesh, self.device, timeout_s=timeout_s) if self.world > 1 else Null(self.mesh, 0, self.device)
         )
-        self._watched = Watched(self.rank) if detect_anomaly else None
+        self._watched = Watched(self.rank) if options.detect_anomaly else None
         self._engine = Engine(
             model, self.precision.around(loss, self.device), self.mesh, self._transport, micro_batches,
-            self.precision.scaled, self._builder(compile), unguarded,
+            self.precision.scaled, self._builder(options.compiles(self.device)), options.unguarded,
         )  # fmt: skip
         released(model)
         slots = checkpoint.moved(model, self.device, self.precision.weights)
@@ -128,7 +109,7 @@ class Job(Recorded, checkpoint.Stored, Logs):
         if self.precision.scaled or self.precision.rounding != "nearest":
             optim.refuse_closure(self.optimizer, f"precision={self.precision.name!r} changes what an update is")
         optim.faster(self.optimizer, self.device)
-        self._elementwise = elementwise
+        self._elementwise = options.elementwise
         leaves = self._leaves(batch)
         if leaves.local:
             raise LaminarError("batch= is an example of the global batch", next="give all of it, not a Local share")
@@ -158,16 +139,15 @@ class Job(Recorded, checkpoint.Stored, Logs):
         self._noted: tuple[str, ...] = ()
         self._checks = CHECKS
         self._sampled = Sampled()
-        self._unchecked = check
+        self._unchecked = options.check
         self._sums: dict[str, Tensor] = {}
         self._norms: dict[tuple[str, ...], Norm] = {}
-        self._ema_decay = ema
-        self._ema = {k.name: k.owned.detach().float().clone() for k in self._kept} if ema is not None else {}
+        self._ema_decay = options.ema
+        self._ema = {k.name: k.owned.detach().float().clone() for k in self._kept} if options.ema is not None else {}
         self._copy: nn.Module | None = None
 
-    def _builder(self, compile: bool | None) -> Callable[..., Callable[..., list[Tensor]]]:
+    def _builder(self, through_inductor: bool) -> Callable[..., Callable[..., list[Tensor]]]:
         """How programs become code: through Inductor, or line by line."""
-        through_inductor = compiles(self.device, compile)
 
         def build(
             program: Program, transport: Groups | Null, constants: Mapping[str, Tensor], static: tuple[int, ...]

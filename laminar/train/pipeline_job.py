@@ -16,7 +16,7 @@ host, or by NCCL where every rank has a GPU of its own.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from laminar.capture.losses import Metrics, reported
 from laminar.capture.torch_ops import spec_of
 from laminar.capture.torch_private import foreach_lerp
-from laminar.errors import BatchError, CaptureError, MeshError, OptimizerError
+from laminar.errors import BatchError, MeshError, OptimizerError
 from laminar.events import emit
 from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh
@@ -49,11 +49,12 @@ from laminar.train import optimizer as optim
 from laminar.train.batch_checksum import Sampled
 from laminar.train.engine import Engine, Leaves
 from laminar.train.gradients import scale_and_clip
-from laminar.train.job import clock_of
+from laminar.train.job import clock_of, refuse
 from laminar.train.memory_layout import refuse_shared
 from laminar.train.metrics import Evaluation, Logs, Result, Sums
 from laminar.train.optimizer import Kept
 from laminar.train.optimizer_changes import Tracked
+from laminar.train.options import DEFAULTS, JobOptions
 from laminar.train.pipeline_state import StagedState
 from laminar.train.pipeline_steps import Pipe, StagedPipes
 from laminar.train.precision import Precision, Scaler, update
@@ -72,35 +73,26 @@ class StagedJob(Recorded, StagedPipes, StagedState, Logs):
         optimizer: Any,
         batch: Any,
         plan: Staged,
-        device: torch.device | str | None = None,
-        precision: str | Precision = "f32",
-        clip_norm: float | None = None,
-        clip_value: float | None = None,
-        ema: float | None = None,
-        seed: int = 0,
-        compile: bool | None = None,
-        timeout_s: float = 600.0,
-        elementwise: bool = False,
-        check: bool = True,
-        unguarded: Sequence[str] = (),
+        options: JobOptions = DEFAULTS,
     ) -> None:
-        if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
-            raise CaptureError("the model has no values: it lives on meta", next="make it with real weights")
-        self._world = World(device, timeout_s)
+        options.refuse_for_stages()
+        refuse(model)
+        timeout_s = options.timeout_s
+        self._world = World(options.device, timeout_s)
         emit("phase", name="preparing")
         self.rank, self.world, self.device = self._world.rank, self._world.size, self._world.device
         if plan.ranks != self.world:
             raise MeshError(f"the plan has {plan.ranks} ranks, the world has {self.world}",
                             next=f"start {plan.ranks} processes")  # fmt: skip
-        self.precision = Precision.of(precision)
-        self.clip_norm, self.clip_value, self.seed, self.steps = clip_norm, clip_value, seed, 0
+        self.precision = Precision.of(options.precision)
+        self.clip_norm, self.clip_value, self.seed, self.steps = options.clip_norm, options.clip_value, options.seed, 0
         self._scaler = Scaler() if self.precision.scaled else None
         self._scale = 1.0
-        self._compile = self.device.type == "cuda" if compile is None else compile
+        self._compile = options.compiles(self.device)
         self._model = model
         self._engine = Engine(
             model, self.precision.around(loss, self.device), Mesh({"dp": 1}), Null(Mesh({"dp": 1})),
-            plan.micro_batches, self.precision.scaled, _never, unguarded,
+            plan.micro_batches, self.precision.scaled, _never, options.unguarded,
         )  # fmt: skip
         released(model)
         self._slots = checkpoint.moved(model, self.device, self.precision.weights)
@@ -110,7 +102,7 @@ class StagedJob(Recorded, StagedPipes, StagedState, Logs):
         optim.refuse_unknown(self.optimizer, {id(s.tensor): s.name for s in self._slots})
         optim.refuse_closure(self.optimizer, "the plan has stages, so no rank has all parameters")
         optim.faster(self.optimizer, self.device)
-        self._elementwise = elementwise
+        self._elementwise = options.elementwise
         first = self._leaves(batch).split(plan.micro_batches)[0]
         captured = self._engine.begin(first)
         if plan.micro_batches > 1 and not plan.coupled and first.samples == 1:
@@ -132,13 +124,13 @@ class StagedJob(Recorded, StagedPipes, StagedState, Logs):
             self._pieces = Pieces(self)
             self._pieces.put_on(model, cut)
         self._engine.captures.adopt(self._slots)
-        self._ema_decay = ema
-        self._ema = {k.name: k.owned.detach().float().clone() for k in self._kept} if ema is not None else {}
+        self._ema_decay = options.ema
+        self._ema = {k.name: k.owned.detach().float().clone() for k in self._kept} if options.ema is not None else {}
         self._moves: dict[Any, Step] = {}
         self._micros: list[Leaves] = []
         self._draws = 0
         self._noted: tuple[str, ...] = ()
-        self._unchecked = check
+        self._unchecked = options.check
         self._sampled = Sampled()
         self._graphs: dict[str, Graph] = {captured.hash: self.graph}
         self._pipe = self._opened({captured.hash: made}, self.graph)

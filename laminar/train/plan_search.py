@@ -29,7 +29,8 @@ from laminar.runtime.check.probe_rules import probe
 from laminar.train import try_finalists
 from laminar.train.ddp_fits import why_not
 from laminar.train.engine import Leaves
-from laminar.train.job import compiles, refuse
+from laminar.train.job import refuse
+from laminar.train.options import JobOptions
 from laminar.train.precision import Precision
 from laminar.train.sharded_model import released
 from laminar.train.world import World
@@ -50,25 +51,16 @@ def begun(
     optimizer: Any,
     batch: Any,
     cluster: Cluster | str,
+    options: JobOptions,
     measure: bool,
-    device: Any,
-    timeout_s: float,
-    compile: bool | None,
-    watched: bool,
-    **options: Any,
 ) -> tuple[World, Plan]:
-    """The ranks, which meet here, and the plan for their job; `watched` if it is to look for anomalies."""
-    refuse(model, options["micro_batches"])
-    world = World(device, timeout_s)
+    """The ranks, which meet here, and the plan for their job."""
+    refuse(model)
+    world = World(options.device, options.timeout_s)
     emit("phase", name="preparing")
-    options["precision"] = Precision.of(options["precision"])
     released(model)
     here = cluster_of(cluster, world.size)
-    through_inductor = compiles(world.device, compile)
-    plan = planned(
-        world, here, model, loss, optimizer, batch, measure=measure, through_inductor=through_inductor, watched=watched,
-        **options,
-    )  # fmt: skip
+    plan = planned(world, here, model, loss, optimizer, batch, options, measure)
     return world, plan
 
 
@@ -79,22 +71,16 @@ def planned(
     loss: Callable[[Any, Any], Any],
     optimizer: Any,
     batch: Any,
-    *,
+    options: JobOptions,
     measure: bool,
-    through_inductor: bool,
-    watched: bool = False,
-    **options: Any,
 ) -> Plan:
-    """The plan for a job, searched and, unless it is told not to `measure`, tried out; all ranks get the same.
-
-    `options` are those of a job, `through_inductor` whether its steps go through Inductor.
-    """
-    precision: Precision = options["precision"]
-    leaves = Leaves.of(batch).mapped(precision.leaf).split(options["micro_batches"])[0]
-    why = _elsewhere(world, cluster, through_inductor) if measure else ""
+    """The plan for a job, searched and, unless it is told not to `measure`, tried out; all ranks get the same."""
+    precision = Precision.of(options.precision)
+    leaves = Leaves.of(batch).mapped(precision.leaf).split(options.micro_batches)[0]
+    why = _elsewhere(world, cluster, options.compiles(world.device)) if measure else ""
     found = searched(
         world, cluster, model, precision.around(loss, world.device), leaves, finals=measure and not why,
-        no_ddp="it does not look for anomalies" if watched else "", precision=precision,
+        no_ddp="it does not look for anomalies" if options.detect_anomaly else "", precision=precision,
     )  # fmt: skip
     plan = found.plan
     if measure and why:
@@ -102,7 +88,7 @@ def planned(
     elif measure:
         plan = try_finalists.tried(
             world, plan, found.finals, model, loss, optimizer, batch, capture_s=found.capture_s,
-            left_out=found.left_out, **options,
+            left_out=found.left_out, options=options,
         )  # fmt: skip
     return plan if world.size == 1 else replace(plan, origin=None)
 

@@ -41,6 +41,7 @@ from laminar.train.ddp_job import DdpJob
 from laminar.train.first_batch_check import FILL, free_bytes
 from laminar.train.interleaved_timing import LEAST, WARM, turns
 from laminar.train.job import Job
+from laminar.train.options import DEFAULTS, JobOptions
 from laminar.train.world import World
 
 LIMIT_S = 15.0
@@ -66,7 +67,7 @@ def tried(
     *,
     capture_s: float = 0.0,
     left_out: Mapping[str, str] = NOBODY,
-    **options: Any,
+    options: JobOptions = DEFAULTS,
 ) -> Plan:
     """The measured fastest of a search's finalists, or the one that was predicted so: `plan`, the first of them.
 
@@ -74,14 +75,22 @@ def tried(
     those of a job. Capturing takes `capture_s`, where that is known; `left_out` are those that can't be tried, and why.
     """
     start = time.perf_counter()
-    micro_batches = options.get("micro_batches", 1)
+    micro_batches = options.micro_batches
     some, why = worth_it(finals, capture_s, micro_batches)
     rows: list[list[float] | str] = []
     if not why:
         with _undisturbed(world.device), _as_it_was(model):
             some, why = _with_room(world, some, model, optimizer)
             if not why:
-                options = {**options, "device": world.device, "compile": False, "check": False}
+                options = replace(
+                    options,
+                    mesh=None,
+                    device=world.device,
+                    compile=False,
+                    check=False,
+                    detect_anomaly=False,
+                    timeout_s=PATIENCE_S,
+                )
                 rows = _raced(world, some, model, loss, optimizer, batch, options)
                 why = "; ".join(dict.fromkeys(row for row in rows if isinstance(row, str))) if _none(rows) else ""
     if why:
@@ -177,8 +186,8 @@ def _with_room(
 class Copied(Job):
     """A job of copies, which leaves nothing behind, and does not wait for long."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **{**options, "timeout_s": PATIENCE_S})
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
         self._world.patience_s = PATIENCE_S
 
     def close(self) -> None:
@@ -190,14 +199,11 @@ class Copied(Job):
 class CopiedDdp(DdpJob):
     """The same of torch's own data parallel, which runs the model in every step: never the original."""
 
-    ASKED = ("precision", "micro_batches", "clip_norm", "clip_value", "ema", "seed", "device", "plan")
-
-    def __init__(self, original: nn.Module, *parts: Any, **options: Any) -> None:
+    def __init__(self, original: nn.Module, *parts: Any) -> None:
         self._around = contextlib.ExitStack()
         self._around.enter_context(_left_alone(original))
         try:
-            asked = {k: v for k, v in options.items() if k in self.ASKED}
-            super().__init__(*parts, **{**asked, "timeout_s": PATIENCE_S})
+            super().__init__(*parts)
         except BaseException:
             self._around.close()
             raise
@@ -215,7 +221,7 @@ def _raced(
     loss: Callable[[Any, Any], Any],
     optimizer: Any,
     batch: Any,
-    options: dict[str, Any],
+    options: JobOptions,
 ) -> list[list[float] | str]:
     """Seconds of a step by finalist and round; or why it is out."""
     twins: list[Copied] = []
@@ -230,9 +236,9 @@ def _raced(
         if wrong or own is None:
             raise LaminarError(wrong)
         if runs_ddp(finalist.plan):  # the last one: copies made later would have what refuses to run the original
-            return CopiedDdp(model, own, loss, trains, batch, plan=finalist.plan, **options)
+            return CopiedDdp(model, own, loss, trains, batch, options, finalist.plan)
         with _left_alone(model):
-            job = Copied(own, loss, trains, batch, finalist.plan, twin=twins[0] if twins else None, **options)
+            job = Copied(own, loss, trains, batch, finalist.plan, options, twins[0] if twins else None)
         twins[:] = [job]
         return job
 

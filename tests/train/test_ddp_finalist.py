@@ -23,6 +23,7 @@ from laminar.runtime.check.probe_rules import probe
 from laminar.train import ddp_fits, interleaved_timing, plan_search, try_finalists
 from laminar.train.ddp_job import DdpJob
 from laminar.train.job import Job
+from laminar.train.options import JobOptions
 from laminar.train.precision import Precision
 from laminar.train.world import World
 from tests.support.rank_pool import Ranks
@@ -226,7 +227,14 @@ def _untouched(found: plan_search.Searched) -> tuple[list[str], list[Any]]:
     before = _bits(model, optimizer)
     with mock.patch.object(try_finalists, "TURN_S", 0.02), mock.patch.object(try_finalists, "FAR", 100.0):
         taken = try_finalists.tried(
-            World("cpu"), found.plan, found.finals, model, counted, optimizer, data[0], clip_norm=1.0
+            World("cpu"),
+            found.plan,
+            found.finals,
+            model,
+            counted,
+            optimizer,
+            data[0],
+            options=JobOptions(clip_norm=1.0),
         )
     after = _bits(model, optimizer)
     counted(model, data[0])  # it may be run again
@@ -244,9 +252,8 @@ def test_a_loss_that_knows_the_model_does_not_run_it() -> None:
     model, (batch,) = chain(), batches(1)
     own, trains = try_finalists.copies(model, adamw(model))
     plan = _searched(counted).finals[-1].plan
-    job = try_finalists.CopiedDdp(
-        model, own, lambda given, b: counted(model, b), trains, batch, plan=plan, device="cpu"
-    )
+    options = JobOptions(device="cpu")
+    job = try_finalists.CopiedDdp(model, own, lambda given, b: counted(model, b), trains, batch, options, plan)
     with pytest.raises(laminar.LaminarError, match="the loss runs the model that it knows"):
         job.step(batch)
     job.close()

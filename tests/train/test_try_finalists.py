@@ -32,6 +32,7 @@ from laminar.placement.random_plan import random_plan
 from laminar.planner.search.finalists import Finalist
 from laminar.runtime.check.probe_rules import probe
 from laminar.train import interleaved_timing, plan_search, try_finalists
+from laminar.train.options import JobOptions
 from laminar.train.world import World
 from tests.support.rank_pool import Ranks
 from tests.support.small_job import adamw, batches, mean, net
@@ -104,14 +105,19 @@ def told(name: str, value: float) -> Iterator[None]:
 Tried = tuple[str, dict[str, Any], list[dict[str, Any]]]
 
 
-def _tried(finals: list[Finalist], plan: Plan, *patches: Callable[[], Any], **options: Any) -> Tried:
+def _tried(
+    finals: list[Finalist], plan: Plan, *patches: Callable[[], Any], capture_s: float = 0.0, **options: Any
+) -> Tried:
     """What comes of finalists of the net: hash, account, events."""
     model, data = net(), batches(1)
     with told("TURN_S", 0.02), ExitStack() as around:
         for patch in patches:
             around.enter_context(patch())
         heard = around.enter_context(listening())
-        taken = try_finalists.tried(World("cpu"), plan, finals, model, mean, adamw(model), data[0], **options)
+        taken = try_finalists.tried(
+            World("cpu"), plan, finals, model, mean, adamw(model), data[0],
+            capture_s=capture_s, options=JobOptions(**options),
+        )  # fmt: skip
     return taken.hash, taken.account, heard
 
 
@@ -214,7 +220,14 @@ def _untouched(finals: list[Finalist], plan: Plan) -> tuple[dict[str, bool], boo
     before, twin = _bits(model, optimizer), copy.deepcopy((model.state_dict(), optimizer.state_dict()))
     with told("TURN_S", 0.02):
         taken = try_finalists.tried(
-            World("cpu"), plan, finals, model, noisy_loss, optimizer, data[0], seed=3, clip_norm=1.0
+            World("cpu"),
+            plan,
+            finals,
+            model,
+            noisy_loss,
+            optimizer,
+            data[0],
+            options=JobOptions(seed=3, clip_norm=1.0),
         )
     after = _bits(model, optimizer)
     alike = {k: before[k] == after.get(k) for k in before} | {"none more": list(before) == list(after)}
