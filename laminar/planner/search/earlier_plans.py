@@ -19,12 +19,12 @@ from laminar.ir.graph import Graph
 from laminar.ir.plan import Plan
 from laminar.ir.staged import Staged, plan_of
 from laminar.placement.micro_batch import micro
-from laminar.planner.estimate.candidates import Final
-from laminar.planner.estimate.model import Score
-from laminar.planner.estimate.score import feasible
+from laminar.planner.estimate.candidates import Final, Score
+from laminar.planner.estimate.score_placement import feasible
 from laminar.planner.space.cell import Cell
 from laminar.planner.space.plan_space import Space
 from laminar.planner.space.request import Request
+from laminar.planner.space.styles import Style
 
 KEPT = 4
 """Plans that are remembered of one graph on one cluster, the latest."""
@@ -69,15 +69,16 @@ def across_commands(graph: Graph, cluster: str, optimizer: str = "adamw") -> Ite
 
 def _to_json(score: Score, plan: Plan | Staged) -> dict[str, Any]:
     cell = score.cell
-    told = {name: getattr(score, name) for name in ("style", "zero", "seconds", "peak_bytes", *COUNTS)}
+    figures = {name: getattr(score, name) for name in ("zero", "seconds", "peak_bytes", *COUNTS)}
+    told = {"style": score.style.words, **figures}
     place = [cell.stages, cell.micro_batches, cell.virtual, cell.dp, cell.tp, cell.recompute]
     return {"cell": place, "score": told, "plan": plan.to_json()}
 
 
 def _from_json(row: dict[str, Any]) -> tuple[Score, Plan | Staged]:
     plan, told = plan_of(row["plan"]), row["score"]
-    listed = {name: tuple(told[name]) for name in ("style", "again", "apart")}
-    return Score(cell=Cell(*row["cell"]), plan=None, rewrites=plan.rewrites, **{**told, **listed}), plan
+    typed = {"style": Style.from_words(told["style"]), "again": tuple(told["again"]), "apart": tuple(told["apart"])}
+    return Score(cell=Cell(*row["cell"]), plan=None, rewrites=plan.rewrites, **{**told, **typed}), plan
 
 
 def usable(graph: Graph, request: Request, space: Space) -> Iterator[Final]:
