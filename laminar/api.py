@@ -168,10 +168,10 @@ def plan(
     batch         "fixed": that batch; "free": that or an equal part of it, whichever trains most samples a second.
                   `plan.account["batch"]` says which, and what became of the others
     cluster       what there is, or its name: needs none of the hardware
-    memory_bytes  what a rank may fill; unless given, the device's memory less the margin
-    margin        share of a device's memory that stays free, 0.08 unless given; not together with memory_bytes
-    budget_s      processor seconds; the best found by then is returned, and the certificate says what was left
-    pin           numbers that are fixed: dp, tp, stages, microbatches, virtual, zero, recompute, offload; and
+    memory_bytes  memory limit per rank; default: the device's memory less the margin
+    margin        share of a device's memory left free, default 0.08; not together with memory_bytes
+    budget_s      CPU seconds; the best found by then is returned, and the certificate says what was left
+    pin           numbers that are fixed: dp, tp, stages, micro_batches, virtual, zero, recompute, offload; and
                   placements of tensors by pattern: {"tp": 8, "blocks.*.mlp.up.weight": "S(0)"}
     only          dimensions that may be used: "data", "tensor", "pipeline", "zero", "recompute", "offload", "rewrite"
     optimizer     whose update and state are priced
@@ -270,9 +270,10 @@ def replan(
 
 
 class plans:
-    """Plans with names. Each takes a graph and a mesh; ops and tensors nobody placed are completed at least cost.
+    """Plans with names. Each takes a graph and a mesh; ops and tensors nobody placed are filled in at
+    minimum cost.
 
-    `recompute="blocks.*"` drops what the modules of that name make inside and makes it again in backward; see
+    `recompute="blocks.*"` drops what the modules of that name compute inside and recomputes it in backward; see
     `laminar.ir.patterns` for what else can be named. `offload="blocks.*"` keeps it in the host's memory instead.
     """
 
@@ -305,21 +306,36 @@ class plans:
         return accounted(graph, presets.tensor_parallel(graph, mesh, axis, recompute, offload))
 
     @staticmethod
-    def seeded(
+    def named(
+        name: str,
+        graph: Graph,
+        mesh: Mesh,
+        recompute: Patterns = (),
+        offload: Patterns = (),
+        gather_once: bool = False,
+    ) -> Plan:
+        """The plan that `laminar.parallelize(plan=name)` runs: "data", "zero1", "zero2", "zero3" or "tensor"."""
+        return accounted(graph, presets.named(name, graph, mesh, recompute, offload, gather_once))
+
+    @staticmethod
+    def placed(
         graph: Graph,
         mesh: Mesh,
         seeds: Mapping[str, Mapping[str, Sbp]],
         recompute: Patterns = (),
         offload: Patterns = (),
     ) -> Plan:
-        """A few tensors placed by name pattern, the rest completed at least cost."""
+        """A few tensors placed by name pattern, the rest filled in at minimum cost."""
         return accounted(graph, presets.seeded(graph, mesh, seeds, recompute, offload))
+
+    seeded = placed
+    """The name from before."""
 
     @staticmethod
     def pipeline(
         graph: Graph,
         stages: int | Sequence[str] | Mapping[str, int] = 2,
-        microbatches: int = 4,
+        micro_batches: int = 4,
         virtual: int = 1,
         inner: Any = None,
         cluster: Cluster | str | None = None,
@@ -331,12 +347,13 @@ class plans:
         With a `cluster`, stages are equal by what their ops take on the devices of their places, which may differ:
         faster ones get more of the model.
         """
+        micro_batches = options.pop("microbatches", micro_batches)  # the spelling from before
         if cluster is None:
-            return pipeline(graph, stages, microbatches, virtual, inner, **options)
+            return pipeline(graph, stages, micro_batches, virtual, inner, **options)
         from laminar.planner.estimate.mixed_pipelines import pipeline_on
 
         machine = Cluster.preset(cluster) if isinstance(cluster, str) else cluster
-        return pipeline_on(graph, machine, stages, microbatches, virtual, inner, **options)
+        return pipeline_on(graph, machine, stages, micro_batches, virtual, inner, **options)
 
 
 def inputs_of(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from laminar.cost.machine import UPDATES
 from laminar.errors import PlanError
@@ -21,7 +22,10 @@ state, gradients and parameters in pieces. `recompute`: activations made again. 
 memory, on GPUs and without stages. `rewrite`: other graphs that compute the same."""
 BATCHES = ("fixed", "free")
 """The batch that was captured; or that, or an equal part of it, whichever trains most samples a second."""
-PINS = ("dp", "tp", "stages", "microbatches", "virtual", "zero", "recompute", "offload")
+PINS = ("dp", "tp", "stages", "micro_batches", "virtual", "zero", "recompute", "offload")
+"""Numbers that can be fixed, as users type them."""
+STORED = {"micro_batches": "microbatches", "micro-batches": "microbatches"}
+"""What is typed, and the word that requests, accounts and files have for it, which may be typed as well."""
 MARGIN = 0.08
 """Share of a device's memory that a plan leaves free unless asked otherwise: fragments, libraries, other processes."""
 
@@ -64,7 +68,7 @@ class Request:
         if self.optimizer not in UPDATES:
             raise PlanError(f"no prices for optimizer {self.optimizer!r}", allowed="  ".join(UPDATES))
         for name, value in self.pin.items():
-            if name not in PINS:
+            if name not in PINS and name not in STORED.values():
                 raise PlanError(f"nothing called {name!r} can be pinned", allowed="  ".join(PINS))
             least = 0 if name in ("zero", "recompute", "offload") else 1
             if not isinstance(value, int) or value < least:
@@ -111,6 +115,11 @@ def dimensions(text: str | Sequence[str] | None) -> tuple[str, ...]:
     return tuple(t.strip() for t in text.split(",")) if isinstance(text, str) else tuple(text)
 
 
+def stored_pins(pin: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Pins by the names that requests have for them."""
+    return {STORED.get(name, name): value for name, value in (pin or {}).items()}
+
+
 def asking(
     cluster: Cluster,
     memory_bytes: float | None = None,
@@ -128,7 +137,8 @@ def asking(
     Rules may be given as pairs of name and text, as `texts` gives them.
     """
     read = tuple(r if isinstance(r, Rule) else Rule.of_file(*r) for r in rules)
-    place = {k: v for k, v in (pin or {}).items() if k not in PINS and isinstance(v, str)}
-    numbers = {k: v for k, v in (pin or {}).items() if k not in place}
-    return Request(cluster, memory_bytes, budget_s, optimizer, numbers,  # type: ignore[arg-type]
+    known = {*PINS, *STORED.values()}
+    place = {k: v for k, v in stored_pins(pin).items() if k not in known and isinstance(v, str)}
+    numbers = {k: v for k, v in stored_pins(pin).items() if k not in place}
+    return Request(cluster, memory_bytes, budget_s, optimizer, numbers,
                    dimensions(only), place, proposals, margin, batch, read)  # fmt: skip
