@@ -47,7 +47,7 @@ from laminar.train.job import clock_of, refuse
 from laminar.train.leaves import Leaves
 from laminar.train.metrics import Evaluation, Result, Sums
 from laminar.train.options import DEFAULTS, JobOptions
-from laminar.train.pipeline_steps import StepFeed, Pipe, Pipes
+from laminar.train.pipeline_steps import Pipe, Pipes, StepFeed
 from laminar.train.precision import Precision, Scaler, update
 from laminar.train.prefetch import Prefetcher
 from laminar.train.resharder import Resharder
