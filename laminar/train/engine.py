@@ -47,7 +47,7 @@ from laminar.placement.presets import like
 from laminar.rewrite.variants import rewritten
 from laminar.rules.samples import draws_of, in_parts, places_of
 from laminar.runtime.check.probe_rules import probe
-from laminar.runtime.code.eager_step import Step
+from laminar.runtime.code.eager_step import EagerStep
 from laminar.runtime.comm.shards import shard
 from laminar.runtime.comm.transport import Groups, Null
 from laminar.train.captured_graphs import Captures
@@ -421,5 +421,5 @@ class Engine:
             return tensors
         key = (why, *((n, s, a, b) for n, s, a, b in items))
         if key not in self._moves:
-            self._moves[key] = Step(moves(self.mesh, items, why), self.transport)
+            self._moves[key] = EagerStep(moves(self.mesh, items, why), self.transport)
         return self._moves[key](*tensors)

@@ -34,7 +34,7 @@ from laminar.ir.graph import RNG, Graph
 from laminar.ir.sbp import B
 from laminar.lower.reshard import Move, moves
 from laminar.runtime.check.plain_model import run_eager
-from laminar.runtime.code.eager_step import Step
+from laminar.runtime.code.eager_step import EagerStep
 from laminar.train import checkpoint
 from laminar.train.compare_results import TOLERANCE, beyond_rounding, narrowest, nudged, off, raise_for
 from laminar.train.engine import Leaves
@@ -266,7 +266,7 @@ def check(job: Job, micros: Sequence[Leaves]) -> None:
         apart = [i for i, (_, _, src, dst) in enumerate(items) if src != dst]
         out = [t.clone() for t in tensors]
         if apart:  # used once: not kept as other moves are
-            step = Step(moves(job.mesh, [items[i] for i in apart], "the first batch whole"), job._transport)
+            step = EagerStep(moves(job.mesh, [items[i] for i in apart], "the first batch whole"), job._transport)
             for i, whole in zip(apart, step(*[tensors[i] for i in apart]), strict=True):
                 out[i] = whole.clone()
         return out

@@ -32,7 +32,7 @@ from laminar.ir.plan import Plan
 from laminar.ir.program import Program
 from laminar.ir.sbp import B, NdSbp
 from laminar.lower.reshard import Move
-from laminar.runtime.code.eager_step import Step
+from laminar.runtime.code.eager_step import EagerStep
 from laminar.runtime.comm.shards import shard
 from laminar.runtime.comm.transport import Groups, Null
 from laminar.runtime.trace.tape import Tape
@@ -153,12 +153,12 @@ class Job(Recorded, checkpoint.Stored, Logs):
             program: Program, transport: Groups | Null, constants: Mapping[str, Tensor], static: tuple[int, ...]
         ) -> Callable[..., list[Tensor]]:
             if self._watched is not None:
-                return Step(program, transport, constants, watch=self._watched)
+                return EagerStep(program, transport, constants, watch=self._watched)
             if through_inductor:
                 from laminar.runtime.code.inductor_step import Compiled
 
                 return Compiled(program, transport, constants, static)
-            return Step(program, transport, constants)
+            return EagerStep(program, transport, constants)
 
         return build
 

@@ -36,7 +36,7 @@ from laminar.lower.reshard import Move, moves
 from laminar.lower.stage_programs import Stages, stages
 from laminar.rewrite.variants import rewritten
 from laminar.rules.crossing import crossing
-from laminar.runtime.code.eager_step import Step
+from laminar.runtime.code.eager_step import EagerStep
 from laminar.runtime.comm.cross_mesh import exchange
 from laminar.runtime.comm.shards import shard
 from laminar.runtime.comm.transport import Groups, Null
@@ -126,7 +126,7 @@ class StagedJob(Recorded, StagedPipes, StagedState, Logs):
         self._engine.captures.adopt(self._slots)
         self._ema_decay = options.ema
         self._ema = {k.name: k.owned.detach().float().clone() for k in self._kept} if options.ema is not None else {}
-        self._moves: dict[Any, Step] = {}
+        self._moves: dict[Any, EagerStep] = {}
         self._micros: list[Leaves] = []
         self._draws = 0
         self._noted: tuple[str, ...] = ()
@@ -318,7 +318,7 @@ class StagedJob(Recorded, StagedPipes, StagedState, Logs):
             return tensors
         key = (why, *((n, a, b) for n, _, a, b in items))
         if key not in self._moves:
-            self._moves[key] = Step(moves(self.mesh, items, why), self._transport)
+            self._moves[key] = EagerStep(moves(self.mesh, items, why), self._transport)
         return self._moves[key](*tensors)
 
     def _reduced(self, pipe: Pipe) -> dict[str, Tensor]:

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from laminar.errors import BatchError, LaminarError, PeerError
-from laminar.runtime.pipeline.loader import Closed, Ended, Loader, alone
+from laminar.runtime.pipeline.loader import Closed, Ended, Loader, agree_alone
 from laminar.train.world import World
 
 ODD = 1 << 32
@@ -117,7 +117,7 @@ class Loads:
         """
         if depth < 0:
             raise LaminarError(f"prefetch(depth={depth})", allowed="a whole number; 0 loads when asked")
-        world, agree = self._world, alone
+        world, agree = self._world, agree_alone
         if world.store is not None:
             agree = Handshake(world.store, self.rank, self.world, world.meeting("load"), world.timeout_s)
         loader = Loader(data, depth, device=self.device, whole=self.world == 1, agree=agree, rank=self.rank,

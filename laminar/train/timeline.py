@@ -21,7 +21,7 @@ import torch
 
 from laminar.errors import LaminarError
 from laminar.ir.timeline import Timeline
-from laminar.runtime.trace.align import together
+from laminar.runtime.trace.align import gathered_timeline
 from laminar.runtime.trace.gpu_tape import KernelTape
 from laminar.runtime.trace.tape import Tape
 from laminar.train.prefetch import Loads
@@ -63,7 +63,7 @@ class Recording:
             if said:
                 raise LaminarError(f"rank {rank}: {said}")
         meta = {"device": job.device.type, "torch": torch.__version__, **about, **job._about()}
-        return together(tape.told(), job._world.gather_objects, job.rank, job.device, meta)
+        return gathered_timeline(tape.told(), job._world.gather_objects, job.rank, job.device, meta)
 
     @property
     def timeline(self) -> Timeline:
