@@ -29,7 +29,7 @@ import laminar
 from laminar.api import micro_batches
 from laminar.forecast.pipeline_step import predict_staged
 from laminar.ir.timeline import Timeline
-from laminar.runtime.comm.transport import join
+from laminar.runtime.comm.transport import join_process_group
 
 
 def plans(ranks: int) -> dict[str, dict[str, Any]]:
@@ -106,7 +106,7 @@ def main() -> None:
 
 def _child(rank: int, folder: str, given: argparse.Namespace) -> None:
     torch.set_num_threads(1)
-    join(rank, given.ranks, f"{folder}/rendezvous")
+    join_process_group(rank, given.ranks, f"{folder}/rendezvous")
     apart = []
     for name, options in plans(given.ranks).items():
         row = one(given.ranks, options, given.profile, given.steps)

@@ -33,7 +33,7 @@ from laminar.ir.net import Actor, Net, Queue
 from laminar.runtime.check.processes import on_ranks
 from laminar.runtime.pipeline.actors import Actors
 from laminar.runtime.pipeline.channels import Value
-from laminar.runtime.pipeline.connect import join
+from laminar.runtime.pipeline.connect import connect_actors
 
 REGISTERS = 4
 
@@ -53,7 +53,7 @@ def actors_of(net: Net, nbytes: int, shared: bool) -> Actors:
     def run(name: str, k: int, step: int, inputs: dict[str, list[Value]]) -> dict[str, list[Value]]:
         return {"q": [Value([x], k)]} if name == "give" else {}
 
-    made = join(net, run, shared=shared, timeout_s=120)
+    made = connect_actors(net, run, shared=shared, timeout_s=120)
     assert made is not None
     return made
 

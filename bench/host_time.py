@@ -20,7 +20,7 @@ from common import paired, ratio, report
 from torch import nn
 
 import laminar
-from laminar.runtime.code.eager_step import Step
+from laminar.runtime.code.eager_step import EagerStep
 from laminar.runtime.comm.shards import shard
 from laminar.runtime.comm.transport import Null
 
@@ -92,7 +92,7 @@ def laminar_side(batch):  # type: ignore[no-untyped-def]
     }
     plan = laminar.plans.tensor_parallel(graph, mesh) if seeds is None else laminar.plans.seeded(graph, mesh, seeds)
     program = laminar.lower(graph, plan)
-    step = Step(program, Null(mesh))
+    step = EagerStep(program, Null(mesh))
     from laminar.api import inputs_of
 
     whole = inputs_of(graph, model, batch)

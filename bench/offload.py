@@ -35,7 +35,7 @@ from gpu import autocast, gpt, sync
 import laminar
 from laminar.forecast.step import predict
 from laminar.ir.cluster import Cluster, Figure
-from laminar.runtime.code.host_copies import Link, link_of
+from laminar.runtime.code.host_copies import HostLink, link_of
 
 ALONE = laminar.Mesh({"dp": 1})
 SOME = r"blocks\.(0|8|16)"
@@ -86,7 +86,7 @@ def alone(name: str, device: str, small: bool) -> dict[str, Any]:
 
 def link_rate(device: str) -> float:
     """Bytes a second between the device and pinned memory, the slower of both ways."""
-    link = Link(torch.device(device))
+    link = HostLink(torch.device(device))
     here = torch.zeros(LINK_BYTES if device == "cuda" else 1 << 20, dtype=torch.uint8, device=device)
     there = link.take(here)
     rates = []

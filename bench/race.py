@@ -37,7 +37,7 @@ from common import paired, ratio, report
 from models import MODELS, Case
 from peers import Side
 
-from laminar.runtime.comm.transport import join
+from laminar.runtime.comm.transport import join_process_group
 
 AGREE = 1e-3
 TURN_S = 0.5
@@ -187,7 +187,7 @@ def _ranks(ranks: int, job: Callable[..., Any], *args: Any) -> Any:
 def _child(rank: int, ranks: int, folder: str, job: Callable[..., Any], args: tuple[Any, ...]) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    join(rank, ranks, f"{folder}/rendezvous")
+    join_process_group(rank, ranks, f"{folder}/rendezvous")
     result = job(*args)
     if rank == 0:
         Path(folder, "result").write_bytes(pickle.dumps(result))

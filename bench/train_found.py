@@ -60,7 +60,7 @@ from laminar.ir.cluster import Cluster
 from laminar.ir.plan import Plan
 from laminar.planner.search.finalists import finalists
 from laminar.planner.space.request import DIMENSIONS
-from laminar.runtime.comm.transport import join
+from laminar.runtime.comm.transport import join_process_group
 from laminar.train import try_finalists
 from laminar.train.plan_search import BUDGET_S, Searched, with_ddp
 from laminar.train.precision import Precision
@@ -291,7 +291,7 @@ def _child(rank: int, ranks: int, folder: str, job: Callable[..., Any], args: tu
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     try:
-        join(rank, ranks, f"{folder}/rendezvous")
+        join_process_group(rank, ranks, f"{folder}/rendezvous")
         result = job(*args)
         if rank == 0:
             Path(folder, "result").write_bytes(pickle.dumps(result))

@@ -22,7 +22,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
-MOST = 64
+MOST_FILES = 64
 """Files of a kind that are kept."""
 BESIDE = ("torch", "transformers", "numpy")
 """Packages on which graphs depend."""
@@ -91,7 +91,7 @@ def _write(path: Path, text: str) -> None:
     part.write_text(text)
     part.replace(path)
     files = sorted(path.parent.glob("*.json"), key=lambda p: p.stat().st_mtime)
-    for old in files[: max(0, len(files) - MOST)]:
+    for old in files[: max(0, len(files) - MOST_FILES)]:
         old.unlink(missing_ok=True)
 
 

@@ -40,7 +40,7 @@ class Event:
     def line(self) -> str:
         """The event as one line of JSON, without the line's end."""
         whole = {"time": round(self.time, 6), "rank": self.rank, "kind": self.kind, **self.fields}
-        return json.dumps(plain(whole), allow_nan=False)
+        return json.dumps(json_value(whole), allow_nan=False)
 
     @staticmethod
     def read(line: str) -> Event | None:
@@ -92,18 +92,18 @@ def listening(listener: Listener) -> Iterator[Listener]:
         unsubscribe(listener)
 
 
-def plain(value: Any) -> Any:
+def json_value(value: Any) -> Any:
     """A value as JSON can hold it: non-finite floats as strings, scalars of other libraries as numbers."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else str(float(value))
     if isinstance(value, dict):
-        return {str(k): plain(v) for k, v in value.items()}
+        return {str(k): json_value(v) for k, v in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
-        return [plain(v) for v in value]
+        return [json_value(v) for v in value]
     if hasattr(value, "item") and getattr(value, "shape", None) == ():
-        return plain(value.item())
+        return json_value(value.item())
     return str(value)
 
 
@@ -148,6 +148,6 @@ class Follower:
         return [e for line in lines if (e := Event.read(line.decode("utf-8", "replace"))) is not None]
 
 
-def read(path: str | os.PathLike[str]) -> list[Event]:
+def read_events(path: str | os.PathLike[str]) -> list[Event]:
     """Every event of a file."""
     return Follower(path).new()

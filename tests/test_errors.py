@@ -756,9 +756,9 @@ def test_a_mesh_that_makes_no_sense_is_refused(axes: Any, said: str) -> None:
 def world_of_one(tmp_path: Path) -> Iterator[None]:
     import torch.distributed as dist
 
-    from laminar.runtime.comm.transport import join
+    from laminar.runtime.comm.transport import join_process_group
 
-    join(0, 1, str(tmp_path / "rendezvous"))
+    join_process_group(0, 1, str(tmp_path / "rendezvous"))
     yield
     dist.destroy_process_group()
 

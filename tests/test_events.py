@@ -63,16 +63,16 @@ def test_a_file_has_one_line_of_strict_json_for_each_event(tmp_path: Path) -> No
                     "shape": [2, 3], "ok": True}  # fmt: skip
     assert math.isnan(float(data["loss"])) and float(data["norm"]) == math.inf
     sink.close()
-    assert [e.fields.get("traceback") for e in events.read(tmp_path / "events.jsonl")] == [None, "two\nlines"]
+    assert [e.fields.get("traceback") for e in events.read_events(tmp_path / "events.jsonl")] == [None, "two\nlines"]
 
 
 def test_scalars_of_other_libraries_are_numbers(tmp_path: Path) -> None:
     """A loss that is still a tensor is written as the number it holds."""
     import torch
 
-    assert events.plain({"loss": torch.tensor(1.5), "n": torch.tensor(3)}) == {"loss": 1.5, "n": 3}
-    assert events.plain(torch.tensor(math.nan)) == "nan"
-    assert isinstance(events.plain(torch.ones(2)), str)
+    assert events.json_value({"loss": torch.tensor(1.5), "n": torch.tensor(3)}) == {"loss": 1.5, "n": 3}
+    assert events.json_value(torch.tensor(math.nan)) == "nan"
+    assert isinstance(events.json_value(torch.ones(2)), str)
 
 
 def test_reading_along_sees_whole_lines_once(tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_threads_do_not_mix_their_lines(tmp_path: Path) -> None:
         for t in threads:
             t.join()
     sink.close()
-    found = [(e.fields["k"], e.fields["i"]) for e in events.read(tmp_path / "events.jsonl")]
+    found = [(e.fields["k"], e.fields["i"]) for e in events.read_events(tmp_path / "events.jsonl")]
     assert sorted(found) == [(k, i) for k in range(4) for i in range(200)]
 
 

@@ -253,7 +253,7 @@ def _done(args: argparse.Namespace, ended: dict[str, Any], where: rundir.RunDir)
     """The last words of a run that went well."""
     checkpoint = args.checkpoint or str(where.checkpoint)
     if args.json:
-        print(json.dumps(events.plain({**ended, "run_dir": str(where), "checkpoint": checkpoint})))
+        print(json.dumps(events.json_value({**ended, "run_dir": str(where), "checkpoint": checkpoint})))
     else:
         print(summary(ended, str(where), checkpoint))
 

@@ -254,14 +254,14 @@ def work(folder: Path, rank: int) -> None:
 
     from laminar.profile import time_collectives, time_op
     from laminar.runtime.code.malloc import keep_freed_memory
-    from laminar.runtime.comm.transport import join
+    from laminar.runtime.comm.transport import join_process_group
 
     keep_freed_memory()
     job = Job(**json.loads((folder / "job").read_text()))
     torch.set_num_threads(job.threads)
     device = torch.device(job.device, rank) if job.device == "cuda" else torch.device(job.device)
     if job.ranks > 1:
-        join(rank, job.ranks, str(folder / "rendezvous"), "nccl" if job.device == "cuda" else "gloo")
+        join_process_group(rank, job.ranks, str(folder / "rendezvous"), "nccl" if job.device == "cuda" else "gloo")
 
     def agree(mine: bool) -> bool:
         """Whether any rank says yes."""

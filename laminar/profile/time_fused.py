@@ -29,7 +29,7 @@ from torch import Tensor
 
 from laminar.cost.ops.table import Entry
 from laminar.profile.time_op import FOOTPRINT_BYTES, MOST_SETS, Timer
-from laminar.runtime.code.decompositions import FORMS
+from laminar.runtime.code.decompositions import DECOMPOSED
 
 DTYPE = torch.bfloat16
 POINTWISE = ((2, 24), (2, 20), (1, 27), (2, 22), (4, 25), (2, 17), (1, 24), (2, 26), (4, 21), (1, 14), (2, 28), (1, 19))
@@ -143,7 +143,7 @@ def _draws(device: torch.device) -> Iterator[Case]:
     for rows in DRAWN:
 
         def draw(key: Tensor, rows: int = rows) -> Tensor:
-            return FORMS["laminar.uniform"]((rows, 64), key, 0, torch.float32)  # type: ignore[no-any-return]
+            return DECOMPOSED["laminar.uniform"]((rows, 64), key, 0, torch.float32)  # type: ignore[no-any-return]
 
         def make() -> tuple[Tensor, ...]:
             return (torch.tensor([3, 5], device=device),)

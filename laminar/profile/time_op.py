@@ -40,7 +40,7 @@ from laminar.ir.program import Instr, Placed
 from laminar.ir.sbp import B, S
 from laminar.ir.tensor import TensorSpec
 from laminar.rules.notation import Call
-from laminar.runtime.code.eager_step import INTO
+from laminar.runtime.code.eager_step import OUT_VARIANTS
 from laminar.runtime.code.fused_lstm import BACKWARD, FORWARD, FUSED
 from laminar.runtime.code.local_op import prepare
 
@@ -78,7 +78,7 @@ def runs_of(key: str, device: torch.device, sets: int | None = None) -> list[Run
         given = [operand(s, m, device, below.get(i, 2)) for i, (s, m) in enumerate(zip(call.ins, marks, strict=False))]
         more = {k: _fill(v, given) for k, v in kwargs.items()}
         if told:
-            target, more["out"] = INTO[call.op], operand(call.out, "", device)
+            target, more["out"] = OUT_VARIANTS[call.op], operand(call.out, "", device)
         filled = _filled(args, given)
         if call.op in FUSED and device.type == "cpu":
             target, filled = FUSED[call.op], _with_workspace(filled) if call.op == BACKWARD else filled

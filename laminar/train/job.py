@@ -39,7 +39,7 @@ from laminar.ir.plan import Plan
 from laminar.ir.program import Program
 from laminar.ir.sbp import B
 from laminar.lower.reshard import Move
-from laminar.runtime.code.eager_step import Step
+from laminar.runtime.code.eager_step import EagerStep
 from laminar.runtime.comm.transport import Groups, Null
 from laminar.train import first_batch_check, plan_for
 from laminar.train import optimizer as optim
@@ -178,12 +178,12 @@ class Job(BaseJob):
             program: Program, transport: Groups | Null, constants: Mapping[str, Tensor], static: tuple[int, ...]
         ) -> Callable[..., list[Tensor]]:
             if self._watched is not None:
-                return Step(program, transport, constants, watch=self._watched)
+                return EagerStep(program, transport, constants, watch=self._watched)
             if through_inductor:
                 from laminar.runtime.code.inductor_step import Compiled
 
                 return Compiled(program, transport, constants, static)
-            return Step(program, transport, constants)
+            return EagerStep(program, transport, constants)
 
         return build
 

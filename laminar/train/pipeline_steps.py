@@ -25,12 +25,12 @@ from laminar.ir.staged import Staged
 from laminar.lower.stage_net import together
 from laminar.lower.stage_programs import Stages, stages
 from laminar.rewrite.variants import rewritten
-from laminar.runtime.code.eager_step import Adding, Step
+from laminar.runtime.code.eager_step import Adding, EagerStep
 from laminar.runtime.comm.transport import Groups, Null
 from laminar.runtime.pipeline.actors import Actors
 from laminar.runtime.pipeline.channels import Value
-from laminar.runtime.pipeline.connect import join
-from laminar.runtime.pipeline.stage_runner import Parts, Size
+from laminar.runtime.pipeline.connect import connect_actors
+from laminar.runtime.pipeline.stage_runner import SizeCode, StageRunner
 from laminar.staging.stage_plans import again
 from laminar.train.leaves import Leaves
 from laminar.train.state import JobState
@@ -53,9 +53,9 @@ class Pipe:
     graph: Graph
     """Of the largest micro-batch, as `made`."""
     made: Stages
-    parts: Parts
+    parts: StageRunner
     actors: Actors
-    sizes: dict[Any, Size] = field(default_factory=dict)
+    sizes: dict[Any, SizeCode] = field(default_factory=dict)
     """What is compiled, by the hash of what was captured; that used longest ago comes first."""
 
     @property
@@ -140,10 +140,10 @@ class Pipes:
         """A pipe for some sizes of micro-batches: code for this rank's parts, and actors that meet those of others."""
         emit("phase", name="compiling")
         pipes = together(list(made.values()))
-        parts = Parts(pipes, self.world.rank, self.state.held, self._build)
+        parts = StageRunner(pipes, self.world.rank, self.state.held, self._build)
         net = pipes[0].net
         tokens = {q.name: [Value([])] * q.filled for q in net.queues if q.filled}
-        actors = join(net, parts.fire, edges=parts.edges(), initial=tokens, device=self.world.device,
+        actors = connect_actors(net, parts.fire, routes=parts.routes(), initial=tokens, device=self.world.device,
                       timeout_s=self.world.timeout_s, group=self.world.process_group)  # fmt: skip
         assert actors is not None  # every rank is at a place
         return Pipe(graph, next(iter(made.values())), parts, actors, dict(zip(made, parts.first, strict=True)))
@@ -206,14 +206,14 @@ class Pipes:
                     )
         return made
 
-    def _build(self, program: Program, adding: Adding) -> Step | Compiled:
+    def _build(self, program: Program, adding: Adding) -> EagerStep | Compiled:
         constants = {c.name: constant_tensor(c) for c in program.constants}
         if self.through_inductor:
             from laminar.runtime.code.inductor_step import Compiled
 
             # What is kept between parts is decided; a recording's outputs would be overwritten by the next micro-batch.
             return Compiled(program, self.transport, constants, replay=False, traffic=None)
-        return Step(program, self.transport, constants, adding=adding)
+        return EagerStep(program, self.transport, constants, adding=adding)
 
     def _feed(self, pipe: Pipe, feed: StepFeed, stage: int, k: int) -> dict[str, Tensor]:
         """This rank's share of what a stage reads from outside, of one micro-batch."""

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from laminar.errors import BatchError, LaminarError, PeerError
-from laminar.runtime.pipeline.loader import Closed, Ended, Loader, alone
+from laminar.runtime.pipeline.loader import Closed, Ended, Loader, agree_alone
 from laminar.train.world import World
 
 ODD = 1 << 32
@@ -113,7 +113,7 @@ class Prefetcher:
         """
         if depth < 0:
             raise LaminarError(f"prefetch(depth={depth})", allowed="a whole number; 0 loads when asked")
-        world, agree = self.world, alone
+        world, agree = self.world, agree_alone
         if world.store is not None:
             agree = Handshake(world.store, world.rank, world.size, world.meeting("load"), world.timeout_s)
         loader = Loader(data, depth, device=world.device, whole=world.size == 1, agree=agree, rank=world.rank,

@@ -15,7 +15,7 @@ from laminar.ir.sbp import NdSbp
 from laminar.ir.tensor import TensorSpec
 from laminar.lower.reshard import Move, moves
 from laminar.rules.crossing import crossing
-from laminar.runtime.code.eager_step import Step
+from laminar.runtime.code.eager_step import EagerStep
 from laminar.runtime.comm.cross_mesh import exchange
 from laminar.runtime.comm.transport import Groups, Null
 from laminar.train.world import World
@@ -26,7 +26,7 @@ class Resharder:
 
     def __init__(self, transport: Groups | Null) -> None:
         self.transport = transport
-        self._compiled: dict[Any, Step] = {}
+        self._compiled: dict[Any, EagerStep] = {}
 
     def __call__(self, items: Sequence[Move], why: str, tensors: list[Tensor]) -> list[Tensor]:
         """Take tensors from one placement to another, all at once; every rank of the mesh must call this."""
@@ -34,7 +34,7 @@ class Resharder:
             return tensors
         key = (why, *items)
         if key not in self._compiled:
-            self._compiled[key] = Step(moves(self.transport.mesh, list(items), why), self.transport)
+            self._compiled[key] = EagerStep(moves(self.transport.mesh, list(items), why), self.transport)
         return self._compiled[key](*tensors)
 
     def once(self, items: Sequence[Move], why: str, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -42,7 +42,7 @@ class Resharder:
         apart = [i for i, (_, _, src, dst) in enumerate(items) if src != dst]
         out = [t.clone() for t in tensors]
         if apart:
-            step = Step(moves(self.transport.mesh, [items[i] for i in apart], why), self.transport)
+            step = EagerStep(moves(self.transport.mesh, [items[i] for i in apart], why), self.transport)
             for i, whole in zip(apart, step(*[tensors[i] for i in apart]), strict=True):
                 out[i] = whole.clone()
         return out

@@ -24,7 +24,7 @@ import torch
 from laminar.errors import LaminarError
 from laminar.ir.timeline import Timeline
 from laminar.runtime.comm.transport import Groups, Null
-from laminar.runtime.trace.align import together
+from laminar.runtime.trace.align import gathered_timeline
 from laminar.runtime.trace.gpu_tape import KernelTape
 from laminar.runtime.trace.pipeline_tape import PipeTape
 from laminar.runtime.trace.tape import Tape
@@ -68,7 +68,7 @@ class Recording:
             if said:
                 raise LaminarError(f"rank {rank}: {said}")
         meta = {"device": world.device.type, "torch": torch.__version__, **about, **self._recorder.about()}
-        return together(tape.told(), world.gather_objects, world.rank, world.device, meta)
+        return gathered_timeline(tape.told(), world.gather_objects, world.rank, world.device, meta)
 
     @property
     def timeline(self) -> Timeline:

@@ -571,7 +571,7 @@ def test_a_plan_says_what_runs_as_it_is_and_its_price_counts() -> None:
 def test_stages_and_compiled_code_run_parts_too() -> None:
     """Within one stage; and between compiled parts, where no compiler looks inside."""
     from laminar.lower.lower import lower
-    from laminar.runtime.code.inductor_step import Compiled, uncompiled
+    from laminar.runtime.code.inductor_step import Compiled, run_uncompiled
     from laminar.runtime.comm.transport import Null
 
     model, (batch,) = net(Experts), batches(1)
@@ -579,12 +579,12 @@ def test_stages_and_compiled_code_run_parts_too() -> None:
         laminar.eager(part, batch_dim=0)  # or micro-batches would be refused: nobody knows what it does to samples
     graph = laminar.capture(model, loss, batch)
     one = laminar.plans.data_parallel(graph, laminar.Mesh({"dp": 1}))
-    step = Compiled(lower(graph, one), Null(one.mesh), compiler=uncompiled)
+    step = Compiled(lower(graph, one), Null(one.mesh), compiler=run_uncompiled)
     given = inputs_of(graph, model, batch)
     outs = step(*[given[i.name].detach() for i in step.program.inputs])
     got = {f"{o.kind}:{o.name}": t for o, t in zip(step.program.outputs, outs, strict=True)}
     assert apart(got, plain(model, batch)) < 1e-12 and not step.replays
-    assert sum(len(p.lines) == 1 and p.compiler is uncompiled for p in step.parts) >= 4
+    assert sum(len(p.lines) == 1 and p.compiler is run_uncompiled for p in step.parts) >= 4
     half = {k: v[:2] for k, v in batch.items()}
     small = laminar.capture(model, loss, half)
     staged = laminar.plans.pipeline(small, 2, microbatches=2)

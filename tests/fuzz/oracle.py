@@ -199,7 +199,7 @@ def in_lock_step(program: Program) -> Found:
     held = {s.name: s.tensor for s in slots_of(model)}
     losses = []
     for i, batch in enumerate(data):
-        outs = lockstep.run(lowered, inputs_of(graph, model, batch, step=i))
+        outs = lockstep.run_lockstep(lowered, inputs_of(graph, model, batch, step=i))
         found = {
             f"{t.kind}:{t.name}": assemble(
                 [r[f"{t.kind}:{t.name}"] for r in outs], t.placed.spec.shape, t.placed.nd, mesh

@@ -15,7 +15,7 @@ import pytest
 
 import laminar
 from laminar.placement.random_plan import random_plan
-from laminar.runtime.check.loopback import WAYS
+from laminar.runtime.check.loopback import TRANSPORTS
 from tests.support.failing_plans import explain
 from tests.support.seeds import first
 from tests.support.zoo import NAMES, equal, one_thread, specimen
@@ -40,7 +40,7 @@ def test_many_random_plans_equal_one_device(capsys: pytest.CaptureFixture[str]) 
             name, axes = NAMES[seed % len(NAMES)], MESHES[seed // len(NAMES) % len(MESHES)]
             plan = random_plan(specimen(name).graph, laminar.Mesh(axes), seed)
             one = specimen(name, "f64")
-            if not equal(one, plan, WAYS[seed % len(WAYS)]):
+            if not equal(one, plan, TRANSPORTS[seed % len(TRANSPORTS)]):
                 failures.append(explain(name, plan, seed, one))
             now = time.monotonic()
             if now - said > 10 or i + 1 == plans or failures:

@@ -32,7 +32,7 @@ from laminar.ir.sbp import B, NdSbp, P, Partial, S, Sbp, Split, chunk, local_ind
 from laminar.ir.sbp import check as check_placement
 from laminar.ir.tensor import ITEM_BYTES, TensorSpec
 from laminar.lower.lower import lower
-from laminar.runtime.comm.shards import assemble, cut, glue, shard
+from laminar.runtime.comm.shards import assemble, cut_pieces, glue_pieces, shard
 from tests.support.zoo import specimen
 
 # --- written down ------------------------------------------------------------------------------
@@ -395,9 +395,9 @@ def test_cut_and_glue_are_inverse(size: int, parts: int, blocks: int) -> None:
     """Along any dim; with blocks, of sizes that divide."""
     size = size * blocks * parts if blocks > 1 else size
     x = torch.arange(2 * size).reshape(2, size)
-    pieces = cut(x, 1, blocks, parts)
+    pieces = cut_pieces(x, 1, blocks, parts)
     assert len(pieces) == parts
-    assert torch.equal(glue(pieces, 1, blocks), x)
+    assert torch.equal(glue_pieces(pieces, 1, blocks), x)
 
 
 @given(st.integers(0, 200), st.integers(1, 17))

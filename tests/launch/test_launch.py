@@ -151,7 +151,7 @@ class Run:
         path = self.run_dir / ("events.jsonl" if rank == 0 else f"events.rank{rank}.jsonl")
         stop = time.monotonic() + LIMIT_S
         while time.monotonic() < stop and self.process.poll() is None:
-            if path.exists() and any(e.kind == "step" and e.fields["step"] >= step for e in events.read(path)):
+            if path.exists() and any(e.kind == "step" and e.fields["step"] >= step for e in events.read_events(path)):
                 return
             time.sleep(0.05)
         self.kill()
@@ -174,7 +174,7 @@ def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def steps_of(path: Path) -> list[float]:
-    return [float(e.fields["loss"]) for e in events.read(path) if e.kind == "step"]
+    return [float(e.fields["loss"]) for e in events.read_events(path) if e.kind == "step"]
 
 
 # --- a run that goes well ------------------------------------------------------------------------------
@@ -191,10 +191,10 @@ def test_two_ranks_train_and_leave_a_run_directory(folder: Path) -> None:
     assert config["world"] == 2 and config["arguments"]["workers"] == 2 and config["versions"]["torch"]
     assert Plan.load(str(run / "plan.json")).mesh.ranks == 2
     assert "this is rank 1" in (run / "logs/rank1.log").read_text()
-    kinds = [e.kind for e in events.read(run / "events.jsonl")]
+    kinds = [e.kind for e in events.read_events(run / "events.jsonl")]
     assert kinds[0] == "rank" and kinds[-1] == "end" and kinds.count("step") == 12
     assert {"start", "plan", "phase"} <= set(kinds) and (folder / "saved").is_dir()
-    assert {e.rank for e in events.read(run / "events.rank1.jsonl")} == {1}
+    assert {e.rank for e in events.read_events(run / "events.rank1.jsonl")} == {1}
     losses = steps_of(run / "events.jsonl")
     assert losses == steps_of(run / "events.rank1.jsonl") and losses[-1] < losses[0]
 
@@ -220,7 +220,7 @@ def test_a_run_that_is_resumed_goes_on_as_if_it_had_not_stopped(folder: Path) ->
     code, out, err = Run(folder, *part, "--steps", "20", "--resume", "auto", "--workers", "2").end()
     assert code == 0, err
     assert "evaluation" in out
-    one, two = (events.read(folder / name / "events.jsonl") for name in ("whole", "part"))
+    one, two = (events.read_events(folder / name / "events.jsonl") for name in ("whole", "part"))
     for key, tolerance in (("loss", 1e-4), ("lr", 1e-12)):
         wanted, found = ([e.fields[key] for e in es if e.kind == "step"] for es in (one, two))
         assert len(wanted) == 20 and found == pytest.approx(wanted, rel=tolerance)
@@ -252,7 +252,9 @@ def test_a_rank_that_raises_is_heard_first(folder: Path, who: int) -> None:
     assert f"stopped  rank {1 - who}" in last and f"rank{who}.log" in last
     assert err.count("Traceback") == 1 and "gloo" not in err.lower()
     assert "ValueError: boom" in (folder / f"run/logs/rank{who}.log").read_text()
-    assert any(e.kind == "error" for e in events.read(folder / "run" / ("events.jsonl", "events.rank1.jsonl")[who]))
+    assert any(
+        e.kind == "error" for e in events.read_events(folder / "run" / ("events.jsonl", "events.rank1.jsonl")[who])
+    )
 
 
 @pytest.mark.slow

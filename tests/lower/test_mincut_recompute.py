@@ -104,8 +104,8 @@ def test_recomputation_changes_no_bit(name: str, out: bool) -> None:
         program = program_of(one)
         program = written_out(program) if out else program
         again = recompute(program)
-        want = lockstep.run(program, one.inputs, one.constants)
-        got = lockstep.run(again, one.inputs, one.constants)
+        want = lockstep.run_lockstep(program, one.inputs, one.constants)
+        got = lockstep.run_lockstep(again, one.inputs, one.constants)
     for w, g in zip(want, got, strict=True):
         assert w.keys() == g.keys()
         assert all(torch.equal(w[k], g[k]) for k in w)
@@ -119,8 +119,8 @@ def test_writing_norms_out_changes_rounding_only(name: str) -> None:
         one = specimen(name, "f64")
         plan = laminar.plans.data_parallel(specimen(name).graph, laminar.Mesh({"dp": 1}))
         program = laminar.lower(one.graph, replace(plan, graph_hash=one.graph.hash))
-        want = lockstep.run(program, one.inputs, one.constants)[0]
-        got = lockstep.run(written_out(program), one.inputs, one.constants)[0]
+        want = lockstep.run_lockstep(program, one.inputs, one.constants)[0]
+        got = lockstep.run_lockstep(written_out(program), one.inputs, one.constants)[0]
     scale = max(float(v.abs().max()) for k, v in want.items() if k.startswith("grad:"))
     for k, v in want.items():
         assert torch.allclose(got[k], v, rtol=1e-10, atol=1e-12 * scale), k
@@ -242,5 +242,5 @@ def test_recomputed_regions_of_the_user_stay_as_they_are() -> None:
     again = recompute(program)
     assert asked and [i.name for i in again.instrs if i.phase == "recompute" and i.name in asked] == asked
     whole = inputs_of(graph, model, batch)
-    want, got = (lockstep.run(p, whole)[0] for p in (program, again))
+    want, got = (lockstep.run_lockstep(p, whole)[0] for p in (program, again))
     assert all(torch.equal(want[k], got[k]) for k in want)

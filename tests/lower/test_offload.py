@@ -39,9 +39,9 @@ from laminar.placement.presets import like
 from laminar.placement.random_plan import random_plan
 from laminar.runtime.check import lockstep
 from laminar.runtime.code import host_copies as copies
-from laminar.runtime.code.eager_step import Step
-from laminar.runtime.code.host_copies import Bring, Link, Send, flat, link_of, packed
-from laminar.runtime.code.inductor_step import Compiled, uncompiled
+from laminar.runtime.code.eager_step import EagerStep
+from laminar.runtime.code.host_copies import Bring, HostLink, Send, flat, link_of, packed
+from laminar.runtime.code.inductor_step import Compiled, run_uncompiled
 from laminar.runtime.comm.transport import Null
 from laminar.runtime.trace.tape import Tape
 from laminar.staging.stage_plans import pipeline
@@ -78,7 +78,7 @@ def copied(program: Program, op: str) -> list[int]:
 
 def same_bits(one: Specimen, *programs: Program) -> None:
     """Every output of every rank, bit by bit."""
-    want, *others = (lockstep.run(p, one.inputs, one.constants) for p in programs)
+    want, *others = (lockstep.run_lockstep(p, one.inputs, one.constants) for p in programs)
     for got in others:
         for a, b in zip(want, got, strict=True):
             assert a.keys() == b.keys()
@@ -270,7 +270,7 @@ def test_any_placement_and_any_pattern_gives_the_same_bits(name: str) -> None:
         same_bits(one, laminar.lower(one.graph, plan), laminar.lower(one.graph, plan.with_offload(*some)))
 
 
-class Late(Link):
+class Late(HostLink):
     """Copies when somebody waits for it, and not before: what is copied must still be there, and nothing read early."""
 
     def __init__(self) -> None:
@@ -319,12 +319,12 @@ def same_steps(one: Specimen, make: Callable[[Program], Callable[..., list[Tenso
             assert all(torch.equal(a, b) for a, b in zip(kept, got, strict=True))
 
 
-def line_by_line(one: Specimen) -> Callable[[Program], Step]:
-    return lambda p: Step(p, Null(p.mesh), one.constants)
+def line_by_line(one: Specimen) -> Callable[[Program], EagerStep]:
+    return lambda p: EagerStep(p, Null(p.mesh), one.constants)
 
 
 def in_parts(one: Specimen, traffic: float | None = None) -> Callable[[Program], Compiled]:
-    return lambda p: Compiled(p, Null(p.mesh), one.constants, compiler=uncompiled, traffic=traffic)
+    return lambda p: Compiled(p, Null(p.mesh), one.constants, compiler=run_uncompiled, traffic=traffic)
 
 
 @pytest.mark.parametrize("name", ["gpt.py:tiny", MANY, "bert.py:tiny", "resnet.py:tiny", "moe.py:tiny", "unet.py:tiny"])
@@ -361,7 +361,7 @@ def test_no_part_overwrites_what_is_still_being_copied(name: str, late: Late) ->
 
 def test_buffers_are_made_in_the_first_step_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """And another shape of batch, or another model of the same shapes, finds them there."""
-    link = Link(CPU)
+    link = HostLink(CPU)
     monkeypatch.setattr(copies, "link_of", lambda device: link)
     one, (_, program) = specimen(MANY), pair(MANY, "alone")
     step = line_by_line(one)(program)
@@ -382,7 +382,7 @@ def test_parts_end_where_values_leave_and_come_back() -> None:
     lines = [{cut[line.name] for line in part.lines} for part in step.parts]
     assert all(len(found) == 1 for found in lines)
     assert len({k for found in lines for k in found}) == len(step.parts)
-    assert not Compiled(program, Null(program.mesh), one.constants, compiler=uncompiled, replay=True).replays
+    assert not Compiled(program, Null(program.mesh), one.constants, compiler=run_uncompiled, replay=True).replays
 
 
 def test_what_compiled_steps_make_again_does_not_travel() -> None:
@@ -463,7 +463,7 @@ def test_two_ranks_train_to_the_same_bits() -> None:
 def test_memory_is_predicted_to_the_byte(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a rank holds on the device, line by line; buffers of the host are told apart."""
     one, (plain, program) = specimen(name), pair(name, "alone")
-    link = Link(CPU)
+    link = HostLink(CPU)
     monkeypatch.setattr(copies, "link_of", lambda device: link)
     found = memory(program, backend="null", optimizer=0)
     told = found.peak_bytes - found.parameters - found.inputs - found.constants
@@ -722,7 +722,7 @@ def test_on_a_gpu_copies_have_a_stream_and_wait_by_events(monkeypatch: pytest.Mo
         pinned.append(pin_memory)
         return real(*size, **more)
 
-    link = Link(torch.device("cuda"))
+    link = HostLink(torch.device("cuda"))
     link.device = CPU
     monkeypatch.setattr(copies.torch, "empty", empty)
     send, bring = Send(1, link), Bring(link)
@@ -753,7 +753,7 @@ def test_values_lie_as_they_lay_unless_there_are_gaps(t: Tensor) -> None:
     assert (
         torch.equal(p, t) and flat(p).numel() == t.numel() and sorted(flat(p).tolist()) == sorted(t.flatten().tolist())
     )
-    link = Link(CPU)
+    link = HostLink(CPU)
     send, bring = Send(1, link), Bring(link)
     (back,) = bring.finish(bring.start(*send.finish(send.start(t))))
     assert torch.equal(back, t) and back.stride() == p.stride()
@@ -777,7 +777,7 @@ def gpu() -> torch.device:
 def test_on_a_gpu_line_by_line_the_bits_are_the_same(name: str, gpu: torch.device) -> None:
     """The same kernels on the same values, ten times, with the host far ahead."""
     one, (plain, program) = specimen(name), pair(name, "alone")
-    want, step = (Step(p, Null(p.mesh, device=gpu), one.constants) for p in (plain, program))
+    want, step = (EagerStep(p, Null(p.mesh, device=gpu), one.constants) for p in (plain, program))
     inputs = [t.to(gpu) for t in given(one, plain)]
     with torch.backends.cudnn.flags(enabled=True, deterministic=True, benchmark=False):
         kept = [t.clone() for t in want(*inputs)]

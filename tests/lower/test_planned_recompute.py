@@ -38,7 +38,7 @@ from laminar.lower.stage_programs import KEPT, Stages, stages
 from laminar.placement.presets import like
 from laminar.placement.random_plan import random_plan
 from laminar.runtime.check import lockstep, lockstep_pipeline
-from laminar.runtime.code.inductor_step import Compiled, uncompiled
+from laminar.runtime.code.inductor_step import Compiled, run_uncompiled
 from laminar.runtime.comm.transport import Null
 from laminar.staging.stage_plans import again as restaged
 from laminar.staging.stage_plans import pipeline
@@ -67,7 +67,7 @@ def pair(name: str, what: str) -> tuple[Program, Program]:
 
 def same_bits(one: Specimen, *programs: Program) -> None:
     """Every output of every rank, bit by bit."""
-    want, *others = (lockstep.run(p, one.inputs, one.constants) for p in programs)
+    want, *others = (lockstep.run_lockstep(p, one.inputs, one.constants) for p in programs)
     for got in others:
         for a, b in zip(want, got, strict=True):
             assert a.keys() == b.keys()
@@ -120,7 +120,7 @@ def test_masks_that_are_made_again_are_the_same_masks() -> None:
             if instr.op == "laminar.uniform":
                 drawn[instr.name] = [r[0].clone() for r in results]
 
-        lockstep.run(program, one.inputs, one.constants, look)
+        lockstep.run_lockstep(program, one.inputs, one.constants, look)
         twice = [n for n in drawn if n.endswith(ANEW)]
         assert len(twice) >= 4
         for name in twice:
@@ -317,7 +317,7 @@ def test_the_cut_leaves_to_the_plan_what_the_plan_decides(name: str, what: str) 
             assert picked.block_of(line.module) is None or f"{ref.name}{ANEW}" not in planned
     same_bits(one, written_out(program), cut)
     if what == "alone":
-        step = Compiled(program, Null(program.mesh), one.constants, compiler=uncompiled)
+        step = Compiled(program, Null(program.mesh), one.constants, compiler=run_uncompiled)
         assert [i.name for i in step.program.instrs if i.name.endswith(ANEW) and i.phase == "recompute"] == planned
         got = step(*[one.inputs[i.name] for i in program.inputs])
         for o, value in zip(program.outputs, got, strict=True):
@@ -344,7 +344,9 @@ def test_stages_give_the_same_bits(name: str) -> None:
             stages(one.graph, pipeline(one.graph, 2, 2, 1, inner, schedule=schedule, couple="microbatch", recompute=r))
             for r in ((), blocks(name))
         ]
-        want, got = (lockstep_pipeline.run(m, [one.inputs, other], [0.5, 0.5], one.constants) for m in made)
+        want, got = (
+            lockstep_pipeline.run_pipeline_lockstep(m, [one.inputs, other], [0.5, 0.5], one.constants) for m in made
+        )
         assert want.keys() == got.keys()
         for key in want:
             assert torch.equal(want[key], got[key]), (schedule, key)
@@ -437,7 +439,7 @@ def test_regions_that_the_user_checkpoints_take_less_memory_and_give_the_same_bi
         assert max(weights.values(), default=0) <= 2 or what != "zero3"
     for schedule, cut in (("1f1b", 2), ("zero-bubble", 2), ("1f1b", [r"blocks\.1\.3"])):
         made = [stages(s.graph, pipeline(s.graph, cut, 2, schedule=schedule)) for s in (without, one)]
-        want, got = (lockstep_pipeline.run(m, [one.inputs] * 2, [0.5, 0.5], {}) for m in made)
+        want, got = (lockstep_pipeline.run_pipeline_lockstep(m, [one.inputs] * 2, [0.5, 0.5], {}) for m in made)
         assert all(torch.equal(want[k], got[k]) for k in want)
         assert all(stash_bytes(made[1], s) < 0.6 * stash_bytes(made[0], s) for s in range(2))
         assert not any(w.edge.phase == "backward" and w.edge.src < w.edge.dst for w in made[1].wires)

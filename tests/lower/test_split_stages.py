@@ -15,8 +15,8 @@ from laminar.errors import PlanError
 from laminar.ir.codec import Ref
 from laminar.ir.graph import Graph, Node, map_refs
 from laminar.lower.split_stages import Split, light_ops, split
-from laminar.runtime.check.rounding import Sizes
-from laminar.runtime.check.verify import error_of, judged
+from laminar.runtime.check.rounding import TermSizes
+from laminar.runtime.check.verify import judged, relative_error
 from tests.support.zoo import FEW, Specimen, captured, specimen, wide
 
 
@@ -70,7 +70,7 @@ def test_any_cut_of_a_model_gives_its_numbers(name: str) -> None:
     """Losses, gradients and buffers, in float64, whatever stands at the cuts; every op runs in exactly one stage."""
     one = specimen(name, "f64")
     rng = random.Random(name)
-    sized = Sizes(one.graph, one.inputs, one.constants)
+    sized = TermSizes(one.graph, one.inputs, one.constants)
     for stages in (2, 3, 4):
         for _ in range(3):
             cut = split(one.graph, chain(one.graph, stages, rng), stages)
@@ -126,7 +126,7 @@ def test_branches_may_be_stages_side_by_side() -> None:
                                                        (2, 3, "forward")}  # fmt: skip
     assert {(1, 0, "backward"), (2, 0, "backward")} <= pairs
     got = run_stages(cut, one)
-    assert all(error_of(got[k], w, 1e-12) <= 1e-9 for k, w in one.want.items())
+    assert all(relative_error(got[k], w, 1e-12) <= 1e-9 for k, w in one.want.items())
 
 
 def test_a_tied_weight_has_its_gradient_summed_once_per_step() -> None:
@@ -138,7 +138,7 @@ def test_a_tied_weight_has_its_gradient_summed_once_per_step() -> None:
     assert "table.weight" in grads[0] and "table.weight" in grads[1]
     assert all(one.graph.specs[e.ref].shape != (12, 6) for e in cut.edges)
     got = run_stages(cut, one)
-    assert all(error_of(got[k], w, 1e-12) <= 1e-9 for k, w in one.want.items())
+    assert all(relative_error(got[k], w, 1e-12) <= 1e-9 for k, w in one.want.items())
 
 
 def test_stages_that_wait_for_each_other_are_refused_by_name() -> None:

@@ -16,7 +16,7 @@ import pytest
 
 import laminar
 from laminar.placement.random_plan import random_plan
-from laminar.runtime.check.loopback import WAYS
+from laminar.runtime.check.loopback import TRANSPORTS
 from laminar.runtime.check.verify import TOLERANCE
 from tests.support.failing_plans import explain
 from tests.support.seeds import first
@@ -58,7 +58,7 @@ def check(name: str, axes: dict[str, int], seed: int, dtype: str = "f64") -> Non
     """One random plan of one model."""
     plan = random_plan(specimen(name).graph, laminar.Mesh(axes), seed)
     one = specimen(name, dtype)
-    if not equal(one, plan, WAYS[seed % len(WAYS)]):
+    if not equal(one, plan, TRANSPORTS[seed % len(TRANSPORTS)]):
         pytest.fail(explain(name, plan, seed, one), pytrace=False)
 
 

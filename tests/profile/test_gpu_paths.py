@@ -298,7 +298,7 @@ def _broken() -> nn.Module:
 @pytest.fixture(scope="module")
 def lines(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Three small trials and one that fails, timed on the CPU through the code that times a GPU."""
-    plain = partial(inductor_step.Compiled, compiler=inductor_step.uncompiled)
+    plain = partial(inductor_step.Compiled, compiler=inductor_step.run_uncompiled)
     few = [
         gpu_trials.GpuTrial(
             f"net{width}", lambda width=width: nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Linear(width, 4)),

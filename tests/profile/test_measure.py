@@ -109,14 +109,14 @@ def test_layouts_are_worked_out_as_torch_has_them(name: str) -> None:
                     if expected != mark_of(shape, x.stride()):
                         wrong.append((instr.op, shape, expected, x.stride()))
 
-        step = eager_step.Step(program, Null(program.mesh), one.constants, watch=watch)
+        step = eager_step.EagerStep(program, Null(program.mesh), one.constants, watch=watch)
         step(*[shard(one.inputs[i.name], i.placed.nd, program.mesh, 0) for i in program.inputs])
         assert seen > 20 and not wrong
 
 
 def test_the_planner_knows_what_is_written_into_buffers() -> None:
     """The list is written twice, since planning loads no framework: it must be the runtime's."""
-    assert set(INTO) == set(eager_step.INTO)
+    assert set(INTO) == set(eager_step.OUT_VARIANTS)
     for program in programs("gpt.py:tiny"):
         _, lying = local_layouts(program)
         told = {name for name, marks in lying.marks.items() if marks and marks[-1] == "!"}

@@ -130,7 +130,7 @@ def test_kernels_place_elements_in_the_whole_batch(data: st.DataObject) -> None:
         return (*lead, before * samples * after, *rest)
 
     key = torch.tensor([SEED, 2**40 + 1, first, count])
-    for kernel in (kernels.uniform, kernels.normal, decompositions.uniform, decompositions.normal):
+    for kernel in (kernels.uniform, kernels.normal, decompositions._uniform, decompositions._normal):
         want = kernel(shape(count), key, 4, torch.float64)
         d = len(lead)
         want = want.unflatten(d, (before, count, after)).narrow(d + 1, first, n).reshape(shape(n))
@@ -145,7 +145,7 @@ def test_a_key_that_is_compiled_in_is_still_read_at_run_time() -> None:
     """One compiled program serves all parts: first sample and batch size are numbers in a tensor, not constants."""
 
     def draw(key: Tensor) -> Tensor:
-        return decompositions.uniform((3, 2, 4), key, 5, torch.float32, (2, 4))
+        return decompositions._uniform((3, 2, 4), key, 5, torch.float32, (2, 4))
 
     compiled = torch.compile(draw, backend="aot_eager", fullgraph=True)
     for first, count in ((0, 2), (2, 6), (4, 9)):

@@ -20,7 +20,7 @@ from laminar.ir.net import Actor, Net, Queue
 from laminar.runtime.pipeline import c10d_channels
 from laminar.runtime.pipeline.c10d_channels import PostedSender
 from laminar.runtime.pipeline.channels import RingSender, Value
-from laminar.runtime.pipeline.connect import join
+from laminar.runtime.pipeline.connect import connect_actors
 from tests.support.actor_nets import edges_of, pipeline, place, random_net
 from tests.support.in_process_net import Sums, expected, first_values
 from tests.support.rank_pool import WAIT_S, Ranks, patiently, stop_this_process
@@ -49,7 +49,7 @@ def numbers(net: Net, steps: list[int], way: str, seed: int | None = None) -> An
             time.sleep(dice.expovariate(500))
         return run(*args)
 
-    actors = join(net, later, edges=edges_of(net), initial=first_values(net, rank), **told(way))
+    actors = connect_actors(net, later, routes=edges_of(net), initial=first_values(net, rank), **told(way))
     if actors is None:
         return {}, set()
     with actors:
@@ -118,7 +118,7 @@ def sizes(way: str) -> list[float]:
         got.append(float(k))
         return {}
 
-    actors_ = join(net, run, **told(way))
+    actors_ = connect_actors(net, run, **told(way))
     assert actors_ is not None
     with actors_:
         actors_.run(1)
@@ -146,7 +146,7 @@ def on_gpu(way: str) -> list[float]:
         got.append(float(x.mean() * y.mean()))
         return {}
 
-    made = join(net, run, device="cuda", **told(way))
+    made = connect_actors(net, run, device="cuda", **told(way))
     assert made is not None
     with made:
         made.run(1)
@@ -171,7 +171,7 @@ def paused(net: Net, way: str) -> Any:
             stop_this_process(0.5)
         return inner(name, k, step, inputs)
 
-    actors = join(net, run, edges=edges_of(net), initial=first_values(net, rank), **told(way))
+    actors = connect_actors(net, run, routes=edges_of(net), initial=first_values(net, rank), **told(way))
     assert actors is not None
     with actors:
         actors.run(3)
@@ -199,7 +199,7 @@ def flood(way: str, count: int) -> tuple[int, dict[str, int]]:
             time.sleep(0.005)
         return {}
 
-    made = join(net, run, **told(way))
+    made = connect_actors(net, run, **told(way))
     assert made is not None
     with made:
         made.run(1)
@@ -236,13 +236,14 @@ def doomed(how: str, timeout_s: float, way: str) -> tuple[str, str, float]:
             elif how == "silent":
                 os.kill(os.getpid(), signal.SIGSTOP)
             elif how == "stuck":
-                while not actors.station.cause:  # until this rank itself has said so
+                while not actors.control.cause:  # until this rank itself has said so
                     time.sleep(0.02)
             else:
                 raise ValueError("poisoned")
         return inner(name, k, step, inputs)
 
-    actors: Any = join(net, run, edges=edges_of(net), initial=first_values(net, rank), **told(way, timeout_s))
+    given = first_values(net, rank)
+    actors: Any = connect_actors(net, run, routes=edges_of(net), initial=given, **told(way, timeout_s))
     try:
         actors.run(3)
     except RankError as error:
@@ -330,7 +331,7 @@ def echo(rank_of_cause: int) -> None:
         dist.all_reduce(torch.ones(3))
         return {}
 
-    actors = join(net, run, **told("shared"))
+    actors = connect_actors(net, run, **told("shared"))
     assert actors is not None
     with actors:
         actors.run(1)

@@ -17,8 +17,8 @@ from laminar.errors import NetError, PeerError, RankError
 from laminar.ir.net import Actor, Net, Queue
 from laminar.ir.timeline import Timeline
 from laminar.runtime.pipeline.channels import Value
-from laminar.runtime.pipeline.control_sockets import FAIL, Message
-from laminar.runtime.pipeline.heartbeat import Cause
+from laminar.runtime.pipeline.control_sockets import FAIL, ControlMessage
+from laminar.runtime.pipeline.heartbeat import FailureCause
 from tests.support.actor_nets import check, edges_of, hall_of, pipeline, place, random_net
 from tests.support.in_process_net import Hall, Sums, first_values
 from tests.support.rank_pool import patiently
@@ -261,7 +261,7 @@ def test_a_firing_that_takes_too_long_is_named_by_its_own_rank() -> None:
 
         def stuck(name: str, k: int, step: int, inputs: Any) -> Any:
             if (name, k) == ("F1", 1):
-                wait_until(lambda: hall.actors[0].station.cause and hall.actors[2].station.cause)
+                wait_until(lambda: hall.actors[0].control.cause and hall.actors[2].control.cause)
             return runs[1](name, k, step, inputs)
 
         hall.actors[1]._run = stuck
@@ -285,7 +285,7 @@ def test_a_rank_that_is_interrupted_while_it_waits_tells_the_others() -> None:
         late.wait(0.2)
         return runs[0](name, k, step, inputs)
 
-    def interrupted(wait_s: float) -> list[Message]:
+    def interrupted(wait_s: float) -> list[ControlMessage]:
         if hall.actors[2].phase == "work":
             raise KeyboardInterrupt
         return received(wait_s)
@@ -308,7 +308,7 @@ def test_a_rank_in_a_firing_hears_of_a_failure_elsewhere() -> None:
 
     def held(name: str, k: int, step: int, inputs: Any) -> Any:
         if name == "F0":
-            hall.lines[1].post(0, FAIL, tail=Cause(1, "rank 1 has had enough").tail())
+            hall.lines[1].post(0, FAIL, tail=FailureCause(1, "rank 1 has had enough").tail())
             assert freed.wait(150)
         return runs[0](name, k, step, inputs)
 
@@ -317,7 +317,7 @@ def test_a_rank_in_a_firing_hears_of_a_failure_elsewhere() -> None:
         freed.set()
 
     hall.actors[0]._run = held
-    hall.actors[0].station.on_failure = told
+    hall.actors[0].control.on_failure = told
     out = hall.threads(1)
     assert [str(e).splitlines()[0] for e in heard] == ["rank 1 has had enough"]
     assert all("rank 1 has had enough" in str(e) for e in out.values())

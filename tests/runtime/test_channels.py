@@ -18,8 +18,17 @@ from laminar.errors import NetError
 from laminar.ir.net import Actor, Net, Queue
 from laminar.runtime.pipeline.agenda import Agenda, agendas, imagined, rings
 from laminar.runtime.pipeline.c10d_channels import InOrderReceiver, InOrderSender, PostedReceiver, PostedSender
-from laminar.runtime.pipeline.channels import Edge, Wire, as_bytes, from_bytes, layout_of, layout_read, straight, wires
-from laminar.runtime.pipeline.control_sockets import BYE, DATA, GONE, Message, Sockets
+from laminar.runtime.pipeline.channels import (
+    QueueRoute,
+    Route,
+    from_bytes,
+    message_bytes,
+    message_layout,
+    parse_layout,
+    queue_routes,
+    straight,
+)
+from laminar.runtime.pipeline.control_sockets import BYE, DATA, GONE, ControlMessage, TcpConnections
 from tests.support.actor_nets import check, edges_of, pipeline, place, random_net
 from tests.support.in_process_net import Hall, Sums, first_values
 
@@ -87,7 +96,7 @@ def test_a_send_always_finds_its_receive_posted(seed: int) -> None:
     net = next(n for n in random_nets(seed) if any(map(n.crosses, n.queues)))
     groups: dict[Any, Tagged] = {}
 
-    def channels(wire: Wire, src: int, dst: int) -> tuple[Any, Any]:
+    def channels(wire: QueueRoute, src: int, dst: int) -> tuple[Any, Any]:
         group = groups[wire.number, src, dst] = Tagged()
         receiver = PostedReceiver(group, 0, 7, wire, torch.device("cpu"), 1.0)
         sender = PostedSender(group, 0, 7, wire)
@@ -118,7 +127,7 @@ def test_receives_follow_the_order_of_sends_where_there_are_no_tags(seed: int) -
     net = next(n for n in random_nets(seed) if sum(map(n.crosses, n.queues)) > 1)
     groups: dict[Any, InOrder] = {}
 
-    def channels(wire: Wire, src: int, dst: int) -> tuple[Any, Any]:
+    def channels(wire: QueueRoute, src: int, dst: int) -> tuple[Any, Any]:
         group = groups.setdefault((src, dst), InOrder())
         return InOrderSender(group, 1), InOrderReceiver(group, 0, torch.device("cpu"))
 
@@ -137,15 +146,15 @@ def test_receives_follow_the_order_of_sends_where_there_are_no_tags(seed: int) -
 def test_a_layout_is_the_same_on_both_sides() -> None:
     """The reader knows nothing but what the announcement says."""
     tensors = [torch.arange(6.0).view(2, 3), torch.tensor(True), torch.empty(0, 4), torch.arange(3, dtype=torch.int8)]
-    layout = layout_of(tensors)
+    layout = message_layout(tensors)
     assert layout.nbytes == 3 * 64
-    assert layout_read(layout.code) == layout
-    for a, b in zip(from_bytes(layout_read(layout.code), as_bytes(layout, tensors)), tensors, strict=True):
+    assert parse_layout(layout.code) == layout
+    for a, b in zip(from_bytes(parse_layout(layout.code), message_bytes(layout, tensors)), tensors, strict=True):
         assert a.dtype == b.dtype
         assert torch.equal(a, b)
-    assert from_bytes(layout_of([]), b"") == []
+    assert from_bytes(message_layout([]), b"") == []
     grown = torch.ones(2, requires_grad=True)
-    assert not from_bytes(layout_of([grown]), as_bytes(layout_of([grown]), [grown]))[0].requires_grad
+    assert not from_bytes(message_layout([grown]), message_bytes(message_layout([grown]), [grown]))[0].requires_grad
 
 
 def two_places(bytes_: int = 64) -> Net:
@@ -159,34 +168,34 @@ def test_edges_that_make_no_sense_are_refused() -> None:
     """By name, before anything is connected."""
     net = two_places()
     with pytest.raises(NetError, match="queue q leads from 2 ranks to 1"):
-        wires(net)
+        queue_routes(net)
     with pytest.raises(NetError, match="gives nothing to ranks"):
-        wires(net, {("q", 1): Edge((), 64)})
+        queue_routes(net, {("q", 1): Route((), 64)})
     with pytest.raises(NetError, match="a pair twice"):
-        wires(net, {("q", 1): Edge(((0, 2), (0, 2)), 64)})
+        queue_routes(net, {("q", 1): Route(((0, 2), (0, 2)), 64)})
     with pytest.raises(NetError, match="not from"):
-        wires(net, {("q", 1): Edge(((2, 2),), 64)})
+        queue_routes(net, {("q", 1): Route(((2, 2),), 64)})
     with pytest.raises(NetError, match="how large"):
-        wires(net, {("q", 1): Edge(((0, 2),), 0)})
+        queue_routes(net, {("q", 1): Route(((0, 2),), 0)})
     with pytest.raises(NetError, match="not in the net"):
-        wires(net, {("q", 1): Edge(((0, 2),), 64), ("q", 0): Edge((), 64)})
+        queue_routes(net, {("q", 1): Route(((0, 2),), 64), ("q", 0): Route((), 64)})
     even = pipeline([place(0, 1), place(2, 3)], 1)
     assert straight(even, next(q for q in even.queues if q.name == "act0"), 1).pairs == ((0, 2), (1, 3))
 
 
 @pytest.fixture
-def lines() -> Iterator[tuple[Sockets, Sockets]]:
+def lines() -> Iterator[tuple[TcpConnections, TcpConnections]]:
     """Both ends of a line."""
     with socket.create_server(("127.0.0.1", 0)) as door:
         a = socket.create_connection(door.getsockname())
         b, _ = door.accept()
-    left, right = Sockets(0, {1: a}), Sockets(1, {0: b})
+    left, right = TcpConnections(0, {1: a}), TcpConnections(1, {0: b})
     yield left, right
     left.close()
     right.close()
 
 
-def test_messages_arrive_whole_and_in_order(lines: tuple[Sockets, Sockets]) -> None:
+def test_messages_arrive_whole_and_in_order(lines: tuple[TcpConnections, TcpConnections]) -> None:
     """Long tails, many at once, more than the system takes: nobody blocks, nothing is lost."""
     left, right = lines
     sent = [(DATA, k % 7, k, -k, bytes([k % 256]) * (k * 997 % 70_000)) for k in range(400)]
@@ -194,7 +203,7 @@ def test_messages_arrive_whole_and_in_order(lines: tuple[Sockets, Sockets]) -> N
         left.post(1, kind, which, a, b, tail)
     began = time.monotonic()
     left.flush()
-    got: list[Message] = []
+    got: list[ControlMessage] = []
     while len(got) < len(sent):
         left.flush()
         got += right.receive(0.01)
@@ -202,12 +211,12 @@ def test_messages_arrive_whole_and_in_order(lines: tuple[Sockets, Sockets]) -> N
     assert [m[1:] for m in got] == sent
 
 
-def test_an_ended_line_is_heard_once_after_what_was_said(lines: tuple[Sockets, Sockets]) -> None:
+def test_an_ended_line_is_heard_once_after_what_was_said(lines: tuple[TcpConnections, TcpConnections]) -> None:
     """A goodbye on its way is not lost by the end."""
     left, right = lines
     left.post(1, BYE, 0, 2)
     left.close()
-    heard: list[Message] = []
+    heard: list[ControlMessage] = []
     while not heard or heard[-1].kind != GONE:
         heard += right.receive(1.0)
     assert [m.kind for m in heard] == [BYE, GONE]
@@ -215,7 +224,7 @@ def test_an_ended_line_is_heard_once_after_what_was_said(lines: tuple[Sockets, S
     assert right.receive(0.01) == []
 
 
-def test_waiting_ends_with_the_first_message(lines: tuple[Sockets, Sockets]) -> None:
+def test_waiting_ends_with_the_first_message(lines: tuple[TcpConnections, TcpConnections]) -> None:
     """A rank that waits wakes up for whatever comes, from any thread of another."""
     left, right = lines
 

@@ -26,8 +26,15 @@ from laminar.ir.sbp import PSUM, B, NdSbp, P, S
 from laminar.ir.tensor import TensorSpec
 from laminar.rules.crossing import Crossing, crossing
 from laminar.runtime.check.lockstep_pipeline import cross, reduction
-from laminar.runtime.code.eager_step import Step
-from laminar.runtime.comm.cross_mesh import Receiver, Sender, Window, exchange, identity, runs
+from laminar.runtime.code.eager_step import EagerStep
+from laminar.runtime.comm.cross_mesh import (
+    CrossMeshReceiver,
+    CrossMeshSender,
+    Window,
+    exchange,
+    reduction_identity,
+    runs,
+)
 from laminar.runtime.comm.shards import assemble
 from laminar.runtime.comm.transport import Groups
 from tests.support import crossing_cases as cases
@@ -81,9 +88,9 @@ def test_whole_local_tensors_are_sent_and_received_where_they_lie() -> None:
     c = crossing(TensorSpec((4, 6, 8), "f32"), src, (S(0), B), dst, (S(0), B))
     for rank in src.ranks:
         x = torch.randn(c.src_shape(rank))
-        ((peer, sent),) = Sender(c, rank).pack(x)
+        ((peer, sent),) = CrossMeshSender(c, rank).pack(x)
         assert (peer, sent.data_ptr(), sent.shape) == (rank + 4, x.data_ptr(), x.shape)
-        room = Receiver(c, peer).room()
+        room = CrossMeshReceiver(c, peer).room()
         assert room.out is not None and not room.staged
         ((_, buffer),) = room.buffers
         assert buffer.data_ptr() == room.out.data_ptr() and buffer.shape == room.out.shape
@@ -94,12 +101,12 @@ def test_rows_are_sent_from_and_received_in_the_middle_of_a_tensor() -> None:
     src, dst = place((2,), (0, 1)), place((4,), (2, 3, 4, 5))
     x = torch.randn(8, 6)
     c = crossing(TensorSpec((16, 6), "f32"), src, (S(0),), dst, (S(0),))
-    assert [t.data_ptr() for _, t in Sender(c, 0).pack(x)] == [x.data_ptr(), x[4:].data_ptr()]
+    assert [t.data_ptr() for _, t in CrossMeshSender(c, 0).pack(x)] == [x.data_ptr(), x[4:].data_ptr()]
     back = crossing(TensorSpec((16, 6), "f32"), dst, (S(0),), src, (S(0),))
-    room = Receiver(back, 0).room()
+    room = CrossMeshReceiver(back, 0).room()
     assert room.out is not None and not room.staged
     assert [b.data_ptr() for _, b in room.buffers] == [room.out.data_ptr(), room.out[4:].data_ptr()]
-    columns = Receiver(crossing(TensorSpec((16, 6), "f32"), dst, (S(1),), src, (S(0),)), 0).room()
+    columns = CrossMeshReceiver(crossing(TensorSpec((16, 6), "f32"), dst, (S(1),), src, (S(0),)), 0).room()
     assert len(columns.staged) == len(columns.buffers) and all(b.is_contiguous() for _, b in columns.buffers)
 
 
@@ -107,7 +114,7 @@ def test_what_a_rank_goes_on_holding_is_not_copied_unless_asked() -> None:
     """A rank of both places that keeps its tensor gets the same tensor back; into a register it is copied."""
     here = place((2,), (0, 1))
     c = crossing(TensorSpec((4, 3), "f32"), here, (S(0),), here, (S(0),))
-    receiver, x = Receiver(c, 0), torch.randn(2, 3)
+    receiver, x = CrossMeshReceiver(c, 0), torch.randn(2, 3)
     assert receiver.passes and receiver.unpack(receiver.room(), x) is x
     register = torch.empty(2, 3)
     assert receiver.unpack(receiver.room(into=register), x) is register and torch.equal(register, x)
@@ -117,7 +124,7 @@ def test_a_register_is_filled_where_nobody_sends() -> None:
     """A register is used again and again: what the last micro-batch left must not become a term of this one."""
     c = crossing(TensorSpec((4,), "f32"), place((1,), (0,)), (B,), place((2,), (1, 2)), (PSUM,))
     register = torch.full((4,), 7.0)
-    receiver = Receiver(c, 2)
+    receiver = CrossMeshReceiver(c, 2)
     assert c.fill == (2,) and receiver.unpack(receiver.room(into=register)).tolist() == [0.0] * 4
 
 
@@ -125,10 +132,10 @@ def test_a_tensor_of_another_shape_is_refused_on_both_sides() -> None:
     """A micro-batch of another size needs the crossing of its own shape; silence would leave old numbers in place."""
     c = crossing(TensorSpec((4, 3), "f32"), place((1,), (0,)), (B,), place((2,), (0, 1)), (S(0),))
     with pytest.raises(PlacementError, match=r"rank 0 sends from \[4, 3\]"):
-        Sender(c, 0).pack(torch.zeros(5, 3))
+        CrossMeshSender(c, 0).pack(torch.zeros(5, 3))
     with pytest.raises(PlacementError, match=r"rank 1 ends with \[2, 3\]"):
-        Receiver(c, 1).room(into=torch.zeros(3, 3))
-    receiver = Receiver(c, 0)
+        CrossMeshReceiver(c, 1).room(into=torch.zeros(3, 3))
+    receiver = CrossMeshReceiver(c, 0)
     with pytest.raises(PlacementError, match="nothing was given"):
         receiver.unpack(receiver.room())
 
@@ -144,7 +151,7 @@ def test_the_identity_changes_nothing(op: str, dtype: torch.dtype) -> None:
     x = torch.tensor([0, 1]).to(dtype)
     if dtype.is_floating_point:
         x = torch.tensor([float("-inf"), float("inf"), -3.0, 0.0]).to(dtype)
-    filled = torch.full_like(x, identity(op, dtype))
+    filled = torch.full_like(x, reduction_identity(op, dtype))
     merge = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[op]
     assert torch.equal(merge(x, filled), x)
 
@@ -158,8 +165,8 @@ def test_blocks_are_one_strided_view() -> None:
     assert [r.repeats for r in runs(((0, 2), (4, 6), (16, 18), (20, 22)))] == [((2, 16), (2, 4))]
     spec, src, dst = TensorSpec((3 * 64, 5), "f32"), place((4,), (0, 1, 2, 3)), place((2,), (4, 5))
     c = crossing(spec, src, (S(0, 3),), dst, (S(0, 12),))
-    assert all(len(w.boxes) == 1 for rank in src.ranks for _, w in Sender(c, rank).items)
-    assert all(len(w.boxes) == 1 for rank in dst.ranks for _, w in Receiver(c, rank).items)
+    assert all(len(w.boxes) == 1 for rank in src.ranks for _, w in CrossMeshSender(c, rank).items)
+    assert all(len(w.boxes) == 1 for rank in dst.ranks for _, w in CrossMeshReceiver(c, rank).items)
 
 
 @given(
@@ -226,7 +233,7 @@ def _on_rank(
     if c.before:
         program = reduction(c)
         assert held is not None
-        (held,) = Step(program, Groups(program.mesh, "cpu"), {})(held)
+        (held,) = EagerStep(program, Groups(program.mesh, "cpu"), {})(held)
     got = exchange(c, held, tag=tag)
     return None if got is None else got.clone()
 
@@ -237,13 +244,13 @@ def _crossed_at_once(which: list[tuple[Place, NdSbp, Place, NdSbp]], every: list
     todo = []
     for tag, (case, locals_) in enumerate(zip(which, every, strict=True)):
         c = crossing(WHOLE, *case, grain_bytes=0)
-        receiver = Receiver(c, rank) if rank in c.dst.ranks else None
+        receiver = CrossMeshReceiver(c, rank) if rank in c.dst.ranks else None
         todo.append((tag, c, receiver, receiver.room() if receiver else None, locals_.get(rank)))
     works, alive = [], []
     random.Random(rank).shuffle(todo)
     for tag, c, _, room, held in todo:
         works += [dist.irecv(buffer, peer, tag=tag) for peer, buffer in (room.buffers if room else ())]
-        for peer, x in Sender(c, rank).pack(held) if held is not None else ():
+        for peer, x in CrossMeshSender(c, rank).pack(held) if held is not None else ():
             alive.append(x)
             works.append(dist.isend(x, peer, tag=tag))
     for work in works:

@@ -8,9 +8,9 @@ from torch import nn
 import laminar
 from laminar.api import inputs_of
 from laminar.runtime.check.one_device import run_graph
-from laminar.runtime.code.eager_step import Step
+from laminar.runtime.code.eager_step import EagerStep
 from laminar.runtime.comm.shards import shard
-from laminar.runtime.comm.transport import Groups, Null, join
+from laminar.runtime.comm.transport import Groups, Null, join_process_group
 
 
 class Net(nn.Module):
@@ -40,7 +40,7 @@ def case():
 @pytest.fixture
 def alone(tmp_path):
     """A real process group of one."""
-    join(0, 1, str(tmp_path / "rendezvous"))
+    join_process_group(0, 1, str(tmp_path / "rendezvous"))
     yield
     torch.distributed.destroy_process_group()
 
@@ -55,7 +55,7 @@ def test_one_rank_runs_the_graph_itself(case, alone) -> None:
     model, batch, graph = case
     mesh = laminar.Mesh({"dp": 1})
     program = laminar.lower(graph, laminar.plans.data_parallel(graph, mesh))
-    outs = Step(program, Groups(mesh))(*local_inputs(program, graph, model, batch))
+    outs = EagerStep(program, Groups(mesh))(*local_inputs(program, graph, model, batch))
     want = run_graph(graph, inputs_of(graph, model, batch))
     for o, got in zip(program.outputs, outs, strict=True):
         assert torch.equal(got, want[f"{o.kind}:{o.name}"]), o.name
@@ -72,7 +72,7 @@ def test_inputs_are_never_written_to(case) -> None:
         program = laminar.lower(graph, plan)
         given = local_inputs(program, graph, model, batch)
         before = [t.clone() for t in given]
-        step = Step(program, Null(plan.mesh))
+        step = EagerStep(program, Null(plan.mesh))
         step(*given)
         step(*given)
         assert all(torch.equal(a, b) for a, b in zip(given, before, strict=True))
@@ -83,7 +83,7 @@ def test_weight_gradients_are_written_into_their_bucket(case) -> None:
     model, batch, graph = case
     mesh = laminar.Mesh({"dp": 2})
     program = laminar.lower(graph, laminar.plans.data_parallel(graph, mesh))
-    step = Step(program, Null(mesh))
+    step = EagerStep(program, Null(mesh))
     assert step.code.count(", out = ") == 2  # up.weight and down.weight
     outs = step(*local_inputs(program, graph, model, batch))
     grads = [t for o, t in zip(program.outputs, outs, strict=True) if o.kind == "grad"]
@@ -95,7 +95,7 @@ def test_ranges_carry_module_names(case) -> None:
     model, batch, graph = case
     mesh = laminar.Mesh({"dp": 1})
     program = laminar.lower(graph, laminar.plans.data_parallel(graph, mesh))
-    step = Step(program, Null(mesh), ranges=True)
+    step = EagerStep(program, Null(mesh), ranges=True)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         step(*local_inputs(program, graph, model, batch))
     names = {e.name for e in profile.events()}

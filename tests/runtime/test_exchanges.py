@@ -26,10 +26,10 @@ from laminar.ir.codec import Ref
 from laminar.ir.program import Boxing, Instr, Placed, Program, ProgramInput, ProgramOutput
 from laminar.ir.tensor import TensorSpec
 from laminar.runtime.check import lockstep
-from laminar.runtime.code.eager_step import Step
+from laminar.runtime.code.eager_step import EagerStep
 from laminar.runtime.comm import p2p_collectives, shm_arena
 from laminar.runtime.comm.shards import shard
-from laminar.runtime.comm.transport import Groups, join
+from laminar.runtime.comm.transport import Groups, join_process_group
 from tests.support.rank_pool import CONTEXT
 from tests.support.zoo import specimen
 
@@ -60,14 +60,14 @@ def inputs(program: Program, whole: dict[str, Any], step: int) -> dict[str, torc
 def run_steps(rank: int, ranks: int, folder: str) -> None:
     torch.set_num_threads(1)
     p2p_collectives.DIRECT_BYTES, shm_arena.SMALL_BYTES = 256, 256
-    join(rank, ranks, f"{folder}/rendezvous")
+    join_process_group(rank, ranks, f"{folder}/rendezvous")
     cases = pickle.loads(Path(folder, "cases").read_bytes())
     out = {}
     for way in (True, False):
         for name, (program, whole, constants) in cases.items():
             transport = Groups(program.mesh, share=way)
-            step = Step(program, transport, constants)
-            assert bool(transport._yards) is way, "shared memory is there exactly where it is asked for"
+            step = EagerStep(program, transport, constants)
+            assert bool(transport._arenas) is way, "shared memory is there exactly where it is asked for"
             for k in range(STEPS):
                 given = inputs(program, whole, k)
                 local = [shard(given[i.name], i.placed.nd, program.mesh, rank) for i in program.inputs]
@@ -91,7 +91,7 @@ def test_both_ways_equal_lock_step(tmp_path: Path) -> None:
     got = [torch.load(tmp_path / f"out{r}") for r in range(3)]
     for name, (program, whole, _) in cases.items():
         for k in range(STEPS):
-            want = lockstep.run(program, inputs(program, whole, k), one.constants)
+            want = lockstep.run_lockstep(program, inputs(program, whole, k), one.constants)
             for r in range(3):
                 for way in (True, False):
                     for o, x in zip(program.outputs, got[r][way, name, k], strict=True):
@@ -102,10 +102,10 @@ def test_both_ways_equal_lock_step(tmp_path: Path) -> None:
 
 
 def one_dies(rank: int, ranks: int, folder: str) -> None:
-    join(rank, ranks, f"{folder}/rendezvous")
-    wants = shm_arena.Wants()
+    join_process_group(rank, ranks, f"{folder}/rendezvous")
+    wants = shm_arena.ArenaNeeds()
     wants.transient(64)
-    shared = shm_arena.Yard.open(dist.group.WORLD, range(ranks), rank, wants, timeout_s=200.0)
+    shared = shm_arena.ShmArena.open(dist.group.WORLD, range(ranks), rank, wants, timeout_s=200.0)
     assert shared is not None
     if rank == 1:
         os._exit(3)
@@ -124,10 +124,10 @@ def test_who_waits_for_a_dead_rank_is_told(tmp_path: Path) -> None:
 
 
 def never_told(rank: int, ranks: int, folder: str) -> None:
-    join(rank, ranks, f"{folder}/rendezvous")
-    wants = shm_arena.Wants()
+    join_process_group(rank, ranks, f"{folder}/rendezvous")
+    wants = shm_arena.ArenaNeeds()
     wants.transient(64)
-    shared = shm_arena.Yard.open(dist.group.WORLD, range(ranks), rank, wants, timeout_s=0.5)
+    shared = shm_arena.ShmArena.open(dist.group.WORLD, range(ranks), rank, wants, timeout_s=0.5)
     assert shared is not None
     if rank == 0:
         try:
@@ -173,7 +173,7 @@ def test_memory_is_taken_over_behind_the_last_reader() -> None:
     """The second gather may lie where the first lay, because its only reader has run."""
     program = gathered(op("x", "aten.mm", "ga", "ga"), op("y", "aten.mm", "x", "gb"), out="y")
     assert p2p_collectives.lives(program) == {"ga": (0, 1), "gb": (2, 3)}
-    given = p2p_collectives.Slots().assign([("ga", 64, 0, 1), ("gb", 64, 2, 3)])
+    given = p2p_collectives.GatherBuffers().assign([("ga", 64, 0, 1), ("gb", 64, 2, 3)])
     assert given["ga"].data_ptr() == given["gb"].data_ptr()
 
 
@@ -181,7 +181,7 @@ def test_who_reads_a_view_reads_the_gather() -> None:
     """A transposed weight is the weight."""
     program = gathered(op("t", "aten.t", "ga"), op("y", "aten.mm", "t", "gb"), out="y")
     assert p2p_collectives.lives(program) == {"ga": (0, 3), "gb": (2, 3)}
-    given = p2p_collectives.Slots().assign([("ga", 64, 0, 3), ("gb", 64, 2, 3)])
+    given = p2p_collectives.GatherBuffers().assign([("ga", 64, 0, 3), ("gb", 64, 2, 3)])
     assert given["ga"].data_ptr() != given["gb"].data_ptr()
 
 

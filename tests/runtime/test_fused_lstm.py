@@ -41,23 +41,23 @@ def _given(steps: int, batch: int, bias: bool) -> tuple[list[Tensor], list[Tenso
 def test_fused_and_plain_give_the_same(steps: int, batch: int, bias: bool, reverse: bool) -> None:
     """States, and gradients of inputs, states, weights and bias; a rank may hold no samples at all."""
     layer, grads = _given(steps, batch, bias)
-    plain, fused = kernels.lstm(*layer, reverse), fused_lstm.lstm(*layer, reverse)
+    plain, fused = kernels.lstm(*layer, reverse), fused_lstm.fused_lstm(*layer, reverse)
     if batch:
         assert isinstance(fused[3], fused_lstm.Workspace), "it runs fused here"
     torch.testing.assert_close(fused[:3], plain[:3])
     back = kernels.lstm_backward(*grads, *layer[:5], plain[0], *plain[3:], reverse)
-    torch.testing.assert_close(fused_lstm.lstm_backward(*grads, *layer[:5], fused[0], *fused[3:], reverse), back)
+    torch.testing.assert_close(fused_lstm.fused_lstm_backward(*grads, *layer[:5], fused[0], *fused[3:], reverse), back)
 
 
 def test_inputs_may_be_views() -> None:
     """A layer with the batch first hands a transposed tensor over, and states that are rows of a stack."""
     layer, grads = _given(7, 4, True)
     turned = [layer[0].transpose(0, 1).contiguous().transpose(0, 1), *(t.t().contiguous().t() for t in layer[1:5])]
-    fused, plain = fused_lstm.lstm(*turned, layer[5], False), kernels.lstm(*layer, False)
+    fused, plain = fused_lstm.fused_lstm(*turned, layer[5], False), kernels.lstm(*layer, False)
     torch.testing.assert_close(fused[:3], plain[:3])
     views = [g.transpose(-1, -2).contiguous().transpose(-1, -2) for g in grads]
     back = kernels.lstm_backward(*grads, *layer[:5], plain[0], *plain[3:], False)
-    torch.testing.assert_close(fused_lstm.lstm_backward(*views, *turned, fused[0], *fused[3:], False), back)
+    torch.testing.assert_close(fused_lstm.fused_lstm_backward(*views, *turned, fused[0], *fused[3:], False), back)
 
 
 def _program(preset: str = "data") -> Program:

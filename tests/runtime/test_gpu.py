@@ -16,10 +16,10 @@ from laminar.capture import kernels, torch_private
 from laminar.capture.torch_private import compiled_graph
 from laminar.ir.graph import widen
 from laminar.runtime.check.one_device import constants_of, run_graph
-from laminar.runtime.check.verify import error_of, verify_program, widened
+from laminar.runtime.check.verify import relative_error, verify_program, widened
 from laminar.runtime.code import inductor_step
-from laminar.runtime.code.decompositions import FORMS
-from laminar.runtime.code.eager_step import Step
+from laminar.runtime.code.decompositions import DECOMPOSED
+from laminar.runtime.code.eager_step import EagerStep
 from laminar.runtime.code.inductor_step import Compiled
 from laminar.runtime.comm.transport import Null
 
@@ -54,11 +54,11 @@ def test_one_rank_on_cuda_equals_the_cpu(name: str, wide: bool) -> None:
 
     plan = replace(laminar.plans.data_parallel(graph, mesh), graph_hash=subject.hash)
     program = laminar.lower(subject, plan)
-    step = Step(program, Null(mesh, device="cuda"), constants)
+    step = EagerStep(program, Null(mesh, device="cuda"), constants)
     outs = step(*[inputs[i.name].cuda() for i in program.inputs])
     largest = max(float(v.abs().max()) for k, v in want.items() if k.startswith("grad:"))
     for o, got in zip(program.outputs, outs, strict=True):
-        error = error_of(got.cpu(), want[f"{o.kind}:{o.name}"], 1e-3 * largest if o.kind == "grad" else 0.0)
+        error = relative_error(got.cpu(), want[f"{o.kind}:{o.name}"], 1e-3 * largest if o.kind == "grad" else 0.0)
         assert error < (1e-9 if wide else 2e-4), (o.kind, o.name, error)
 
 
@@ -125,7 +125,7 @@ def compiled_case(name: str, wrap=lambda loss: loss):
 def agree(program, got, want, tolerance: float) -> None:
     largest = max(float(w.abs().max()) for o, w in zip(program.outputs, want, strict=True) if o.kind == "grad")
     for o, g, w in zip(program.outputs, got, want, strict=True):
-        error = error_of(g.cpu(), w.cpu(), 1e-3 * largest if o.kind == "grad" else 0.0)
+        error = relative_error(g.cpu(), w.cpu(), 1e-3 * largest if o.kind == "grad" else 0.0)
         assert error < tolerance, (o.kind, o.name, error)
 
 
@@ -134,7 +134,7 @@ def test_a_compiled_step_equals_the_plain_one(name: str) -> None:
     """Recorded and replayed, on changing inputs: parameters changed in place, batches handed in anew."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     program, transport, given, static = compiled_case(name)
-    step, plain = Compiled(program, transport, None, static), Step(program, transport)
+    step, plain = Compiled(program, transport, None, static), EagerStep(program, transport)
     for turn in range(3):
         agree(program, step(*given), plain(*given), 2e-4)
         with torch.no_grad():
@@ -161,7 +161,7 @@ def test_a_step_that_can_not_be_recorded_runs_without() -> None:
     found: list[events.Event] = []
     with events.listening(found.append):
         for _ in range(3):
-            agree(program, step(*given), Step(program, transport)(*given), 2e-4)
+            agree(program, step(*given), EagerStep(program, transport)(*given), 2e-4)
     assert [e.kind for e in found] == ["warning"] and not step.replays
     assert torch.randn(8, device="cuda").isfinite().all()
 
@@ -171,10 +171,10 @@ def test_recordings_come_and_go() -> None:
     held = []
     for _ in range(3):
         program, transport, given, static = compiled_case("mlp.py:tiny")
-        step = Compiled(program, transport, None, static, compiler=inductor_step.uncompiled)
+        step = Compiled(program, transport, None, static, compiler=inductor_step.run_uncompiled)
         held.append(step(*given))
         assert step._recorded is not None
-        both = Compiled(program, transport, None, static, compiler=inductor_step.uncompiled)
+        both = Compiled(program, transport, None, static, compiler=inductor_step.run_uncompiled)
         both(*given)
         assert both._recorded is not None and both._recorded.pool is step._recorded.pool
 
@@ -185,7 +185,7 @@ def test_moved_parameters_are_noticed() -> None:
     step = Compiled(program, transport, None, static)
     step(*given)
     moved = [t.clone() * 1.1 if i in static else t for i, t in enumerate(given)]
-    agree(program, step(*moved), Step(program, transport)(*moved), 2e-4)
+    agree(program, step(*moved), EagerStep(program, transport)(*moved), 2e-4)
 
 
 def test_losses_outlive_the_next_step() -> None:
@@ -205,7 +205,7 @@ def test_compiled_draws_are_bit_equal_on_the_gpu() -> None:
     key = torch.tensor([2**40 + 5, 123])
 
     def draws(key: torch.Tensor) -> list[torch.Tensor]:
-        return [FORMS["laminar.uniform"]((3000, 701), key, 3, torch.float32)]
+        return [DECOMPOSED["laminar.uniform"]((3000, 701), key, 3, torch.float32)]
 
     (got,) = compiled_graph(draws, [key.cuda()], False, [], [0])([key.cuda()])
     assert torch.equal(got.cpu(), kernels.uniform((3000, 701), key, 3, torch.float32))
@@ -224,7 +224,7 @@ def test_half_precision_agrees_with_the_plain_step(name: str) -> None:
     """Weight gradients come out of their products in float32 and are no worse for it."""
     program, transport, given, static = compiled_case(name, half)
     got = Compiled(program, transport, None, static)(*given)
-    want = Step(program, transport)(*given)
+    want = EagerStep(program, transport)(*given)
     for o, g, w in zip(program.outputs, got, want, strict=True):
         assert g.dtype == w.dtype
         if o.kind == "grad" and g.dim() == 2:

@@ -20,11 +20,11 @@ from laminar.capture import kernels
 from laminar.capture.torch_private import compiled_graph
 from laminar.ir.codec import Ref
 from laminar.runtime.code import inductor_step
-from laminar.runtime.code.decompositions import FORMS
-from laminar.runtime.code.eager_step import Step
-from laminar.runtime.code.inductor_step import Compiled, uncompiled
+from laminar.runtime.code.decompositions import DECOMPOSED
+from laminar.runtime.code.eager_step import EagerStep
+from laminar.runtime.code.inductor_step import Compiled, run_uncompiled
 from laminar.runtime.comm.shards import shard
-from laminar.runtime.comm.transport import Groups, Null, join
+from laminar.runtime.comm.transport import Groups, Null, join_process_group
 from tests.support.zoo import FEW, one_thread, specimen
 
 
@@ -73,8 +73,8 @@ def test_parts_compute_what_the_step_computes(name: str) -> None:
         one = specimen(name)
         program = lowered(one.graph, laminar.Mesh({"dp": 2}))
         given = local(program, one.inputs)
-        want = Step(program, Null(program.mesh), one.constants)(*given)
-        step = Compiled(program, Null(program.mesh), one.constants, compiler=uncompiled)
+        want = EagerStep(program, Null(program.mesh), one.constants)(*given)
+        step = Compiled(program, Null(program.mesh), one.constants, compiler=run_uncompiled)
         for _ in range(2):
             close(program, step(*given), want)
 
@@ -83,7 +83,7 @@ def test_inductor_computes_what_the_step_computes(case) -> None:
     """Through the real compiler, on this machine's CPU, dropout included; and again with other inputs."""
     graph, whole = case
     program = lowered(graph)
-    step, plain = Compiled(program, Null(program.mesh)), Step(program, Null(program.mesh))
+    step, plain = Compiled(program, Null(program.mesh)), EagerStep(program, Null(program.mesh))
     for scale in (1.0, 1.7):
         given = [t * scale if t.is_floating_point() else t for t in local(program, whole)]
         before = [t.clone() for t in given]
@@ -99,7 +99,7 @@ def test_compiled_draws_are_those_of_the_kernels() -> None:
     key = torch.tensor([2**40 + 5, 123])
 
     def draws(key: torch.Tensor) -> list[torch.Tensor]:
-        return [FORMS["laminar.uniform"]((300, 7), key, 3, torch.float32)]
+        return [DECOMPOSED["laminar.uniform"]((300, 7), key, 3, torch.float32)]
 
     (got,) = compiled_graph(draws, [key], False, [], [0])([key])
     assert torch.equal(got, kernels.uniform((300, 7), key, 3, torch.float32))
@@ -108,7 +108,7 @@ def test_compiled_draws_are_those_of_the_kernels() -> None:
 def test_forward_and_backward_are_two_parts(case) -> None:
     """One graph for both would let the compiler share what is meant to be made twice."""
     graph, _ = case
-    step = Compiled(lowered(graph), Null(laminar.Mesh({"dp": 1})), compiler=uncompiled)
+    step = Compiled(lowered(graph), Null(laminar.Mesh({"dp": 1})), compiler=run_uncompiled)
     forward, backward = step.parts
     assert not forward.late and backward.late
     again = [line.name for line in backward.lines if line.name.endswith(".again")]
@@ -144,24 +144,24 @@ def test_parts_end_where_ranks_talk(case, preset: str) -> None:
     graph, whole = case
     mesh = laminar.Mesh({"tp" if preset == "tensor_parallel" else "dp": 2})
     program = lowered(graph, mesh, preset)
-    step = Compiled(program, Null(mesh), compiler=uncompiled)
+    step = Compiled(program, Null(mesh), compiler=run_uncompiled)
     starts = [e.name for e in step.events if isinstance(e, inductor_step._Start)]
     ends = [e.name for e in step.events if isinstance(e, inductor_step._Finish)]
     assert starts == [i.name for i in program.collectives]
     assert sorted(starts) == sorted(ends)
-    want = Step(program, Null(mesh))(*local(program, whole))
+    want = EagerStep(program, Null(mesh))(*local(program, whole))
     close(program, step(*local(program, whole)), want)
 
 
 def test_a_real_process_group_carries_a_compiled_step(case, tmp_path) -> None:
     """Buckets are filled from parts, reduced, and come back."""
     graph, whole = case
-    join(0, 1, str(tmp_path / "rendezvous"))
+    join_process_group(0, 1, str(tmp_path / "rendezvous"))
     try:
         mesh = laminar.Mesh({"dp": 1})
         program = lowered(graph, mesh)
-        want = Step(program, Groups(mesh))(*local(program, whole))
-        close(program, Compiled(program, Groups(mesh), compiler=uncompiled)(*local(program, whole)), want)
+        want = EagerStep(program, Groups(mesh))(*local(program, whole))
+        close(program, Compiled(program, Groups(mesh), compiler=run_uncompiled)(*local(program, whole)), want)
     finally:
         torch.distributed.destroy_process_group()
 
@@ -235,9 +235,9 @@ def test_the_forms_the_compiler_sees_equal_the_kernels() -> None:
     wants["laminar.ctc_loss"] = (kernels.ctc_loss, (*labels, 0, False))
     nll, alpha = kernels.ctc_loss(*labels, 0, False)
     wants["laminar.ctc_loss_backward"] = (kernels.ctc_loss_backward, (nll, *labels, nll, alpha, 0, False))
-    assert wants.keys() == FORMS.keys()
+    assert wants.keys() == DECOMPOSED.keys()
     for name, (kernel, args) in wants.items():
-        form = functools.partial(FORMS[name], approximate="tanh") if "gelu" in name else FORMS[name]
+        form = functools.partial(DECOMPOSED[name], approximate="tanh") if "gelu" in name else DECOMPOSED[name]
         got, want = form(*args), kernel(*args)
         got, want = (got, want) if isinstance(got, tuple) else ((got,), (want,))
         for g, v in zip(got, want, strict=True):

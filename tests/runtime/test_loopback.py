@@ -25,7 +25,7 @@ from laminar.runtime.check.processes import _run
 from laminar.runtime.check.rank_threads import Turns
 from laminar.runtime.check.verify import verify_program
 from laminar.runtime.code import eager_step
-from laminar.runtime.code.eager_step import Step
+from laminar.runtime.code.eager_step import EagerStep
 from laminar.runtime.comm import aliases, p2p_collectives
 from tests.support.capture_check import square
 from tests.support.rank_pool import Ranks
@@ -115,13 +115,13 @@ def test_loopback_is_what_real_ranks_do(two: Ranks, gru: Any) -> None:
     """The same code on two processes gives the same bits."""
     graph, inputs = gru
     program = laminar.lower(graph, laminar.plans.tensor_parallel(graph, Mesh({"tp": 2})))
-    here = loopback.run(program, inputs)
+    here = loopback.run_loopback(program, inputs)
     there = two.run(on_a_rank, program, {k: v.detach() for k, v in inputs.items()})
     for mine, real in zip(here, there, strict=True):
         assert all(torch.equal(mine[k], real[k]) for k in real)
 
 
-@pytest.mark.parametrize("way", loopback.WAYS)
+@pytest.mark.parametrize("way", loopback.TRANSPORTS)
 @pytest.mark.parametrize("name", ["gpt.py:tiny", "moe.py:tiny", "resnet.py:tiny"])
 def test_every_way_of_exchanging_gives_the_numbers_of_one_device(name: str, way: str) -> None:
     """Shared memory, sends and receives, collectives of a process group: one program, and the same answer."""
@@ -134,7 +134,7 @@ def test_every_way_of_exchanging_gives_the_numbers_of_one_device(name: str, way:
         assert equal(one, plan, way)
 
 
-@pytest.mark.parametrize("way", loopback.WAYS)
+@pytest.mark.parametrize("way", loopback.TRANSPORTS)
 def test_pieces_of_different_sizes_are_exchanged_in_every_way(way: str) -> None:
     """Three ranks share eight rows: a reduce-scatter of a process group takes pieces of one size only."""
     torch.manual_seed(0)
@@ -153,7 +153,9 @@ def test_lines_that_are_called_are_the_lines_that_are_written() -> None:
     """Verification of many plans leaves out the text of the code: the numbers are the same bits."""
     one = specimen("gpt.py:tiny")
     program = laminar.lower(one.graph, random_plan(one.graph, Mesh({"a": 2, "b": 2}), 1))
-    for a, b in zip(*(loopback.run(program, one.inputs, one.constants, text=t) for t in (True, False)), strict=True):
+    for a, b in zip(
+        *(loopback.run_loopback(program, one.inputs, one.constants, text=t) for t in (True, False)), strict=True
+    ):
         assert all(torch.equal(a[k], b[k]) for k in a)
 
 
@@ -161,9 +163,9 @@ def test_the_order_of_ranks_does_not_matter() -> None:
     """Whoever comes first, the sums are made in order of ranks."""
     one = specimen("moe.py:tiny")
     program = laminar.lower(one.graph, laminar.plans.zero(one.graph, Mesh({"dp": 4})))
-    first = loopback.run(program, one.inputs, one.constants, seed=1)
+    first = loopback.run_loopback(program, one.inputs, one.constants, seed=1)
     for seed in (2, 3):
-        again = loopback.run(program, one.inputs, one.constants, seed=seed)
+        again = loopback.run_loopback(program, one.inputs, one.constants, seed=seed)
         assert all(torch.equal(a[k], b[k]) for a, b in zip(first, again, strict=True) for k in a)
 
 
@@ -227,7 +229,7 @@ def test_a_buffer_that_is_sent_stays_until_it_has_arrived(monkeypatch: pytest.Mo
 
 def test_a_gradient_added_to_what_lay_there_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Buffers hold the last step's gradients when a step begins."""
-    monkeypatch.setitem(eager_step.INTO, "aten.mm", lambda a, b, *, out: out.addmm_(a, b))
+    monkeypatch.setitem(eager_step.OUT_VARIANTS, "aten.mm", lambda a, b, *, out: out.addmm_(a, b))
     one = specimen("gpt.py:tiny")
     assert not judged(one, laminar.plans.data_parallel(one.graph, Mesh({"dp": 2}))).ok
 
@@ -281,7 +283,7 @@ def test_a_watched_step_shows_every_line(gru: Any) -> None:
         seen.add((rank, instr.name))
 
     ranks = loopback.Ranks(program, watch=watch)
-    assert all(isinstance(step, Step) for step in ranks.steps)
+    assert all(isinstance(step, EagerStep) for step in ranks.steps)
     ranks.run(inputs)
     assert {name for _, name in seen} >= {i.name for i in program.instrs if not i.kind}
     assert {r for r, _ in seen} == {0, 1}

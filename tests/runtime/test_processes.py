@@ -34,8 +34,8 @@ from laminar.placement.random_plan import random_plan
 from laminar.rules.boxing import boxing
 from laminar.runtime.check.processes import run_processes
 from laminar.runtime.check.verify import verify_program
-from laminar.runtime.code.eager_step import Step
-from laminar.runtime.comm.transport import Groups, join
+from laminar.runtime.code.eager_step import EagerStep
+from laminar.runtime.comm.transport import Groups, join_process_group
 from tests.support.rank_pool import CONTEXT
 from tests.support.zoo import specimen
 
@@ -165,7 +165,7 @@ def _compare(rank: int, world: int, folder: str) -> None:
     at = Path(folder)
     try:
         torch.set_num_threads(1)
-        join(rank, world, str(at / "rendezvous"))
+        join_process_group(rank, world, str(at / "rendezvous"))
         meshes = {sizes: Mesh(dict(zip("ab", sizes, strict=False))) for sizes in SIZES}
         devices = {s: init_device_mesh("cpu", s, mesh_dim_names=m.names) for s, m in meshes.items()}
         groups = {s: Groups(m) for s, m in meshes.items()}
@@ -179,7 +179,7 @@ def _compare(rank: int, world: int, folder: str) -> None:
             x = torch.randn(
                 local, dtype=torch.float64, generator=torch.Generator().manual_seed(97 * number + mesh.rank(same))
             )
-            (ours,) = Step(one_step_program(spec, src, dst, mesh), groups[sizes])(x.clone())
+            (ours,) = EagerStep(one_step_program(spec, src, dst, mesh), groups[sizes])(x.clone())
             given = DTensor.from_local(
                 x.clone(), devices[sizes], _theirs(src), run_check=False, shape=torch.Size(shape), stride=(shape[1], 1)
             )

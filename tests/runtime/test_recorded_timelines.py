@@ -28,15 +28,15 @@ from laminar.cost.timeline_diff import compare
 from laminar.errors import LaminarError
 from laminar.ir.program import Program
 from laminar.ir.timeline import Span, Timeline
-from laminar.runtime.code.eager_step import Step
-from laminar.runtime.code.inductor_step import Compiled, uncompiled
-from laminar.runtime.comm.shm_arena import Yard
+from laminar.runtime.code.eager_step import EagerStep
+from laminar.runtime.code.inductor_step import Compiled, run_uncompiled
+from laminar.runtime.comm.shm_arena import ShmArena
 from laminar.runtime.comm.transport import Null
 from laminar.runtime.trace import align
 from laminar.runtime.trace import tape as record
-from laminar.runtime.trace.align import Clock, joined
+from laminar.runtime.trace.align import Clock, joined_timeline
 from laminar.runtime.trace.gpu_tape import KernelTape, kernel_family, steps_of
-from laminar.runtime.trace.tape import Recordable, Tape, Told
+from laminar.runtime.trace.tape import RankSteps, Recordable, Tape
 from laminar.train.loop import loop
 from tests.support.rank_pool import Ranks
 from tests.support.recorded_gpt import GPT, _batches, _loss
@@ -129,8 +129,8 @@ def test_recording_changes_no_number(two: Ranks) -> None:
 
 def _late(where: str, shares: bool) -> Timeline:
     """Rank 1 is late: it sleeps before its step, or inside of it where it takes its share of the batch."""
-    opened = Yard.open if shares else staticmethod(lambda *_: None)
-    with mock.patch.object(Yard, "open", opened):
+    opened = ShmArena.open if shares else staticmethod(lambda *_: None)
+    with mock.patch.object(ShmArena, "open", opened):
         job = _job("data")
         batch = _batches(1)[0]
         for _ in range(3):  # in the first ones ranks also wait to see that their batches agree
@@ -256,10 +256,10 @@ def test_joined_timelines_begin_at_zero_on_the_common_clock() -> None:
     """Rank 1's clock is a thousand seconds ahead, and it began 5 us later."""
     ahead = 10**12
     told = [
-        Told([Span("a", "compute", 0, 100, 9_100, "compute")]),
-        Told([Span("a", "compute", 1, ahead + 5_100, ahead + 8_100, "compute")]),
+        RankSteps([Span("a", "compute", 0, 100, 9_100, "compute")]),
+        RankSteps([Span("a", "compute", 1, ahead + 5_100, ahead + 8_100, "compute")]),
     ]
-    found = joined(told, [Clock(), Clock(ahead, 50)], {})
+    found = joined_timeline(told, [Clock(), Clock(ahead, 50)], {})
     assert [(s.name, s.rank, s.start, s.end) for s in found.spans] == [
         ("a", 0, 0, 9_000), ("late", 1, 0, 5_000), ("a", 1, 5_000, 8_000),
     ]  # fmt: skip
@@ -269,19 +269,19 @@ def test_a_finish_is_cut_where_the_last_partner_had_started() -> None:
     """A rank that blocks in `finish` can't tell a late partner from a slow transfer; the others' clocks can."""
     key = (0, (0, 1), "r", 1)
     told = [
-        Told(
+        RankSteps(
             [Span("r/start", "compute", 0, 0, 1_000, "communication"),
              Span("r/finish", "compute", 0, 1_000, 9_000, "communication")],
             {key: 1_000}, {}, {1: key},
         ),
-        Told(
+        RankSteps(
             [Span("mm", "compute", 1, 0, 6_000, "compute"),
              Span("r/start", "compute", 1, 6_000, 7_000, "communication"),
              Span("r/finish", "compute", 1, 7_000, 9_500, "communication")],
             {key: 7_000}, {}, {2: key},
         ),
     ]  # fmt: skip
-    found = joined(told, [Clock(), Clock()], {})
+    found = joined_timeline(told, [Clock(), Clock()], {})
     mine = [(s.name, s.kind, s.start, s.end) for s in found.spans if s.rank == 0]
     assert mine[1:] == [("r/wait", "wait", 1_000, 7_000), ("r/finish", "communication", 7_000, 9_000)]
     assert [found.spans[s.because].name for s in found.spans[1:3]] == ["r/start", "r/start"]
@@ -293,20 +293,20 @@ def test_what_had_arrived_was_announced_before() -> None:
     """Rank 1 is put to sleep inside of `start`, when the transfer is under way: rank 0 had waited for its `mm`."""
     key = (0, (0, 1), "r", 1)
     told = [
-        Told(
+        RankSteps(
             [Span("r/start", "compute", 0, 0, 1_000, "communication"),
              Span("r/finish", "compute", 0, 1_000, 9_000, "communication"),
              Span("optimizer", "compute", 0, 9_000, 20_000, "compute")],
             {key: 1_000}, {}, {1: key}, {key: 0},
         ),
-        Told(
+        RankSteps(
             [Span("mm", "compute", 1, 0, 7_000, "compute"),
              Span("r/start", "compute", 1, 7_000, 12_000, "communication"),
              Span("r/finish", "compute", 1, 12_000, 12_500, "communication")],
             {key: 12_000}, {}, {2: key}, {key: 7_000},
         ),
     ]  # fmt: skip
-    found = joined(told, [Clock(), Clock()], {})
+    found = joined_timeline(told, [Clock(), Clock()], {})
     mine = [(s.name, s.kind, s.start, s.end) for s in found.spans if s.rank == 0]
     assert mine[1:3] == [("r/wait", "wait", 1_000, 7_000), ("r/finish", "communication", 7_000, 9_000)]
     assert [(s.name, s.rank) for s in found.critical_path()] == [("mm", 1), ("r/finish", 0), ("optimizer", 0)]
@@ -324,7 +324,7 @@ class Clock0:
 
 
 class Slow:
-    """A yard in which waits and announcements take a while."""
+    """An arena in which waits and announcements take a while."""
 
     def __init__(self, clock: Clock0) -> None:
         self.clock = clock
@@ -341,23 +341,23 @@ class Slow:
 def test_lines_of_a_collective_are_cut_at_waits_and_announcements() -> None:
     """What moves and what waits are told apart, and which announcement ended a wait is known."""
     clock = Clock0()
-    yard: Any = Slow(clock)
+    arena: Any = Slow(clock)
 
     def run() -> tuple[list[Tensor], list[int]]:
         stamps = [clock()]
         clock.ns += 10_000  # copy
-        yard.post(0, 7)
+        arena.post(0, 7)
         stamps.append(clock())
-        yard.wait(0, 7)
+        arena.wait(0, 7)
         clock.ns += 30_000  # reduce
-        yard.post(1, 7)
-        yard.wait(1, 7)
+        arena.post(1, 7)
+        arena.wait(1, 7)
         clock.ns += 40_000  # copy
         stamps.append(clock())
         return [], stamps
 
     spans = [Span(f"r/{part}", "compute", 0, 0, 0, "communication", bytes=8) for part in ("start", "finish")]
-    code = Recordable(run, spans, [(0, 1), (0, 1)], {yard: (0, 1)}, frozenset(), {"r": "dp"})
+    code = Recordable(run, spans, [(0, 1), (0, 1)], {arena: (0, 1)}, frozenset(), {"r": "dp"})
     tape = Tape(0, 2)
     with mock.patch.object(record, "now", clock):
         tape.begin()
@@ -374,7 +374,7 @@ def test_lines_of_a_collective_are_cut_at_waits_and_announcements() -> None:
     first = next(i for i, s in enumerate(told.spans) if s.name == "r/finish")
     assert told.awaited == {first: (0, (0, 1), 0, 7), first + 3: (0, (0, 1), 1, 7)}
     assert list(told.posts) == [(0, (0, 1), 0, 7), (0, (0, 1), 1, 7)]
-    assert yard.posted == [(0, 7), (1, 7)] and "wait" not in vars(yard) and tape.axes == {"r": "dp"}
+    assert arena.posted == [(0, 7), (1, 7)] and "wait" not in vars(arena) and tape.axes == {"r": "dp"}
 
 
 def test_only_recorded_steps_have_stamped_code() -> None:
@@ -429,7 +429,7 @@ def test_parts_of_a_compiled_program_are_lines() -> None:
     mesh = Mesh({"dp": 2})
     program = laminar.lower(graph, laminar.plans.data_parallel(graph, mesh))
     transport = Null(mesh)
-    code = Compiled(program, transport, compiler=uncompiled)
+    code = Compiled(program, transport, compiler=run_uncompiled)
     whole = laminar.api.inputs_of(graph, GPT(), _batches(1)[0])
     given = [torch.zeros(i.placed.local(mesh).shape, dtype=whole[i.name].dtype) for i in program.inputs]
     code(*given)
@@ -447,7 +447,7 @@ def test_stamped_code_gives_one_stamp_a_line() -> None:
     """End of one line is start of the next, so n lines have n + 1 stamps, never going back."""
     graph = laminar.capture(GPT(), _loss, _batches(1)[0])
     program = laminar.lower(graph, laminar.plans.data_parallel(graph, Mesh({"dp": 1})))
-    step = Step(program, Null(program.mesh))
+    step = EagerStep(program, Null(program.mesh))
     whole = laminar.api.inputs_of(graph, GPT(), _batches(1)[0])
     given = [whole[i.name].detach() for i in program.inputs]
     outs, stamps = step._stamped.run(*given)
@@ -494,7 +494,7 @@ def test_a_profilers_trace_becomes_steps_of_kernels() -> None:
     assert first[1].start == 1_000_000_000 - 400 + 11_500 and first[1].end - first[1].start == 8_250
     assert [s.lane for s in first[1:5]] == ["compute", "compute", "communication:20", "compute"]
     assert first[4].bytes == 512 and {s.rank for s in first} == {3}
-    found = joined([steps[1]], [Clock()], {})
+    found = joined_timeline([steps[1]], [Clock()], {})
     assert found.breakdown()["compute"] == {"matmul": 8_250, "fused.pointwise": 2_500, "moving": 1_500}
 
 

@@ -23,8 +23,8 @@ from laminar.ir.graph import widen
 from laminar.ir.program import Instr, Placed, Program
 from laminar.runtime.check import loopback
 from laminar.runtime.check.one_device import constants_of, run_graph
-from laminar.runtime.check.rounding import Sizes
-from laminar.runtime.check.verify import error_of, verify_program, widened
+from laminar.runtime.check.rounding import TermSizes
+from laminar.runtime.check.verify import relative_error, verify_program, widened
 from laminar.runtime.comm.shards import assemble
 from tests.support.capture_check import square
 
@@ -73,20 +73,20 @@ def test_such_values_have_no_digit_in_common(normed: Any) -> None:
     """Measured by themselves they would be wrong, so the tests here are about something."""
     graph, inputs = normed
     program = laminar.lower(widen(graph), replace(PLANS["data parallel"](graph), graph_hash=widen(graph).hash))
-    outs = loopback.run(program, widened(inputs), constants_of(widen(graph), True))
+    outs = loopback.run_loopback(program, widened(inputs), constants_of(widen(graph), True))
     want = run_graph(widen(graph), widened(inputs), constants_of(widen(graph), True))
     for o in program.outputs:
         key = f"{o.kind}:{o.name}"
         if key in ZERO:
             got = assemble([r[key] for r in outs], o.placed.spec.shape, o.placed.nd, program.mesh)
             assert float(want[key].abs().max()) < 1e-15
-            assert error_of(got, want[key], 0.0) > 1e-9, key
+            assert relative_error(got, want[key], 0.0) > 1e-9, key
 
 
 def test_a_size_is_that_of_the_terms(normed: Any) -> None:
     """Far above what is left of them, and no larger than anything in the step."""
     graph, inputs = normed
-    sized = Sizes(graph, inputs, constants_of(graph))
+    sized = TermSizes(graph, inputs, constants_of(graph))
     want = run_graph(graph, inputs)
     for key in ZERO:
         assert 1e-4 < sized[key] < 10 and float(want[key].abs().max()) < 1e-5 * sized[key]

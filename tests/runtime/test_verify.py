@@ -19,7 +19,7 @@ import laminar
 from laminar import B, Mesh, S
 from laminar.errors import PlanError
 from laminar.ir.program import Instr, Program
-from laminar.runtime.check.verify import error_of, verify_program
+from laminar.runtime.check.verify import relative_error, verify_program
 from tests.support.zoo import FEW, one_thread, recipe, specimen
 
 
@@ -199,13 +199,13 @@ def test_a_plan_for_another_model_is_refused() -> None:
 def test_errors_are_measured_against_the_tensor() -> None:
     """Relative to the largest element, or to a floor; what is not a number on one side only is infinitely wrong."""
     one = torch.tensor([1.0, -4.0])
-    assert error_of(one + torch.tensor([0.0, 0.4]), one, 0.0) == pytest.approx(0.1)
-    assert error_of(torch.tensor([1e-16]), torch.zeros(1), 1.0) == pytest.approx(1e-16)
-    assert error_of(torch.tensor([1e-16]), torch.zeros(1), 0.0) == float("inf")
-    assert error_of(torch.tensor([float("nan")]), torch.ones(1), 0.0) == float("inf")
-    assert error_of(torch.tensor([float("nan")]), torch.tensor([float("nan")]), 0.0) == 0.0
-    assert error_of(torch.tensor([float("inf"), 1.0]), torch.tensor([float("inf"), 1.0]), 0.0) == 0.0
-    assert error_of(torch.ones(2), torch.ones(3), 0.0) == float("inf")
-    assert error_of(torch.tensor([3]), torch.tensor([3]), 0.0) == 0.0
-    assert error_of(torch.tensor([3]), torch.tensor([4]), 0.0) == float("inf")
-    assert error_of(torch.ones(0), torch.ones(0), 0.0) == 0.0
+    assert relative_error(one + torch.tensor([0.0, 0.4]), one, 0.0) == pytest.approx(0.1)
+    assert relative_error(torch.tensor([1e-16]), torch.zeros(1), 1.0) == pytest.approx(1e-16)
+    assert relative_error(torch.tensor([1e-16]), torch.zeros(1), 0.0) == float("inf")
+    assert relative_error(torch.tensor([float("nan")]), torch.ones(1), 0.0) == float("inf")
+    assert relative_error(torch.tensor([float("nan")]), torch.tensor([float("nan")]), 0.0) == 0.0
+    assert relative_error(torch.tensor([float("inf"), 1.0]), torch.tensor([float("inf"), 1.0]), 0.0) == 0.0
+    assert relative_error(torch.ones(2), torch.ones(3), 0.0) == float("inf")
+    assert relative_error(torch.tensor([3]), torch.tensor([3]), 0.0) == 0.0
+    assert relative_error(torch.tensor([3]), torch.tensor([4]), 0.0) == float("inf")
+    assert relative_error(torch.ones(0), torch.ones(0), 0.0) == 0.0

@@ -19,7 +19,7 @@ from laminar.lower.split_stages import light_ops
 from laminar.lower.stage_net import piped
 from laminar.lower.stage_programs import KEPT, stages
 from laminar.placement.random_plan import random_plan
-from laminar.runtime.check.loopback import WAYS
+from laminar.runtime.check.loopback import TRANSPORTS
 from laminar.staging.balance import SLACK, balanced, work_s
 from laminar.staging.stage_plans import arranged, inner_plan, pipeline
 from tests.support.seeds import dice
@@ -46,7 +46,7 @@ def drawn(one: Specimen, rng: random.Random, stages: int | dict[str, int] | None
 def check(one: Specimen, rng: random.Random, stages: int | dict[str, int] | None = None) -> Staged:
     """One random staged plan, in one of the ways ranks exchange."""
     staged = drawn(one, rng, stages)
-    assert worst(one, staged, rng.choice(WAYS)) <= 1e-9, staged.explain()
+    assert worst(one, staged, rng.choice(TRANSPORTS)) <= 1e-9, staged.explain()
     assert Staged.from_json(staged.to_json()).hash == staged.hash
     return staged
 

@@ -44,7 +44,7 @@ from laminar.errors import LaminarError
 from laminar.ir.graph import Graph
 from laminar.runtime.check import lockstep
 from laminar.runtime.check.one_device import run_graph
-from laminar.runtime.check.verify import error_of
+from laminar.runtime.check.verify import relative_error
 from laminar.runtime.comm.shards import assemble
 from tests.suites.harness import BAD, RATE, SMALL, STEPS, Case, Outcome, differs
 from tests.support.rank_pool import Ranks
@@ -103,7 +103,7 @@ def off(got: dict[str, Tensor], want: dict[str, Tensor], tolerance: float) -> st
         if key not in want:
             return f"{key} is not there in plain PyTorch"
         floor = {"grad": SMALL * largest, "buffer": 1e-6}.get(kind, 0.0)
-        error = error_of(value.to(want[key].dtype), want[key], floor)
+        error = relative_error(value.to(want[key].dtype), want[key], floor)
         if error > tolerance:
             return f"{key} is off by {error:.1e}"
     return ""
@@ -140,7 +140,7 @@ def spread(graph: Graph, inputs: dict[str, Tensor], preset: str) -> dict[str, Te
     """One step under a preset on two ranks in this process, put together again."""
     mesh = laminar.Mesh({"tp" if preset == "tensor" else "dp": 2})
     program = laminar.lower(graph, PRESETS[preset](graph, mesh))
-    ranks = lockstep.run(program, inputs)
+    ranks = lockstep.run_lockstep(program, inputs)
     return {
         (key := f"{o.kind}:{o.name}"): assemble([r[key] for r in ranks], o.placed.spec.shape, o.placed.nd, mesh)
         for o in program.outputs

@@ -38,7 +38,7 @@ from laminar.capture.model_tensors import slots_of
 from laminar.errors import LaminarError
 from laminar.runtime.check import lockstep
 from laminar.runtime.check.plain_model import Keyed
-from laminar.runtime.check.verify import error_of
+from laminar.runtime.check.verify import relative_error
 from laminar.runtime.comm.shards import assemble
 from tests.support.rank_pool import CONTEXT
 
@@ -137,7 +137,7 @@ def _errors(
     state = {k: v for k, v in state.items() if k in before}  # a cache that forward makes is none of the model's tensors
     out = {}
     for i, (got, want) in enumerate(zip(losses, want_losses, strict=True)):
-        error = error_of(torch.as_tensor(got).to(torch.float64), want.to(torch.float64), 0.0)
+        error = relative_error(torch.as_tensor(got).to(torch.float64), want.to(torch.float64), 0.0)
         out[f"loss {i}"] = (error, f"loss of step {i} is {float(got):.9g}, not {float(want):.9g}")
     moved = {k: _size(v.double() - before[k].double()) for k, v in state.items() if v.is_floating_point()}
     largest = max(moved.values(), default=0.0)
@@ -149,7 +149,7 @@ def _errors(
             out[name] = (0.0 if torch.equal(got, want) else math.inf, f"{name} is another")
             continue
         floor = max(SMALL * largest, 1e-6 * _size(want))
-        error = error_of(got.double() - before[name].double(), want.double() - before[name].double(), floor)
+        error = relative_error(got.double() - before[name].double(), want.double() - before[name].double(), floor)
         out[name] = (error / 10, f"{name} is off by {error:.1e}")  # a difference of two has lost a digit
     return out
 
@@ -182,7 +182,7 @@ def _in_lock_step(case: Case, preset: str, ranks: int) -> str:
     mesh = laminar.Mesh({"tp" if preset == "tensor" else "dp": ranks})
     plan = (laminar.plans.tensor_parallel if preset == "tensor" else laminar.plans.data_parallel)(graph, mesh)
     program = laminar.lower(graph, plan)
-    outs = lockstep.run(program, inputs_of(graph, model, case.batch))
+    outs = lockstep.run_lockstep(program, inputs_of(graph, model, case.batch))
     after, losses = _state(model), []
     for o in program.outputs:
         value = assemble([r[f"{o.kind}:{o.name}"] for r in outs], o.placed.spec.shape, o.placed.nd, mesh)

@@ -126,7 +126,7 @@ def plans_of(graph: Graph, seeds: int) -> list[tuple[str, Callable[[], Plan]]]:
 def placed(graph: Graph, plan: Plan, given: Values) -> Values:
     """Outputs of a plan run in lock-step, put together."""
     program = lower(graph, plan)
-    ranks = lockstep.run(program, given)
+    ranks = lockstep.run_lockstep(program, given)
     names = {f"{o.kind}:{o.name}": o for o in program.outputs}
     return {k: assemble([r[k] for r in ranks], o.placed.spec.shape, o.placed.nd, plan.mesh) for k, o in names.items()}
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from laminar.ir.mesh import Mesh, Place
 from laminar.ir.net import Actor, Net, Queue
-from laminar.runtime.pipeline.channels import Edge
+from laminar.runtime.pipeline.channels import Route
 from tests.support.in_process_net import Hall, Sums, all_to_all, expected, first_values
 
 
@@ -51,7 +51,7 @@ def pipeline(
     return Net(tuple(places), tuple(actors), tuple(queues), tuple(orders), window)
 
 
-def edges_of(net: Net) -> dict[tuple[str, int], Edge]:
+def edges_of(net: Net) -> dict[tuple[str, int], Route]:
     """All to all, on every queue that crosses."""
     homes = {q.name: net.by_name[q.producer].place for q in net.queues}
     return {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from laminar.ir.plan import Plan
-from laminar.runtime.check.loopback import WAYS
+from laminar.runtime.check.loopback import TRANSPORTS
 from laminar.runtime.check.verify import verify_program
 from tests.support.shrink_plan import describe, shrink
 from tests.support.zoo import Specimen, equal, specimen
@@ -11,7 +11,7 @@ from tests.support.zoo import Specimen, equal, specimen
 
 def explain(name: str, plan: Plan, seed: int, one: Specimen) -> str:
     """A failure as one would want to find it: where, how to get it again, and as small as it goes."""
-    way = WAYS[seed % len(WAYS)]
+    way = TRANSPORTS[seed % len(TRANSPORTS)]
     small = shrink(plan, lambda p: not equal(one, p, way))
     graph = specimen(name).graph
     try:

@@ -20,9 +20,9 @@ import torch
 
 from laminar.ir.net import Net
 from laminar.runtime.pipeline.actors import Actors
-from laminar.runtime.pipeline.channels import Edge, RingReceiver, RingSender, Value, Wire, wires
+from laminar.runtime.pipeline.channels import QueueRoute, RingReceiver, RingSender, Route, Value, queue_routes
 from laminar.runtime.pipeline.connect import neighbours
-from laminar.runtime.pipeline.control_sockets import BYE, GONE, Message
+from laminar.runtime.pipeline.control_sockets import BYE, GONE, ControlMessage
 from laminar.runtime.pipeline.shm_channels import slot_bytes
 
 
@@ -31,19 +31,19 @@ class HallLines:
 
     def __init__(self, hall: Hall, rank: int, peers: Sequence[int]) -> None:
         self.hall, self.rank, self.peers = hall, rank, tuple(sorted(peers))
-        self.waiting: list[Message] = []
+        self.waiting: list[ControlMessage] = []
         self.closed = False
 
     def post(self, to: int, kind: int, which: int = 0, a: int = 0, b: int = 0, tail: bytes = b"") -> None:
         """Deliver at once; the reader decides when it hears it."""
         with self.hall.bell:
-            self.hall.lines[to].waiting.append(Message(self.rank, kind, which, a, b, tail))
+            self.hall.lines[to].waiting.append(ControlMessage(self.rank, kind, which, a, b, tail))
             self.hall.bell.notify_all()
 
     def flush(self) -> None:
         """Everything has left already."""
 
-    def receive(self, wait_s: float) -> list[Message]:
+    def receive(self, wait_s: float) -> list[ControlMessage]:
         """Everything that waits; in a hall with dice, some of it, in any order but with goodbyes last."""
         with self.hall.bell:
             if not self.waiting and wait_s:
@@ -68,7 +68,7 @@ class HallLines:
                 self.post(peer, GONE)
 
 
-def ring(wire: Wire, src: int, dst: int) -> tuple[Any, Any]:
+def ring(wire: QueueRoute, src: int, dst: int) -> tuple[Any, Any]:
     """Both ends of a ring in ordinary memory."""
     memory = torch.zeros(wire.queue.registers * slot_bytes(wire), dtype=torch.uint8)
     return RingSender(memory, wire.queue.registers), RingReceiver(memory, wire.queue.registers)
@@ -81,19 +81,19 @@ class Hall:
         self,
         net: Net,
         run: Callable[[int], Any],
-        edges: dict[tuple[str, int], Edge] | None = None,
+        edges: dict[tuple[str, int], Route] | None = None,
         initial: Callable[[int], Mapping[str, Sequence[Value]]] | None = None,
         timeout_s: float = 600.0,
-        channels: Callable[[Wire, int, int], tuple[Any, Any]] = ring,
+        channels: Callable[[QueueRoute, int, int], tuple[Any, Any]] = ring,
     ) -> None:
         """`run(rank)` is what a rank's firings do, `initial(rank)` its first values; `channels` make both ends."""
         self.net, self.dice = net, None
         self.bell = threading.Condition()
-        wired = wires(net, edges)
+        wired = queue_routes(net, edges)
         near = neighbours(net, wired)
         self.ranks = sorted({r for p in net.places for r in p.ranks})
         self.lines = {r: HallLines(self, r, [a + b - r for a, b in near if r in (a, b)]) for r in self.ranks}
-        ends = {(w.number, *p): channels(w, *p) for w in wired for p in w.edge.pairs if p[0] != p[1]}
+        ends = {(w.number, *p): channels(w, *p) for w in wired for p in w.route.pairs if p[0] != p[1]}
         self.actors = {}
         for r in self.ranks:
             senders = {(k, b): s for (k, a, b), (s, _) in ends.items() if a == r}
@@ -182,10 +182,10 @@ def summed(parts: dict[int, list[torch.Tensor]], dst: int, index: int) -> list[t
     return [sum((t[0] for t in parts.values()), torch.tensor(dst))]
 
 
-def all_to_all(net: Net, queue: Any, place: int) -> Edge:
+def all_to_all(net: Net, queue: Any, place: int) -> Route:
     """Everybody gives to everybody, and adds up."""
     src, dst = net.places[net.by_name[queue.producer].place].ranks, net.places[place].ranks
-    return Edge(tuple((a, b) for a in src for b in dst), 64, unpack=summed)
+    return Route(tuple((a, b) for a in src for b in dst), 64, unpack=summed)
 
 
 def expected(net: Net, steps: int) -> dict[tuple[str, int, int], list[list[int]]]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from laminar.ir.program import Program
-from laminar.runtime.code.eager_step import Step
+from laminar.runtime.code.eager_step import EagerStep
 from laminar.runtime.comm.shards import shard
 from laminar.runtime.comm.transport import Groups, Null
 
@@ -67,17 +67,17 @@ def held(program: Program, whole: Mapping[str, Tensor], constants: Mapping[str, 
     meter = Meter()
     meter.ignore([*inputs, *constants.values()])
     with meter:
-        step = Step(program, groups, constants)
+        step = EagerStep(program, groups, constants)
         constant = [t for name, t in vars(step.module).items() if name.startswith("const") and isinstance(t, Tensor)]
         meter.ignore(constant)
         step(*inputs)
         meter.peak = meter.live
         step(*inputs)
     peak = meter.peak
-    for yard in getattr(groups, "_yards", {}).values():
+    for arena in getattr(groups, "_arenas", {}).values():
         # Everybody's regions are seen here; this rank's own is what it takes.
-        seen = [r.numel() for r in yard.regions if r.untyped_storage()._cdata in meter._known]
-        peak += yard.regions[yard.at].numel() - sum(seen)
+        seen = [r.numel() for r in arena.regions if r.untyped_storage()._cdata in meter._known]
+        peak += arena.regions[arena.at].numel() - sum(seen)
     return peak
 
 

@@ -31,7 +31,7 @@ from laminar.rules.notation import Call, Signature, call_of, localise
 from laminar.rules.signing import Blocks, options
 from laminar.runtime.check import lockstep
 from laminar.runtime.code.local_op import prepare
-from laminar.runtime.comm.shards import assemble, cut
+from laminar.runtime.comm.shards import assemble, cut_pieces
 
 SHAPE_ONLY = ("aten.empty.memory_format",)
 """Ops whose elements mean nothing: only the shapes of what they make are compared."""
@@ -124,7 +124,7 @@ def place(x: Tensor, nd: NdSbp, sizes: tuple[int, ...], random: torch.Generator)
         grown: list[Tensor] = []
         for piece in held:
             if isinstance(placement, Split):
-                grown += cut(piece, placement.dim, placement.blocks, parts)
+                grown += cut_pieces(piece, placement.dim, placement.blocks, parts)
             elif isinstance(placement, Partial):
                 grown += terms(piece, parts, placement.op, random)
             else:
@@ -179,7 +179,7 @@ def _run_lowered(case: Case, ins: list[NdSbp], outs: list[NdSbp], mesh: Mesh) ->
     plan = Plan(
         mesh, graph.hash, {"op": Choice(tuple(ins), tuple(outs))}, stored, {f"metric:o{i}": outs[i] for i in made}
     )
-    results = lockstep.run(lower(graph, plan), dict(zip(names, case.values, strict=True)))
+    results = lockstep.run_lockstep(lower(graph, plan), dict(zip(names, case.values, strict=True)))
     return [tuple(r.get(f"metric:o{i}") for i in range(len(outs))) for r in results]
 
 

@@ -23,7 +23,7 @@ from laminar.ir.graph import Graph, widen
 from laminar.ir.plan import Plan
 from laminar.runtime.check import loopback
 from laminar.runtime.check.one_device import constants_of, run_graph
-from laminar.runtime.check.rounding import Sizes
+from laminar.runtime.check.rounding import TermSizes
 from laminar.runtime.check.verify import TOLERANCE, Report, judged, verify_program, widened
 from laminar.runtime.comm.shards import assemble
 from tests.support.example_recipes import TINY
@@ -92,8 +92,8 @@ def specimen(name: str, dtype: str = "f32") -> Specimen:
 def worst_error(one: Specimen, plan: Plan, way: str = "shared") -> float:
     """The largest relative error of any loss, gradient or buffer under a plan, of the code that ranks run."""
     program = laminar.lower(one.graph, replace(plan, graph_hash=one.graph.hash))
-    ranks = loopback.run(program, one.inputs, one.constants, way=way)
-    sized = Sizes(one.graph, one.inputs, one.constants)
+    ranks = loopback.run_loopback(program, one.inputs, one.constants, way=way)
+    sized = TermSizes(one.graph, one.inputs, one.constants)
     worst = 0.0
     for o in program.outputs:
         key = f"{o.kind}:{o.name}"

@@ -30,7 +30,7 @@ from laminar.api import micro_batches
 from laminar.cli import main
 from laminar.errors import PeerError, RankError
 from laminar.ir.net import Net
-from laminar.runtime.pipeline.control_sockets import BYE, GONE, Message
+from laminar.runtime.pipeline.control_sockets import BYE, GONE, ControlMessage
 from tests.support.marks import slow
 from tests.support.rank_pool import WAIT_S, Ranks, patiently, stop_this_process
 from tests.support.zoo import EXAMPLES
@@ -390,12 +390,12 @@ class Shuffled:
     """Has a job hear what comes late and in any order, goodbyes excepted."""
 
     def __init__(self, job: Any, seed: str) -> None:
-        self.lines, self.dice, self.held = job.pipes.training.actors._lines, random.Random(seed), list[Message]()
+        self.lines, self.dice, self.held = job.pipes.training.actors._lines, random.Random(seed), list[ControlMessage]()
         self.receive, self.lines.receive = self.lines.receive, self.some
         self.late = 0
         """Times that something had come and was not heard yet."""
 
-    def some(self, wait_s: float) -> list[Message]:
+    def some(self, wait_s: float) -> list[ControlMessage]:
         """In place of `receive`."""
         came = self.held + self.receive(0.0 if self.held else wait_s)
         byes = [m for m in came if m.kind in (BYE, GONE)]
@@ -410,7 +410,7 @@ class Shuffled:
         """Hear as before, what was held back first: what is read last in a step may be told behind its end."""
         self.lines.receive = self.rest
 
-    def rest(self, wait_s: float) -> list[Message]:
+    def rest(self, wait_s: float) -> list[ControlMessage]:
         """From then on in place of `receive`."""
         held, self.held = self.held, []
         return held + self.receive(0.0 if held else wait_s)

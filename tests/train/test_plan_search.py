@@ -75,9 +75,9 @@ def test_the_command_line_searches_too(tmp_path: Path) -> None:
     assert main(["train", str(EXAMPLES / "mlp.py:tiny"), "--cluster", HERE, "--steps", "3", "--run-dir", str(run)]) == 0
     saved = json.loads((run / "plan.json").read_text())
     assert saved["account"]["certificate"]["cells"]["looked_at"] > 0
-    (told,) = [e.fields for e in events.read(run / "events.jsonl") if e.kind == "measured"]
+    (told,) = [e.fields for e in events.read_events(run / "events.jsonl") if e.kind == "measured"]
     assert told["done"] == ("measured" in saved["account"]) != ("unmeasured" in saved["account"])
     run = tmp_path / "other"
     asked = ["train", str(EXAMPLES / "mlp.py:tiny"), "--cluster", HERE, "--steps", "1", "--run-dir", str(run)]
     assert main([*asked, "--no-measure"]) == 0
-    assert not [e for e in events.read(run / "events.jsonl") if e.kind == "measured"]
+    assert not [e for e in events.read_events(run / "events.jsonl") if e.kind == "measured"]

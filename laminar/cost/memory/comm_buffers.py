@@ -78,7 +78,7 @@ class _Layout:
         self.uses: dict[Ref, int] = {}
         for ref in [r for i in program.instrs for r in i.refs] + [o.ref for o in program.outputs]:
             self.uses[ref] = self.uses.get(ref, 0) + 1
-        self.yards: dict[tuple[int, ...], dict[str, int]] = {}
+        self.arenas: dict[tuple[int, ...], dict[str, int]] = {}
         self.scratch = 0
         slots = self._slots() if backend in ("shared", "gloo") and not compiled else {}
         inside = {r.name for i in program.instrs for r in i.refs}
@@ -95,7 +95,7 @@ class _Layout:
             if place is not None and any(isinstance(p, Split) for p in place.nd):
                 # Tables that say which of the whole tensor's numbers are this rank's.
                 self.out.fixed.append(8 * sum(place.local(self.mesh, rank).shape))
-        for areas in self.yards.values():
+        for areas in self.arenas.values():
             counters = len([k for k in areas if k not in RINGS]) + sum(RINGS[k] for k in areas if k in RINGS)
             total = sum(n * RINGS.get(name, 1) for name, n in areas.items())
             self.out.fixed.append(aligned(12 * counters) + total + LINE)
@@ -133,7 +133,7 @@ class _Layout:
             # The region also has room for the sum of this rank's part; the terms are the bucket itself.
             item = self._item(instr)
             extra = aligned(total) - total + aligned(chunk(total // item, n, 0)[1] * item)
-            self.yards.setdefault(instr.box.axes, {})[instr.name] = extra
+            self.arenas.setdefault(instr.box.axes, {})[instr.name] = extra
 
     def _local_gradients(self) -> None:
         for out in self.program.outputs:
@@ -198,7 +198,7 @@ class _Layout:
 
     def _ring(self, instr: Instr, nbytes: int) -> None:
         ring = "small" if nbytes <= SMALL_BYTES else "large"
-        areas = self.yards.setdefault(instr.box.axes, {})
+        areas = self.arenas.setdefault(instr.box.axes, {})
         areas[ring] = max(areas.get(ring, 0), aligned(max(nbytes, 1)))
 
     def _rows(self, instr: Instr) -> None:

@@ -24,7 +24,7 @@ from laminar.runtime.comm.shards import shard
 Watcher = Callable[[Instr, list[tuple[Any, ...]]], None]
 
 
-def run(
+def run_lockstep(
     program: Program,
     inputs: Mapping[str, Tensor],
     constants: Mapping[str, Tensor] | None = None,

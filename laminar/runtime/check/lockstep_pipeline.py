@@ -19,14 +19,14 @@ from laminar.lower.boxing_lines import boxing_line
 from laminar.lower.stage_programs import KEPT, Part, Stages
 from laminar.rules.crossing import Crossing, crossing
 from laminar.runtime.check import lockstep
-from laminar.runtime.comm.cross_mesh import Receiver, Sender
+from laminar.runtime.comm.cross_mesh import CrossMeshReceiver, CrossMeshSender
 from laminar.runtime.comm.shards import assemble
 
 Locals = list[Tensor]
 """One value as each rank of a place holds it."""
 
 
-def run(
+def run_pipeline_lockstep(
     made: Stages | Sequence[Stages],
     batches: Sequence[Mapping[str, Tensor]],
     weights: Sequence[float] | None = None,
@@ -90,7 +90,7 @@ def _part(
 ) -> None:
     here = memory[part.stage]
     known = {k: v for k, v in constants.items() if k in _constants(part.program)} if constants else None
-    outs = lockstep.run(part.program, inputs, known, held={n: here[n] for n in part.takes})
+    outs = lockstep.run_lockstep(part.program, inputs, known, held={n: here[n] for n in part.takes})
     places, stages = made.staged.places, made.staged.stages
     for o in part.program.outputs:
         key = f"{o.kind}:{o.name}"
@@ -137,11 +137,13 @@ def cross(locals_: Mapping[int, Tensor], crossing: Crossing) -> dict[int, Tensor
     held: dict[int, Tensor] = {
         rank: mine[program.outputs[0].ref] for rank, mine in zip(crossing.src.ranks, memory, strict=True)
     }
-    sent = {(rank, peer): x for rank in crossing.src.ranks for peer, x in Sender(crossing, rank).pack(held[rank])}
+    sent = {
+        (rank, peer): x for rank in crossing.src.ranks for peer, x in CrossMeshSender(crossing, rank).pack(held[rank])
+    }
     any_ = next(iter(held.values()))
     out = {}
     for rank in crossing.dst.ranks:
-        receiver = Receiver(crossing, rank)
+        receiver = CrossMeshReceiver(crossing, rank)
         room = receiver.room(any_.device, any_.dtype)
         for peer, buffer in room.buffers:
             buffer.copy_(sent[peer, rank])

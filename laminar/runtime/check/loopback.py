@@ -1,18 +1,18 @@
 """All ranks of a program in one process, running the very code that ranks run: generated lines and real exchanges.
 
 `lockstep.py` interprets a program, and so sees every value, but writes nothing in place, reuses no memory and starts
-nothing that ends later. All of that can be wrong while the program is right. Here each rank has its own `Step` and
+nothing that ends later. All of that can be wrong while the program is right. Here each rank has its own `EagerStep` and
 takes turns with the others (`rank_threads.py`); what they exchange goes through memory they all see, in one of three
 ways:
 
-    shared   the exchanges of ranks of one machine (`runtime/comm/shm_collectives.py`), over a yard of ordinary tensors
-    sends    those of Gloo between machines: sends and receives (`runtime/comm/p2p_collectives.py`), reductions of a
-    process group groups   those that GPUs use: collectives of a process group (`runtime/comm/transport.py`), here on
-    the host
+    shared   the exchanges of ranks of one machine (`runtime/comm/shm_collectives.py`), in ordinary tensors
+    sends    those of Gloo between machines: sends and receives (`runtime/comm/p2p_collectives.py`), and reductions of
+             a process group
+    groups   those that GPUs use: collectives of a process group (`runtime/comm/transport.py`), here on the host
 
 What may be overwritten is overwritten, with bytes that read as not-a-number, as soon as it may be: buckets before a
-run, slots behind their last reader, areas of a yard that are free again, whatever a collective was given to reduce in
-place, and results until they have been waited for. A message is read from its sender as late as can be. Every second
+run, slots behind their last reader, segments of an arena that are free again, whatever a collective was given to reduce
+in place, and results until they have been waited for. A message is read from its sender as late as can be. Every second
 collective of a process group completes as soon as all have come to it, every other when it is waited for. So whoever
 reads too late, or too early, gets a number that is none.
 """
@@ -30,19 +30,19 @@ from laminar.errors import RankError
 from laminar.ir.mesh import Mesh
 from laminar.ir.program import Instr, Program
 from laminar.runtime.check.rank_threads import Turns
-from laminar.runtime.code.eager_step import Step
+from laminar.runtime.code.eager_step import EagerStep
 from laminar.runtime.comm.boxing_ops import reduce
-from laminar.runtime.comm.process_group import Talk, Work
+from laminar.runtime.comm.process_group import AsyncWork, ProcessGroup
 from laminar.runtime.comm.shards import shard
-from laminar.runtime.comm.shm_arena import Area, Wants, Yard, layout
+from laminar.runtime.comm.shm_arena import ArenaNeeds, Segment, ShmArena, arena_layout
 from laminar.runtime.comm.transport import Bucket, Exchange, Groups
 
-WAYS = ("shared", "sends", "groups")
-SPOILT = 0xFF
+TRANSPORTS = ("shared", "sends", "groups")
+POISON_BYTE = 0xFF
 """A byte that, repeated, is no number in any floating dtype."""
 
 
-def spoil(x: Tensor) -> None:
+def poison(x: Tensor) -> None:
     """Make every number of a tensor none; whole numbers become such as no index may be."""
     if x.is_floating_point() or x.is_complex():
         x.fill_(float("nan"))
@@ -68,7 +68,7 @@ class Hub:
     turns: Turns
     way: str = "shared"
     meetings: dict[Any, _Meeting] = field(default_factory=dict)
-    letters: dict[Any, Tensor] = field(default_factory=dict)
+    messages: dict[Any, Tensor] = field(default_factory=dict)
     regions: dict[Any, list[Tensor]] = field(default_factory=dict)
 
 
@@ -102,12 +102,12 @@ class _Posted:
     into: Tensor | None
 
     def wait(self) -> None:
-        letters, into = self.hub.letters, self.into
+        messages, into = self.hub.messages, self.into
         if into is None:
-            self.hub.turns.wait(lambda: self.key not in letters, f"message {self.key} to be taken")
+            self.hub.turns.wait(lambda: self.key not in messages, f"message {self.key} to be taken")
         else:
-            self.hub.turns.wait(lambda: self.key in letters, f"message {self.key}")
-            into.copy_(letters.pop(self.key).view(into.shape))
+            self.hub.turns.wait(lambda: self.key in messages, f"message {self.key}")
+            into.copy_(messages.pop(self.key).view(into.shape))
 
 
 class Loop:
@@ -120,7 +120,7 @@ class Loop:
 
     def _meet(
         self, kind: str, given: Sequence[Tensor], out: Tensor, make: Callable[[dict[int, list[Tensor]]], Tensor]
-    ) -> Work:
+    ) -> AsyncWork:
         key = self.members, self.met
         meeting = self.hub.meetings.setdefault(key, _Meeting(kind, early=self.met % 2 == 0))
         self.met += 1
@@ -128,7 +128,7 @@ class Loop:
             raise RankError(f"rank {self.members[self.at]} comes to {kind} where others are in {meeting.kind}",
                             at=f"collective {key[1]} of ranks {', '.join(map(str, self.members))}")  # fmt: skip
         meeting.given[self.at] = [x.clone() for x in given]
-        spoil(out)
+        poison(out)
 
         def finish(all_: dict[int, list[Tensor]]) -> None:
             out.copy_(make(all_).view(out.shape))
@@ -143,18 +143,18 @@ class Loop:
     def _rows(self, all_: dict[int, list[Tensor]]) -> list[Tensor]:
         return [all_[r][0] for r in range(len(self.members))]
 
-    def all_reduce(self, x: Tensor, op: str) -> Work:
+    def all_reduce(self, x: Tensor, op: str) -> AsyncWork:
         return self._meet(f"all_reduce {op} {tuple(x.shape)}", [x], x, lambda all_: reduce(self._rows(all_), op))
 
-    def gather_into(self, out: Tensor, x: Tensor) -> Work:
+    def gather_into(self, out: Tensor, x: Tensor) -> AsyncWork:
         kind = f"all_gather {tuple(x.shape)}"
         return self._meet(kind, [x], out, lambda all_: torch.stack([r.reshape(-1) for r in self._rows(all_)]))
 
-    def scatter_into(self, out: Tensor, pieces: Tensor, op: str) -> Work:
+    def scatter_into(self, out: Tensor, pieces: Tensor, op: str) -> AsyncWork:
         kind = f"reduce_scatter {op} {tuple(pieces.shape)}"
         return self._meet(kind, [pieces], out, lambda all_: reduce([r[self.at] for r in self._rows(all_)], op))
 
-    def all_to_all(self, out: Tensor, given: Tensor, received: Sequence[int], sent: Sequence[int]) -> Work:
+    def all_to_all(self, out: Tensor, given: Tensor, received: Sequence[int], sent: Sequence[int]) -> AsyncWork:
         def made(all_: dict[int, list[Tensor]]) -> Tensor:
             rows = [all_[r][self.at] for r in range(len(self.members))]
             if [r.numel() for r in rows] != list(received):
@@ -167,26 +167,26 @@ class Loop:
     def peer(self, world_rank: int) -> int:
         return self.members.index(world_rank)
 
-    def _letter(self, src: int, dst: int, tag: int) -> Any:
+    def _message_key(self, src: int, dst: int, tag: int) -> Any:
         """Messages between two ranks with one tag are told apart by their order."""
         key = self.members, src, dst, tag
         self.sent[key] = self.sent.get(key, 0) + 1
         return (*key, self.sent[key])
 
-    def send(self, x: Tensor, peer: int, tag: int) -> Work:
-        key = self._letter(self.at, peer, tag)
-        self.hub.letters[key] = x
+    def send(self, x: Tensor, peer: int, tag: int) -> AsyncWork:
+        key = self._message_key(self.at, peer, tag)
+        self.hub.messages[key] = x
         return _Posted(self.hub, key, None)
 
-    def recv(self, x: Tensor, peer: int, tag: int) -> Work:
-        spoil(x)
-        return _Posted(self.hub, self._letter(peer, self.at, tag), x)
+    def recv(self, x: Tensor, peer: int, tag: int) -> AsyncWork:
+        poison(x)
+        return _Posted(self.hub, self._message_key(peer, self.at, tag), x)
 
 
-class _LoopYard(Yard):
-    """A yard of ordinary tensors, in which ranks wait by passing the turn."""
+class _LoopArena(ShmArena):
+    """An arena of ordinary tensors, in which ranks wait by passing the turn."""
 
-    def __init__(self, turns: Turns, regions: list[Tensor], at: int, wants: Wants) -> None:
+    def __init__(self, turns: Turns, regions: list[Tensor], at: int, wants: ArenaNeeds) -> None:
         super().__init__(regions, at, wants, [], 0.0)
         self.turns = turns
 
@@ -197,10 +197,10 @@ class _LoopYard(Yard):
         flags = [self._flags[r] for r in self.others]
         self.turns.wait(lambda: all(f[column] >= value for f in flags), f"counter {column} to be {value}")
 
-    def take(self, nbytes: int) -> Area:
-        area = super().take(nbytes)
-        area.of(self.at, torch.uint8).fill_(SPOILT)
-        return area
+    def take(self, nbytes: int) -> Segment:
+        segment = super().take(nbytes)
+        segment.of(self.at, torch.uint8).fill_(POISON_BYTE)
+        return segment
 
 
 @dataclass
@@ -211,7 +211,7 @@ class _Donated:
 
     def start(self, *x: Tensor) -> Any:
         handle = self.inner.start(*x)
-        spoil(x[0])
+        poison(x[0])
         return handle
 
     def finish(self, handle: Any) -> Any:
@@ -232,22 +232,22 @@ class Loopback(Groups):
         self._ends = {}
         super().prepare(program, in_order and self.hub.way != "groups")
 
-    def _joined(self, axes: tuple[int, ...]) -> Talk:
+    def _joined(self, axes: tuple[int, ...]) -> ProcessGroup:
         return Loop(self.hub, self.mesh.group(axes, self.mesh.coords(self.rank)), self.rank)
 
-    def _yard(self, axes: tuple[int, ...], members: tuple[int, ...], wants: Wants) -> Yard | None:
-        _, nbytes = layout(wants)
+    def _arena(self, axes: tuple[int, ...], members: tuple[int, ...], wants: ArenaNeeds) -> ShmArena | None:
+        _, nbytes = arena_layout(wants)
         key = axes, members, self.prepared
         if key not in self.hub.regions:
             self.hub.regions[key] = [torch.zeros(nbytes, dtype=torch.uint8) for _ in members]
-        return _LoopYard(self.hub.turns, self.hub.regions[key], members.index(self.rank), wants)
+        return _LoopArena(self.hub.turns, self.hub.regions[key], members.index(self.rank), wants)
 
     def _assigned(self, last: dict[str, int]) -> None:
         for name, memory in self._given.items():
             self._ends.setdefault(last[name], []).append(memory)
 
     def ended(self, line: int) -> list[Tensor]:
-        """Slots that are free behind a line: they are spoilt there."""
+        """Slots that are free behind a line: they are poisoned there."""
         return self._ends.get(line, [])
 
     def exchange(self, instr: Instr, rank: int, copy: bool, bucket: Bucket | None, fill: Sequence[int]) -> Exchange:
@@ -278,7 +278,7 @@ class Ranks:
         hub = Hub(program.mesh, self.turns, way)
         seen = [(lambda i, x, r=r: watch(r, i, x)) if watch else None for r in range(program.mesh.ranks)]
         self.steps = [
-            Step(program, Loopback(hub, r), constants, watch=seen[r], text=text) for r in range(program.mesh.ranks)
+            EagerStep(program, Loopback(hub, r), constants, watch=seen[r], text=text) for r in range(program.mesh.ranks)
         ]
 
     def run(self, inputs: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
@@ -286,7 +286,7 @@ class Ranks:
         calls = []
         for r, step in enumerate(self.steps):
             for bucket in step.buckets:
-                spoil(bucket.flat)
+                poison(bucket.flat)
             local = [shard(inputs[i.name].detach(), i.placed.nd, self.program.mesh, r) for i in self.program.inputs]
             calls.append(lambda step=step, local=local: step(*local))
         outs = self.turns.run(calls)
@@ -294,7 +294,7 @@ class Ranks:
         return [dict(zip(keys, out, strict=True)) for out in outs]
 
 
-def run(
+def run_loopback(
     program: Program, inputs: Mapping[str, Tensor], constants: Mapping[str, Tensor] | None = None, **how: Any
 ) -> list[dict[str, Tensor]]:
     """Outputs of every rank by `kind:name`, from whole inputs; `how` as for `Ranks`."""

@@ -1,8 +1,8 @@
-"""All places of a plan with stages in one process: the actors, parts, edges and exchanges that real ranks have.
+"""All places of a plan with stages in one process: the actors, parts, routes and exchanges that real ranks have.
 
 Each rank has a thread and takes turns with the others (`rank_threads.py`); stages hand each other tensors through
-rings in ordinary memory, ranks of one place exchange by loopback (`loopback.py`). A register is spoilt when it has
-been read, and what a part adds to is spoilt before the step. `lockstep_pipeline.py` computes the same without any of
+rings in ordinary memory, ranks of one place exchange by loopback (`loopback.py`). A register is poisoned when it has
+been read, and what a part adds to is poisoned before the step. `lockstep_pipeline.py` computes the same without any of
 this.
 """
 
@@ -20,19 +20,19 @@ from laminar.ir.program import Program
 from laminar.ir.staged import Staged
 from laminar.lower.stage_net import together
 from laminar.lower.stage_programs import KEPT, Stages
-from laminar.runtime.check.loopback import SPOILT, Hub, Loopback, spoil
+from laminar.runtime.check.loopback import POISON_BYTE, Hub, Loopback, poison
 from laminar.runtime.check.rank_threads import Turns
-from laminar.runtime.code.eager_step import Adding, Step
+from laminar.runtime.code.eager_step import Adding, EagerStep
 from laminar.runtime.comm.shards import assemble, shard
 from laminar.runtime.comm.transport import Null
 from laminar.runtime.pipeline.actors import Actors
-from laminar.runtime.pipeline.channels import RingReceiver, RingSender, Value, wires
+from laminar.runtime.pipeline.channels import RingReceiver, RingSender, Value, queue_routes
 from laminar.runtime.pipeline.connect import neighbours
-from laminar.runtime.pipeline.control_sockets import Message
+from laminar.runtime.pipeline.control_sockets import ControlMessage
 from laminar.runtime.pipeline.shm_channels import slot_bytes
-from laminar.runtime.pipeline.stage_runner import Parts
+from laminar.runtime.pipeline.stage_runner import StageRunner
 
-PATIENCE_S = 86400.0
+NO_TIMEOUT_S = 86400.0
 """Ranks that take turns in one process don't run out of time."""
 
 
@@ -43,15 +43,15 @@ class _Lines:
     rank: int
     peers: tuple[int, ...]
     all: dict[int, _Lines]
-    waiting: list[Message] = field(default_factory=list)
+    waiting: list[ControlMessage] = field(default_factory=list)
 
     def post(self, to: int, kind: int, which: int = 0, a: int = 0, b: int = 0, tail: bytes = b"") -> None:
-        self.all[to].waiting.append(Message(self.rank, kind, which, a, b, tail))
+        self.all[to].waiting.append(ControlMessage(self.rank, kind, which, a, b, tail))
 
     def flush(self) -> None:
         """Everything has left already."""
 
-    def receive(self, wait_s: float) -> list[Message]:
+    def receive(self, wait_s: float) -> list[ControlMessage]:
         out, self.waiting = self.waiting, []
         return out
 
@@ -60,13 +60,13 @@ class _Lines:
 
 
 class _Ring(RingReceiver):
-    """Registers that are spoilt as soon as they may be filled again."""
+    """Registers that are poisoned as soon as they may be filled again."""
 
     def release(self, n: int) -> None:
-        self.ring.chunk(self.registers)[n % self.registers].fill_(SPOILT)
+        self.ring.chunk(self.registers)[n % self.registers].fill_(POISON_BYTE)
 
 
-def run(
+def run_pipeline_loopback(
     made: Sequence[Stages],
     batches: Sequence[Mapping[str, Tensor]],
     weights: Sequence[float],
@@ -94,9 +94,9 @@ def run(
     for one in parts.values():
         one.sizes = [one.first[next(i for i, d in enumerate(distinct) if d is m)] for m in made]
         one.weights, one.unscaled = weights, uneven
-        for code in (c for size in one.first for c in size.code.values() if isinstance(c, Step)):
+        for code in (c for size in one.first for c in size.code.values() if isinstance(c, EagerStep)):
             for bucket in code.buckets:
-                spoil(bucket.flat)
+                poison(bucket.flat)
     _drive(pipes[0].net, parts, turns, ranks)
     out: dict[str, Tensor] = {}
     for s, stage_parts in enumerate(distinct[0].parts):
@@ -123,7 +123,7 @@ def _parts(
     *,
     uneven: bool,
     text: bool,
-) -> Parts:
+) -> StageRunner:
     """What one rank runs, with its share of the weights."""
     at = next(p for p, place in enumerate(staged.places) if rank in place.ranks)
     place = staged.places[at]
@@ -138,12 +138,12 @@ def _parts(
                     held[item.name] = shard(batches[0][item.name], stage.plan.inputs[item.name], place.mesh, me).clone()
     number = {id(p.program): i for i, piped in enumerate(pipes) for row in piped.made.parts for p in row}
 
-    def build(program: Program, adding: Adding) -> Step:
+    def build(program: Program, adding: Adding) -> EagerStep:
         given = constants[number[id(program)]]
         mine = {c.name: given[c.name] for c in program.constants}
-        return Step(program, transport, mine, adding=None if uneven else adding, text=text)
+        return EagerStep(program, transport, mine, adding=None if uneven else adding, text=text)
 
-    out = Parts(pipes, rank, held, build)
+    out = StageRunner(pipes, rank, held, build)
 
     def feed(stage: int, k: int) -> dict[str, Tensor]:
         found = out.sizes[k].piped.made
@@ -158,26 +158,26 @@ def _parts(
     return out
 
 
-def _drive(net: Any, parts: Mapping[int, Parts], turns: Turns, ranks: Sequence[int]) -> None:
+def _drive(net: Any, parts: Mapping[int, StageRunner], turns: Turns, ranks: Sequence[int]) -> None:
     """One step of the net, every rank in its turn."""
-    wired = wires(net, parts[ranks[0]].edges())
+    wired = queue_routes(net, parts[ranks[0]].routes())
     near = neighbours(net, wired)
     lines: dict[int, _Lines] = {}
     for r in ranks:
         lines[r] = _Lines(r, tuple(sorted(a + b - r for a, b in near if r in (a, b))), lines)
     ends: dict[tuple[int, int, int], tuple[RingSender, _Ring]] = {}
     for w in wired:
-        for a, b in w.edge.pairs:
+        for a, b in w.route.pairs:
             if a != b:
-                memory = torch.full((w.queue.registers * slot_bytes(w),), SPOILT, dtype=torch.uint8)
+                memory = torch.full((w.queue.registers * slot_bytes(w),), POISON_BYTE, dtype=torch.uint8)
                 ends[w.number, a, b] = RingSender(memory, w.queue.registers), _Ring(memory, w.queue.registers)
     tokens = {q.name: [Value([])] * q.filled for q in net.queues if q.filled}
     actors = {
         r: Actors(
-            net, parts[r].fire, lines[r], wires(net, parts[r].edges()),
+            net, parts[r].fire, lines[r], queue_routes(net, parts[r].routes()),
             {(k, b): s for (k, a, b), (s, _) in ends.items() if a == r},
             {(k, a): t for (k, a, b), (_, t) in ends.items() if b == r},
-            initial=tokens, timeout_s=PATIENCE_S,
+            initial=tokens, timeout_s=NO_TIMEOUT_S,
         )
         for r in ranks
     }  # fmt: skip

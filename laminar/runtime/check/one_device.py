@@ -16,10 +16,10 @@ from laminar.ir.graph import Graph, Node, map_refs
 def constants_of(graph: Graph, wide: bool = False) -> dict[str, Tensor]:
     """The graph's constants; in a widened graph floating ones are float64."""
     out = {c.name: constant_tensor(c) for c in graph.constants}
-    return {k: widened(v) if wide else v for k, v in out.items()}
+    return {k: widened_tensor(v) if wide else v for k, v in out.items()}
 
 
-def widened(value: Tensor) -> Tensor:
+def widened_tensor(value: Tensor) -> Tensor:
     """A floating tensor in float64, a complex one in complex128, another as it is."""
     if value.is_complex():
         return value.to(torch.complex128)

@@ -29,8 +29,8 @@ from laminar.capture.origins import canonical_again
 from laminar.capture.rewritten_functions import WRITTEN_OUT
 from laminar.runtime.pipeline.loader import LOADER
 
-NARROW = (torch.bfloat16, torch.float16)
-PLAIN = frozenset(
+HALF_DTYPES = (torch.bfloat16, torch.float16)
+RUN_BY_TORCH = frozenset(
     [F.batch_norm, F.embedding, F.embedding_bag, F.gaussian_nll_loss, Tensor.data.__set__,  # type: ignore[attr-defined]
      F.instance_norm, F.ctc_loss, torch.ctc_loss, torch.masked_select, Tensor.masked_select, Tensor.tolist,
      Tensor.numpy, Tensor.__array__, Tensor.__deepcopy__, F.grouped_mm, torch_private.grouped_mm,
@@ -47,7 +47,7 @@ class Keyed(Canonical):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         handler = HANDLERS.get(func)
-        if handler is not None and func not in PLAIN and _draws(func, args, kwargs):
+        if handler is not None and func not in RUN_BY_TORCH and _draws(func, args, kwargs):
             with torch.device(self.key.device):
                 return handler(self, *args, **kwargs)
         body = body_of(func)
@@ -126,7 +126,7 @@ def run_eager(
                 for slot, grad in zip(trained, _gradients(root, [s.tensor for s in trained]), strict=True):
                     if grad is not None:
                         dense = grad.to_dense() if grad.is_sparse else grad
-                        out[f"grad:{slot.name}"] = dense.float() if wide and dense.dtype in NARROW else dense
+                        out[f"grad:{slot.name}"] = dense.float() if wide and dense.dtype in HALF_DTYPES else dense
         for slot in slots:
             now = slot.now
             if slot.kind == "buffer" and isinstance(now, Tensor) and not same(now.detach(), before[slot.name]):

@@ -4,7 +4,7 @@ The op is run on whole inputs and on shards; a candidate (one dim of each input 
 dim of each output split, or the output partial) is kept only if the shards reproduce the whole on
 several random draws. Slow, and only for ops nobody wrote a rule for. In float64 where the op can, so
 that a weak coupling between elements does not pass for rounding. Not covered: ops larger than
-`LARGEST`, ops with no kernel on this machine, torch's own that read whole numbers, and maxima (an
+`MOST_ELEMENTS`, ops with no kernel on this machine, torch's own that read whole numbers, and maxima (an
 output that is P(max)).
 """
 
@@ -27,14 +27,14 @@ from laminar.rules.notation import call_of
 from laminar.rules.table import rule_for
 from laminar.runtime.comm.shards import assemble, shard
 
-DRAWS = 3
-PARTS = 2
-LARGEST = 1 << 22
+PROBE_DRAWS = 3
+PROBE_RANKS = 2
+MOST_ELEMENTS = 1 << 22
 """Elements beyond which an op is not probed but computed whole."""
-MOST = 256
+MOST_CANDIDATES = 256
 """Candidates beyond which an op is not probed."""
-CLOSE = {torch.float64: 1e-9, torch.float32: 1e-5}
-AXIS = Mesh({"probe": PARTS})
+PROBE_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
+AXIS = Mesh({"probe": PROBE_RANKS})
 
 
 def probe(graph: Graph) -> Graph:
@@ -55,13 +55,18 @@ def probe(graph: Graph) -> Graph:
 def signatures_of(node: Node, ins: list[TensorSpec]) -> list[list[list[str]]]:
     """Every way to split an op that reproduced the whole: placements read and made, as text."""
     outs = [o for o in node.outs if o is not None]
-    if len(outs) != len(node.outs) or sum(s.numel for s in (*ins, *outs)) > LARGEST or not ins or _trusts(node, ins):
+    if (
+        len(outs) != len(node.outs)
+        or sum(s.numel for s in (*ins, *outs)) > MOST_ELEMENTS
+        or not ins
+        or _trusts(node, ins)
+    ):
         return []
     draws = _draws(node, ins, wide=True) or _draws(node, ins, wide=False)
     options: list[list[Sbp]] = [
-        [B, *[Split(d) for d, n in enumerate(s.shape) if n % PARTS == 0 and n > 1]] for s in ins
+        [B, *[Split(d) for d, n in enumerate(s.shape) if n % PROBE_RANKS == 0 and n > 1]] for s in ins
     ]
-    if not draws or not _tells(draws) or math.prod(map(len, options)) > MOST:
+    if not draws or not _tells(draws) or math.prod(map(len, options)) > MOST_CANDIDATES:
         return []
     kept = []
     for placed in itertools.product(*options):
@@ -92,7 +97,7 @@ def _tells(draws: list[tuple[list[Tensor], list[Tensor]]]) -> bool:
 def _draws(node: Node, ins: list[TensorSpec], wide: bool) -> list[tuple[list[Tensor], list[Tensor]]]:
     """Several inputs and the op on each, or nothing if it can't be run."""
     try:
-        return [_draw(node, ins, seed, wide) for seed in range(DRAWS)]
+        return [_draw(node, ins, seed, wide) for seed in range(PROBE_DRAWS)]
     except Exception:  # whatever a user's op raises on random numbers, it is computed whole
         return []
 
@@ -134,7 +139,7 @@ def _outputs(node: Node, placed: tuple[Sbp, ...], draws: list[tuple[list[Tensor]
         try:
             ranks = [
                 _run(node, [shard(t, (p,), AXIS, r) for t, p in zip(tensors, placed, strict=True)])
-                for r in range(PARTS)
+                for r in range(PROBE_RANKS)
             ]
         except Exception:
             return None
@@ -156,10 +161,10 @@ def _agrees(pieces: list[Tensor], want: Tensor, p: Sbp) -> bool:
         if p == B and not all(torch.equal(piece, pieces[0]) for piece in pieces):
             return False
         got = assemble(pieces, want.shape, (p,), AXIS)
-        if isinstance(p, Split) and want.shape[p.dim] % PARTS:
+        if isinstance(p, Split) and want.shape[p.dim] % PROBE_RANKS:
             return False
         if want.is_floating_point():
-            tol = CLOSE.get(want.dtype, 2e-2)
+            tol = PROBE_TOLERANCE.get(want.dtype, 2e-2)
             return bool(torch.allclose(got, want, rtol=tol, atol=tol * 0.1, equal_nan=True))
         return torch.equal(got, want)
     except (RuntimeError, ValueError, IndexError):  # shapes that don't fit, or a dtype that can't be compared

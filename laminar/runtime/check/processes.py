@@ -23,9 +23,9 @@ from torch import Tensor
 
 from laminar.errors import LaminarError
 from laminar.ir.program import Program
-from laminar.runtime.code.eager_step import Step
+from laminar.runtime.code.eager_step import EagerStep
 from laminar.runtime.comm.shards import shard
-from laminar.runtime.comm.transport import Groups, join
+from laminar.runtime.comm.transport import Groups, join_process_group
 
 
 def on_ranks(
@@ -74,7 +74,7 @@ def _child(rank: int, world: int, folder: str, threads: int) -> None:
     try:
         warnings.simplefilter("ignore")
         torch.set_num_threads(threads)
-        join(rank, world, str(at / "rendezvous"))
+        join_process_group(rank, world, str(at / "rendezvous"))
         call, args = pickle.loads((at / "call").read_bytes())
         out = call(*args)
         torch.save(out, at / f"part{rank}")
@@ -100,7 +100,7 @@ def run_processes(
 
 def _run(program: Program, inputs: dict[str, Tensor], constants: dict[str, Tensor], device: str) -> dict[str, Tensor]:
     transport = Groups(program.mesh, device)
-    step = Step(program, transport, constants)
+    step = EagerStep(program, transport, constants)
     rank = transport.rank
     local = [shard(inputs[i.name], i.placed.nd, program.mesh, rank).to(device) for i in program.inputs]
     step(*local)  # twice: what one step leaves behind must not change the next

@@ -37,7 +37,7 @@ from laminar.rewrite.standalone import stage
 from laminar.rewrite.variants import replayed
 from laminar.rules.samples import samples_of
 from laminar.runtime.check.one_device import constants_of, run_graph
-from laminar.runtime.check.rounding import Sizes
+from laminar.runtime.check.rounding import TermSizes
 from laminar.runtime.check.verify import judged, widened
 
 TOLERANCE = 1e-12
@@ -120,7 +120,7 @@ def prove(
     if odd:
         raise GraphError(f"{odd[0]} is not finite on these inputs, so nothing can be proved", next="give other inputs")
     got = run_graph(other, fed, constants_of(other, wide))
-    sized = Sizes(one, fed, constants_of(one, wide))
+    sized = TermSizes(one, fed, constants_of(one, wide))
     errors = [
         judged(k, got[k], w, TOLERANCE if wide else 0.0, sized) if got[k].dtype == w.dtype else math.inf
         for k, w in want.items()

@@ -24,7 +24,7 @@ from laminar.ir.codec import Ref
 from laminar.ir.graph import Graph, Node
 from laminar.runtime.check.one_device import run_graph
 
-SHARE = {torch.float64: 2.0**-36, torch.complex128: 2.0**-36}
+NUDGE = {torch.float64: 2.0**-36, torch.complex128: 2.0**-36}
 """By how much numbers are moved: far above rounding, far below what bends a function."""
 COARSE = 2.0**-14
 """In narrower dtypes."""
@@ -78,7 +78,7 @@ def _real(value: Any) -> bool:
 
 
 def _share(value: Tensor) -> float:
-    return SHARE.get(value.dtype, COARSE)
+    return NUDGE.get(value.dtype, COARSE)
 
 
 def _nudged(value: Any, chance: torch.Generator) -> Any:
@@ -89,7 +89,7 @@ def _nudged(value: Any, chance: torch.Generator) -> Any:
     return value * (1 + _share(value) * by).to(value.dtype)
 
 
-class Sizes:
+class TermSizes:
     """Those of a graph's outputs, found when somebody first asks."""
 
     def __init__(self, graph: Graph, inputs: Mapping[str, Tensor], constants: Mapping[str, Tensor]) -> None:

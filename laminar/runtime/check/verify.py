@@ -30,9 +30,9 @@ from laminar.lower.stage_programs import Stages, in_other_precision, stages
 from laminar.rewrite.variants import rewritten
 from laminar.runtime.check import lockstep, loopback, loopback_pipeline
 from laminar.runtime.check.one_device import constants_of, run_graph
-from laminar.runtime.check.one_device import widened as widened_one
+from laminar.runtime.check.one_device import widened_tensor as widened_one
 from laminar.runtime.check.processes import run_processes
-from laminar.runtime.check.rounding import Sizes, sizes
+from laminar.runtime.check.rounding import TermSizes, sizes
 from laminar.runtime.comm.shards import assemble
 
 TOLERANCE = {"f64": 1e-9, "f32": 1e-5}
@@ -84,7 +84,7 @@ class Report:
         return "\n".join(lines)
 
 
-def error_of(got: Tensor, want: Tensor, floor: float) -> float:
+def relative_error(got: Tensor, want: Tensor, floor: float) -> float:
     """Largest difference, against the larger of the tensor's maximum and the floor."""
     if got.shape != want.shape:
         return math.inf
@@ -101,10 +101,10 @@ def error_of(got: Tensor, want: Tensor, floor: float) -> float:
     return math.inf if math.isnan(top) else 0.0 if top == 0 else top / scale if scale else math.inf
 
 
-def judged(key: str, got: Tensor, want: Tensor, tol: float, sized: Mapping[str, float] | Sizes) -> float:
+def judged(key: str, got: Tensor, want: Tensor, tol: float, sized: Mapping[str, float] | TermSizes) -> float:
     """How far an output is off, as tolerances are measured: by itself, or else by the size of its terms."""
-    error = error_of(got, want, 0.0)
-    return error if error <= tol else error_of(got, want, sized[key])
+    error = relative_error(got, want, 0.0)
+    return error if error <= tol else relative_error(got, want, sized[key])
 
 
 def widened(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -144,7 +144,7 @@ def verify_program(
             outs = here.run(inputs)
         else:
             outs = run_processes(program, inputs, constants, device)
-        sized = Sizes(subject, inputs, constants)
+        sized = TermSizes(subject, inputs, constants)
         for o in program.outputs:
             key = f"{o.kind}:{o.name}"
             got = assemble([r[key] for r in outs], o.placed.spec.shape, o.placed.nd, program.mesh)
@@ -195,7 +195,7 @@ def verify_stages(
                 alone.append(run_graph(subject, {**m, **left}, constants_of(subject, wide)))
         weights = [1.0 if weighted(one) else n / sum(samples) for n in samples]
         constants = [constants_of(subject, wide) for subject, _ in each]
-        got = loopback_pipeline.run([found for _, found in each], fed, weights, constants)
+        got = loopback_pipeline.run_pipeline_loopback([found for _, found in each], fed, weights, constants)
         got = _by_weight(got) if weighted(one) else got
         if staged.coupled:
             want = {k: torch.stack([r[k] * w for r, w in zip(alone, weights, strict=True)]).sum(0) for k in alone[0]}
@@ -203,7 +203,7 @@ def verify_stages(
             want = _by_weight(want) if weighted(one) else want
         else:
             want = run_graph(one, widened(batch) if wide else batch, constants_of(one, wide))
-        sized = Sizes(one, widened(batch) if wide else batch, constants_of(one, wide))
+        sized = TermSizes(one, widened(batch) if wide else batch, constants_of(one, wide))
         for key, w in want.items():
             kind = key.partition(":")[0]
             if kind in ("grad", "loss") or (staged.coupled and kind == "buffer"):
@@ -252,11 +252,11 @@ def first_difference(
                 continue
             try:
                 got = assemble([r[i] for r in results], placed.spec.shape, placed.nd, program.mesh).to(want.dtype)
-                error = error_of(got, want, 1e-300)
+                error = relative_error(got, want, 1e-300)
                 if error > max(tol, 1e-12) * 10:
                     if not sized:
                         sized.update(sizes(graph, inputs, constants, values.keys()))
-                    error = error_of(got, want, sized[ref])
+                    error = relative_error(got, want, sized[ref])
             except (RuntimeError, ValueError, IndexError) as broken:
                 found.append(
                     f"%{instr.name} = {instr.op}: {placed.spec} {show(placed.nd)} can't be put together: {broken}"
@@ -269,11 +269,11 @@ def first_difference(
                 )
                 return
 
-    outs = lockstep.run(program, inputs, constants, look)
+    outs = lockstep.run_lockstep(program, inputs, constants, look)
     if found:
         return found[0]
     want = run_graph(graph, inputs, constants)
-    output = Sizes(graph, inputs, constants)
+    output = TermSizes(graph, inputs, constants)
     for o in program.outputs:
         key = f"{o.kind}:{o.name}"
         got = assemble([r[key] for r in outs], o.placed.spec.shape, o.placed.nd, program.mesh)
@@ -286,7 +286,7 @@ def first_difference(
         copies = tuple(v.clone() if isinstance(v, Tensor) else v for v in results)
         seen.setdefault(instr.name, (instr, {}))[1][rank] = copies
 
-    loopback.run(program, inputs, constants, watch=note)
+    loopback.run_loopback(program, inputs, constants, watch=note)
     for instr, by_rank in seen.values():
         look(instr, [by_rank[r] for r in sorted(by_rank)])
     what = found[0] if found else "no line of it: what its outputs hold was written again"

@@ -1,7 +1,7 @@
 """The lines of a rank's step as calls, without the text of a `torch.fx` module: the same calls in the same order.
 
 Writing a module and compiling its text takes longer than a small program runs, so whoever runs each program once
-(verification of many plans) leaves it out. `Calls` stands in for `fx.Graph` where `module._Build` writes.
+(verification of many plans) leaves it out. `Calls` stands in for `fx.Graph` where `eager_step._Build` writes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 
-class Call:
+class CallNode:
     """What a line makes: its place among the values, and what is noted about it."""
 
     __slots__ = ("at", "meta")
@@ -30,11 +30,11 @@ class Calls:
         self.outputs: list[Any] = []
         self.drops: list[list[int]] = []
 
-    def _call(self) -> Call:
+    def _call(self) -> CallNode:
         self.count += 1
-        return Call(self.count - 1)
+        return CallNode(self.count - 1)
 
-    def placeholder(self, name: str) -> Call:
+    def placeholder(self, name: str) -> CallNode:
         """An input: these come before all lines."""
         return self._call()
 
@@ -42,13 +42,13 @@ class Calls:
         """An object the code refers to: itself."""
         return self.root[name]
 
-    def call_function(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: Any = None) -> Call:
+    def call_function(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: Any = None) -> CallNode:
         """A line that calls a function."""
         out = self._call()
         self.lines.append((target, args, kwargs or {}, out.at))
         return out
 
-    def call_method(self, name: str, args: tuple[Any, ...]) -> Call:
+    def call_method(self, name: str, args: tuple[Any, ...]) -> CallNode:
         """A line that calls a method of an object that is kept."""
         holder, *rest = args
         return self.call_function(getattr(holder, name), tuple(rest))
@@ -73,7 +73,7 @@ class Calls:
         env[: len(inputs)] = inputs
 
         def fill(arg: Any) -> Any:
-            if type(arg) is Call:
+            if type(arg) is CallNode:
                 return env[arg.at]
             if type(arg) is list or type(arg) is tuple:
                 return type(arg)(map(fill, arg))
@@ -86,7 +86,7 @@ class Calls:
         return [fill(v) for v in self.outputs]
 
 
-def _calls(arg: Any) -> list[Call]:
-    if type(arg) is Call:
+def _calls(arg: Any) -> list[CallNode]:
+    if type(arg) is CallNode:
         return [arg]
     return [c for a in arg for c in _calls(a)] if isinstance(arg, (list, tuple)) else []

@@ -32,7 +32,7 @@ _pools: WeakValueDictionary[torch.device, _Pool] = WeakValueDictionary()
 """A pool whose last recording is gone must not be used again, so nothing here keeps one alive."""
 
 
-class Recorded:
+class RecordedGraph:
     """A run as a CUDA graph."""
 
     def __init__(

@@ -31,7 +31,7 @@ def _others(x: Tensor) -> list[int]:
     return [d for d in range(x.dim()) if d != 1]
 
 
-def batch_norm_apply(
+def _batch_norm_apply(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, var: Tensor, eps: float
 ) -> Tensor:
     """(x - mean) / sqrt(var + eps) * weight + bias, per channel, with statistics given."""
@@ -41,7 +41,7 @@ def batch_norm_apply(
     return y.to(x.dtype)
 
 
-def batch_norm_moments(x: Tensor) -> tuple[Tensor, Tensor]:
+def _batch_norm_moments(x: Tensor) -> tuple[Tensor, Tensor]:
     """Sum and sum of squares per channel, in float64, by way of mean and variance."""
     n = x.numel() // max(x.shape[1], 1)
     var, mean = torch.var_mean(x.to(_stats_dtype(x)), _others(x), correction=0)
@@ -49,14 +49,14 @@ def batch_norm_moments(x: Tensor) -> tuple[Tensor, Tensor]:
     return mean * n, (var + mean * mean) * n
 
 
-def batch_norm_sums(dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+def _batch_norm_sums(dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of weight and bias: sums over the samples given."""
     wide = dy.to(mean.dtype)
     unit = (x.to(mean.dtype) - _per_channel(mean, x)) * _per_channel(rstd, x)
     return (wide * unit).sum(_others(x)), wide.sum(_others(x))
 
 
-def batch_norm_grad(
+def _batch_norm_grad(
     dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, dw: Tensor, db: Tensor, n: int
 ) -> Tensor:
     """Gradient of x, from gradients of weight and bias over all n samples."""
@@ -65,12 +65,12 @@ def batch_norm_grad(
     return (inner * _per_channel(rstd if weight is None else rstd * weight, x)).to(dy.dtype)
 
 
-def batch_norm_backward(
+def _batch_norm_backward(
     dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x, weight and bias."""
-    dw, db = batch_norm_sums(dy, x, mean, rstd)
-    dx = batch_norm_grad(dy, x, weight, mean, rstd, dw, db, x.numel() // max(x.shape[1], 1))
+    dw, db = _batch_norm_sums(dy, x, mean, rstd)
+    dx = _batch_norm_grad(dy, x, weight, mean, rstd, dw, db, x.numel() // max(x.shape[1], 1))
     like = mean.dtype if weight is None else weight.dtype
     return dx, dw.to(like), db.to(like)
 
@@ -110,7 +110,7 @@ def _loaded(shape: Sequence[int], key: Tensor) -> list[Tensor]:
     return [torch.arange(n, device=key.device) + nothing for n in shape]
 
 
-def uniform(
+def _uniform(
     shape: Sequence[int], key: Tensor, site: int, dtype: torch.dtype, part: Sequence[int] | None = None,
     index: Sequence[Tensor] | None = None, full: Sequence[int] | None = None,
 ) -> Tensor:  # fmt: skip
@@ -119,7 +119,7 @@ def uniform(
     return kernels.uniform(shape, key, site, dtype, part, index, full or shape)
 
 
-def normal(
+def _normal(
     shape: Sequence[int], key: Tensor, site: int, dtype: torch.dtype, part: Sequence[int] | None = None,
     index: Sequence[Tensor] | None = None, full: Sequence[int] | None = None,
 ) -> Tensor:  # fmt: skip
@@ -128,18 +128,17 @@ def normal(
     return kernels.normal(shape, key, site, dtype, part, index, full or shape)
 
 
-FORMS: dict[str, Callable[..., Any]] = {
-    f"laminar.{f.__name__}": f
-    for f in (
-        batch_norm_apply,
-        batch_norm_moments,
-        batch_norm_sums,
-        batch_norm_grad,
-        batch_norm_backward,
-        uniform,
-        normal,
-    )
-} | {"aten.gelu": gelu, "aten.gelu_backward": gelu_backward}
+DECOMPOSED: dict[str, Callable[..., Any]] = {
+    "laminar.batch_norm_apply": _batch_norm_apply,
+    "laminar.batch_norm_moments": _batch_norm_moments,
+    "laminar.batch_norm_sums": _batch_norm_sums,
+    "laminar.batch_norm_grad": _batch_norm_grad,
+    "laminar.batch_norm_backward": _batch_norm_backward,
+    "laminar.uniform": _uniform,
+    "laminar.normal": _normal,
+    "aten.gelu": gelu,
+    "aten.gelu_backward": gelu_backward,
+}
 """By the op they stand for; ops not here are traced through their kernels."""
-FORMS |= {name: find_op(name) for name in ("laminar.ctc_loss", "laminar.ctc_loss_backward")}
+DECOMPOSED |= {name: find_op(name) for name in ("laminar.ctc_loss", "laminar.ctc_loss_backward")}
 """Kernels that can't be traced through, because what they make on the way has a size that depends on data."""

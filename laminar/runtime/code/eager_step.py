@@ -25,7 +25,7 @@ from laminar.runtime.code.call_list import Calls
 from laminar.runtime.code.fused_lstm import FORWARD, FUSED, paired
 from laminar.runtime.code.host_copies import exchange_of
 from laminar.runtime.code.local_op import prepare
-from laminar.runtime.comm.aliases import may_alias
+from laminar.runtime.comm.aliases import result_may_alias
 from laminar.runtime.comm.boxing_ops import Box
 from laminar.runtime.comm.transport import PASSING, Bucket, Groups, Null
 from laminar.runtime.trace.tape import Recordable, stamped
@@ -38,7 +38,7 @@ def _rows_into(grad: Tensor, ids: Tensor, rows: int, padding: int, by_count: boo
     return out.zero_().index_add_(0, ids.reshape(-1), grad.reshape(-1, grad.shape[-1]))
 
 
-INTO: dict[str, Callable[..., Any]] = {
+OUT_VARIANTS: dict[str, Callable[..., Any]] = {
     "aten.mm": torch.mm,
     "aten.bmm": torch.bmm,
     "aten.addmm": torch.addmm,
@@ -64,7 +64,7 @@ def _mm_adding(adding: Adding, out: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return torch.mm(a, b, out=out) if adding.first else out.addmm_(a, b)
 
 
-class Step:
+class EagerStep:
     """One rank's compiled step: call it with local inputs in order, get local outputs in order."""
 
     def __init__(
@@ -170,7 +170,7 @@ class _Build:
         fill = []
         for i, ref in enumerate(instr.refs):
             maker = self.makers.get(ref.name)
-            if maker is not None and maker.op in INTO and self.uses[ref] == 1 and ref.name not in self.into:
+            if maker is not None and maker.op in OUT_VARIANTS and self.uses[ref] == 1 and ref.name not in self.into:
                 self.into[ref.name] = (bucket, i)
             else:
                 fill.append(i)
@@ -180,7 +180,7 @@ class _Build:
         """Gradients that nobody reduces get buffers as well: the system would clear fresh memory in every step."""
         for out in self.program.outputs:
             maker = self.makers.get(out.ref.name)
-            if out.kind == "grad" and maker is not None and maker.op in INTO and self.uses[out.ref] == 1:
+            if out.kind == "grad" and maker is not None and maker.op in OUT_VARIANTS and self.uses[out.ref] == 1:
                 shape = out.placed.local(self.mesh, self.rank).shape
                 bucket = Bucket([shape], DTYPES[out.placed.spec.dtype], self.device)
                 wide = out.placed.spec.dtype in ("f32", "f64")
@@ -246,7 +246,7 @@ class _Build:
             if instr.name in self.adds:
                 target, filled = _mm_adding, (self.keep("adding", self.adding), out, *filled)
             else:
-                target, kwargs = INTO[instr.op], {**kwargs, "out": out}
+                target, kwargs = OUT_VARIANTS[instr.op], {**kwargs, "out": out}
         if instr.name in self.recurrent:
             target = FUSED[instr.op]
             kwargs = {"keeps": self.recurrent[instr.name]} if instr.op == FORWARD else {}
@@ -284,7 +284,7 @@ class _Build:
     def _donated(self, ref: Ref) -> bool:
         """Whether a collective may reduce a tensor where it lies: nobody else reads it, and it is no view."""
         maker = self.makers.get(ref.name)
-        return maker is not None and not maker.kind and not may_alias(maker) and self.uses[ref] == 1
+        return maker is not None and not maker.kind and not result_may_alias(maker) and self.uses[ref] == 1
 
     def _await(self, ref: Ref) -> None:
         if ref.name not in self.waiting:

@@ -67,7 +67,7 @@ def _stacked(*states: Tensor) -> list[Tensor]:
     return [s.unsqueeze(0).contiguous() for s in states]
 
 
-def lstm(
+def fused_lstm(
     x: Tensor, h0: Tensor, c0: Tensor, w_ih: Tensor, w_hh: Tensor, bias: Tensor | None, reverse: bool,
     *, keeps: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | Workspace, Tensor | None]:  # fmt: skip
@@ -83,11 +83,11 @@ def lstm(
     return y, h[0], c[0], Workspace(kept, given, h, c), None
 
 
-def lstm_backward(
+def fused_lstm_backward(
     dy: Tensor, dh: Tensor, dc: Tensor, x: Tensor, h0: Tensor, c0: Tensor, w_ih: Tensor, w_hh: Tensor,
     y: Tensor, kept: Tensor | Workspace, cells: Tensor | None, reverse: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """As `kernels.lstm_backward`, of what `lstm` has kept."""
+    """As `kernels.lstm_backward`, of what `fused_lstm` has kept."""
     if not isinstance(kept, Workspace):
         assert cells is not None
         return kernels.lstm_backward(dy, dh, dc, x, h0, c0, w_ih, w_hh, y, kept, cells, reverse)
@@ -100,4 +100,4 @@ def lstm_backward(
     return dx, dh0[0], dc0[0], dw_ih, dw_hh, db
 
 
-FUSED: dict[str, Callable[..., Any]] = {FORWARD: lstm, BACKWARD: lstm_backward}
+FUSED: dict[str, Callable[..., Any]] = {FORWARD: fused_lstm, BACKWARD: fused_lstm_backward}

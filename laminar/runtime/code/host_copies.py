@@ -29,7 +29,7 @@ from torch import Tensor
 from laminar.ir.program import BRING, Instr
 
 
-class Link:
+class HostLink:
     """The way between a device and the host's memory: one stream, and buffers that are used again."""
 
     def __init__(self, device: torch.device) -> None:
@@ -73,15 +73,15 @@ class Link:
 
 
 @cache
-def link_of(device: torch.device) -> Link:
+def link_of(device: torch.device) -> HostLink:
     """The link of a device: one in a process."""
-    return Link(device)
+    return HostLink(device)
 
 
 class Send:
     """Values to the host: `start` takes them, `finish` gives them as they lie there."""
 
-    def __init__(self, count: int, link: Link) -> None:
+    def __init__(self, count: int, link: HostLink) -> None:
         self.count, self.link = count, link
 
     def start(self, *given: Tensor) -> Any:
@@ -101,7 +101,7 @@ class Send:
 class Bring:
     """Values back from the host: `start` takes them as they lie there, `finish` gives them on the device."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: HostLink) -> None:
         self.link = link
 
     def start(self, *given: Tensor) -> Any:

@@ -1,6 +1,6 @@
 """A program through Inductor: fused kernels between collectives, and no host work where shapes allow.
 
-Same call as `module.Step`, other means. The program is first made cheap to keep (`lower.recompute`), then
+Same call as `EagerStep`, other means. The program is first made cheap to keep (`lower/mincut_recompute.py`), then
 cut at collectives and where backward begins into *parts*, pure functions of tensors. Each part is traced
 to ATen, decomposed and compiled when it is first reached, with the strides its inputs then have. Forward
 and backward are never one part: a compiler would share what recomputation is there to make twice.
@@ -10,14 +10,14 @@ and backward are never one part: a compiler would share what recomputation is th
     products  that are only made to be widened (weight gradients under autocast) come out wide.
     replay    on a GPU, a program without collectives is recorded as a CUDA graph after its first run and
               replayed from then on. Inputs named `static` are read where they lie, others are copied into
-              place. All recordings of a process share one pool of memory; so, as with `Step`, outputs are
+              place. All recordings of a process share one pool of memory; so, as with `EagerStep`, outputs are
               good until the next call. Loss and metrics are copies and stay good. A program that sends values to
               the host is not recorded: parts end there as at collectives.
     cache     compiled kernels are kept in $XDG_CACHE_HOME/laminar/inductor (~/.cache by default), unless
               TORCHINDUCTOR_CACHE_DIR says otherwise: a second process compiles in a fraction of the time.
 
-Rounding differs from `Step` within what fused arithmetic always differs by. Gradients that go into a
-reduction are copied into its bucket here, where `Step` has products write there directly.
+Rounding differs from `EagerStep` within what fused arithmetic always differs by. Gradients that go into a
+reduction are copied into its bucket here, where `EagerStep` has products write there directly.
 """
 
 from __future__ import annotations
@@ -39,24 +39,26 @@ from laminar.ir.codec import Dtype, Ref
 from laminar.ir.program import BRING, Instr, Program
 from laminar.lower.mincut_recompute import TRAFFIC, recompute, written_out
 from laminar.lower.planned_recompute import early
-from laminar.runtime.code.cuda_graph import Recorded
-from laminar.runtime.code.decompositions import FORMS
+from laminar.runtime.code.cuda_graph import RecordedGraph
+from laminar.runtime.code.decompositions import DECOMPOSED
 from laminar.runtime.code.host_copies import Bring, Send, exchange_of
 from laminar.runtime.code.local_op import prepare
-from laminar.runtime.comm.aliases import may_alias
+from laminar.runtime.comm.aliases import result_may_alias
 from laminar.runtime.comm.boxing_ops import Box
 from laminar.runtime.comm.transport import Bucket, Exchange, Groups, Null
-from laminar.runtime.trace.tape import Recordable, described, now
+from laminar.runtime.trace.tape import Recordable, now, recordable
 
-Code = Callable[[list[Tensor]], Sequence[Tensor]]
-Compiler = Callable[[Callable[..., Any], list[Tensor], bool, list[int], list[int]], Code]
+CompiledPart = Callable[[list[Tensor]], Sequence[Tensor]]
+Compiler = Callable[[Callable[..., Any], list[Tensor], bool, list[int], list[int]], CompiledPart]
 """From a function, its first inputs, whether it is late, which inputs it may overwrite, and which outputs are shown."""
-Memory = dict[Ref, Tensor]
+TensorsByRef = dict[Ref, Tensor]
 AS_IT_IS = ("laminar.eager", "laminar.eager_backward")
 """Python that looks at data (`laminar.eager`): no compiler sees it, and no recording of a GPU can hold it."""
 
 
-def uncompiled(fn: Callable[..., Any], inputs: list[Tensor], late: bool, mine: list[int], shown: list[int]) -> Code:
+def run_uncompiled(
+    fn: Callable[..., Any], inputs: list[Tensor], late: bool, mine: list[int], shown: list[int]
+) -> CompiledPart:
     """No compiler: the part line by line."""
     return lambda args: fn(*args)
 
@@ -66,7 +68,7 @@ class Compiled:
 
     adding = None
     sums: frozenset[int] = frozenset()
-    """No product adds to a sum here, as some of `Step` do."""
+    """No product adds to a sum here, as some of `EagerStep` do."""
 
     def __init__(
         self,
@@ -81,7 +83,7 @@ class Compiled:
     ) -> None:
         """`static` are positions of inputs whose memory never moves.
 
-        `traffic` is what a byte of traffic is worth against a byte of memory (see `lower.recompute`): larger keeps
+        `traffic` is what a byte of traffic is worth against a byte of memory (see `recompute`): larger keeps
         more and runs faster, None keeps everything. `replay=False` never records.
         """
         self.source, self.transport, self.static = program, transport, frozenset(static)
@@ -95,7 +97,7 @@ class Compiled:
         _keep_cache()
         cutter = _Cutter(program, transport, constants or {}, compiler)
         self.events, self.constants = cutter.events(), cutter.constants
-        self._recorded: Recorded | None = None
+        self._recorded: RecordedGraph | None = None
         self._ran = False
 
     def __call__(self, *inputs: Tensor) -> list[Tensor]:
@@ -107,7 +109,7 @@ class Compiled:
             return self._recorded(inputs) if self._recorded is not None else self._run(inputs)
 
     def _run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        memory: Memory = {Ref(i.name): t for i, t in zip(self.program.inputs, inputs, strict=True)}
+        memory: TensorsByRef = {Ref(i.name): t for i, t in zip(self.program.inputs, inputs, strict=True)}
         memory |= self.constants
         tape = self.transport.tape
         if tape is not None and tape.active:
@@ -134,14 +136,14 @@ class Compiled:
                 lines.append((by_name[event.name], "start" if isinstance(event, _Start) else "finish"))
                 exchanges[event.name] = event.exchange
 
-        def run(memory: Memory) -> tuple[list[Tensor], list[int]]:
+        def run(memory: TensorsByRef) -> tuple[list[Tensor], list[int]]:
             stamps = [now()]
             for event in self.events:
                 event(memory)
                 stamps.append(now())
             return [], stamps
 
-        return described(run, self.program, self.transport.rank, lines, exchanges)
+        return recordable(run, self.program, self.transport.rank, lines, exchanges)
 
     def _record(self, inputs: Sequence[Tensor]) -> None:
         """Run once, so that all is compiled and loaded, then record: a step has no effects, so it may run twice."""
@@ -151,7 +153,7 @@ class Compiled:
             self._ran = True
         try:
             kinds = [o.kind for o in self.program.outputs]
-            self._recorded = Recorded(self._run, inputs, self.static, kinds, self.transport.device)
+            self._recorded = RecordedGraph(self._run, inputs, self.static, kinds, self.transport.device)
         except RuntimeError as error:
             self.replays = False
             emit("warning", what="the step can't be recorded as a CUDA graph and runs without", why=str(error)[:300])
@@ -192,9 +194,9 @@ class _Part:
     like: dict[Ref, Ref] = field(default_factory=dict)
     """Gradients, and the parameters they must lie like."""
     strides: dict[Ref, tuple[int, ...]] = field(default_factory=dict)
-    code: Code | None = None
+    code: CompiledPart | None = None
 
-    def __call__(self, memory: Memory) -> None:
+    def __call__(self, memory: TensorsByRef) -> None:
         args = [memory[r] for r in self.ins]
         if self.code is None:
             self.strides = {ref: memory[param].stride() for ref, param in self.like.items()}
@@ -217,7 +219,7 @@ class _Part:
                 env[Ref(line.name)] = out
         return [_laid(env[r], self.strides[r]) if r in self.strides else env[r] for r in self.outs]
 
-    def _mine(self, memory: Memory) -> list[int]:
+    def _mine(self, memory: TensorsByRef) -> list[int]:
         """Inputs that may be overwritten: made by another part, read for the last time, sharing memory with none."""
         places = [t.untyped_storage().data_ptr() for t in memory.values()]
         gone = set(self.last)
@@ -253,7 +255,7 @@ class _Start:
     flying: dict[str, Any]
     name: str
 
-    def __call__(self, memory: Memory) -> None:
+    def __call__(self, memory: TensorsByRef) -> None:
         given = [memory[r] for r in self.refs]
         for ref in self.last:
             del memory[ref]
@@ -271,7 +273,7 @@ class _Finish:
     flying: dict[str, Any]
     name: str
 
-    def __call__(self, memory: Memory) -> None:
+    def __call__(self, memory: TensorsByRef) -> None:
         out = self.exchange.finish(self.flying.pop(self.name))
         if isinstance(self.exchange, Send):
             for ref in [r for r in memory if r.name == f"{self.name}/sent"]:
@@ -293,14 +295,14 @@ class _Cutter:
         for ref in [r for i in program.instrs for r in i.refs] + [o.ref for o in program.outputs]:
             self.readers[ref] = self.readers.get(ref, 0) + 1
         names = {r.name for r in self.readers}
-        self.constants: Memory = {
+        self.constants: TensorsByRef = {
             Ref(c.name): (given[c.name] if c.name in given else constant_tensor(c)).to(self.device)
             for c in program.constants
             if c.name in names
         }
         self.flying: dict[str, Any] = {}
 
-    def events(self) -> list[Callable[[Memory], None]]:
+    def events(self) -> list[Callable[[TensorsByRef], None]]:
         """What to do, in order."""
         out: list[Any] = []
         group: list[Instr] = []
@@ -329,7 +331,7 @@ class _Cutter:
                 waiting[instr.name] = _Finish(exchange, len(instr.outs), self.flying, instr.name)
             elif instr.op in AS_IT_IS:
                 close()
-                out.append(replace(self._part([instr], late), compiler=uncompiled))
+                out.append(replace(self._part([instr], late), compiler=run_uncompiled))
             else:
                 group.append(instr)
         close()
@@ -416,7 +418,7 @@ class _Cutter:
             box = Box.of(instr, self.mesh, self.rank)
             return _Line(instr.name, getattr(box, instr.kind), (instr.refs[0],), {})
         target, args, kwargs = prepare(instr, self.mesh, self.rank, self.device)
-        return _Line(instr.name, FORMS.get(instr.op, target), self._lifted(args, instr.name), kwargs)
+        return _Line(instr.name, DECOMPOSED.get(instr.op, target), self._lifted(args, instr.name), kwargs)
 
     def _lifted(self, arg: Any, name: str) -> Any:
         """Tables of indices become inputs."""
@@ -433,7 +435,9 @@ class _Cutter:
             shapes = [p.local(self.mesh, self.rank).shape for p in instr.ins]
             bucket = Bucket(shapes, DTYPES[instr.ins[0].spec.dtype], self.device)
         maker = self.makers.get(instr.refs[0].name)
-        alone = maker is not None and not maker.kind and not may_alias(maker) and self.readers[instr.refs[0]] == 1
+        alone = (
+            maker is not None and not maker.kind and not result_may_alias(maker) and self.readers[instr.refs[0]] == 1
+        )
         return self.transport.exchange(instr, self.rank, not alone, bucket, range(len(instr.refs)) if bucket else ())
 
 

@@ -15,7 +15,7 @@ import ctypes
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
 """From malloc.h."""
 LARGEST_BYTES = 32 << 20
-MOST_BYTES = (1 << 31) - 1
+LARGEST_INT = (1 << 31) - 1
 
 
 def keep_freed_memory() -> bool:
@@ -24,7 +24,7 @@ def keep_freed_memory() -> bool:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
         return False
-    wishes = ((M_MMAP_THRESHOLD, LARGEST_BYTES), (M_TRIM_THRESHOLD, MOST_BYTES), (M_TOP_PAD, LARGEST_BYTES))
+    wishes = ((M_MMAP_THRESHOLD, LARGEST_BYTES), (M_TRIM_THRESHOLD, LARGEST_INT), (M_TOP_PAD, LARGEST_BYTES))
     return [mallopt(what, value) for what, value in wishes] == [1, 1, 1]
 
 

@@ -29,6 +29,6 @@ def shares(op: str) -> bool:
     return any(r.alias_info is not None for r in torch_private.schema(found).returns) or torch_private.composite(found)
 
 
-def may_alias(instr: Instr) -> bool:
+def result_may_alias(instr: Instr) -> bool:
     """Whether what a line makes may lie where what it reads lies. Of exchanges only local steps are asked."""
     return instr.kind in LOCAL_STEPS if instr.kind else instr.hosts or shares(instr.op)

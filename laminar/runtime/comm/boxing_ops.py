@@ -16,7 +16,7 @@ from torch import Tensor
 from laminar.ir.mesh import Mesh
 from laminar.ir.program import Instr
 from laminar.ir.sbp import chunk
-from laminar.runtime.comm.shards import cut, glue
+from laminar.runtime.comm.shards import cut_pieces, glue_pieces
 
 
 @dataclass
@@ -59,7 +59,7 @@ class Box:
 
     def slice(self, x: Tensor) -> Tensor:
         """This rank's piece of a whole dim."""
-        return cut(x, *self.take, len(self.ranks))[self.at].contiguous()
+        return cut_pieces(x, *self.take, len(self.ranks))[self.at].contiguous()
 
     def pad(self, x: Tensor) -> Tensor:
         """A term of a sum (or extreme) whose value over the group is the tensor."""
@@ -68,7 +68,7 @@ class Box:
             return x if self.op != "sum" or self.at == 0 else torch.zeros_like(x)
         fill = 0.0 if self.op == "sum" else _least(x.dtype) if self.op == "max" else _most(x.dtype)
         pieces = [x if r == self.at else x.new_full(shape, fill) for r, shape in enumerate(self.sources)]
-        return glue(pieces, d, blocks)
+        return glue_pieces(pieces, d, blocks)
 
     # -- exchanges -----------------------------------------------------------------------------
 
@@ -78,7 +78,7 @@ class Box:
             mine = self._opened(self.at)
             picks = [np.flatnonzero(np.isin(mine, self._taken(j))) for j in range(len(self.ranks))]
             return [x.index_select(self.give[0], torch.from_numpy(p).to(x.device)) for p in picks]
-        return cut(x, *self.take, len(self.ranks))
+        return cut_pieces(x, *self.take, len(self.ranks))
 
     def incoming_shapes(self) -> list[tuple[int, ...]]:
         """Shapes of what arrives from each rank."""
@@ -98,11 +98,11 @@ class Box:
     def combine(self, pieces: Sequence[Tensor]) -> Tensor:
         """The tensor made of what arrived."""
         if self.kind == "all_gather":
-            return glue(pieces, *self.give)
+            return glue_pieces(pieces, *self.give)
         if self.kind == "reduce_scatter":
             return reduce(pieces, self.op)
         if self.give[0] != self.take[0]:
-            return glue(pieces, *self.give)
+            return glue_pieces(pieces, *self.give)
         want = self._taken(self.at)
         order = np.concatenate([o[np.isin(o, want)] for o in map(self._opened, range(len(self.ranks)))])
         back = torch.from_numpy(np.argsort(order, kind="stable")).to(pieces[0].device)

@@ -5,9 +5,9 @@ intervals of one length at one distance are a strided view (and so are such patt
 copied by a few strided copies, most by one, and by none where it lies in one stretch of memory. Between two ranks that
 pair off with whole local tensors, that is always: the tensor itself is sent, and received where it will be used.
 
-A `Sender` or `Receiver` is made once for a rank and an edge, and used for every micro-batch. They never talk to
-anybody: `pack` gives tensors to send, `room` gives tensors to receive into. A tensor that `pack` gave may be the memory
-of the local tensor, which must stay as it is until it is sent.
+A `CrossMeshSender` or `CrossMeshReceiver` is made once for a rank and an edge, and used for every micro-batch. They
+never talk to anybody: `pack` gives tensors to send, `room` gives tensors to receive into. A tensor that `pack` gave may
+be the memory of the local tensor, which must stay as it is until it is sent.
 
 `exchange` is the plain way to carry out a crossing on the ranks of a process group, and `cross` does it for all ranks
 in this process, reduction of a partial source included. Not covered here: that reduction on real ranks. It is a
@@ -32,7 +32,7 @@ from laminar.rules.crossing import Crossing
 from laminar.rules.regions import Intervals, Region
 
 
-class Run(NamedTuple):
+class StridedRun(NamedTuple):
     """A pattern of intervals in a dim: `length` elements, repeated, and that repeated again."""
 
     start: int
@@ -48,19 +48,19 @@ class Run(NamedTuple):
         return (*(count for count, _ in self.repeats), self.length)
 
     @property
-    def packed(self) -> Run:
+    def packed(self) -> StridedRun:
         """The same elements in the region as a tensor of its own, where they lie side by side."""
         inner = [math.prod(self.sizes[i + 1 :]) for i in range(len(self.repeats))]
         repeats = tuple((count, by) for (count, _), by in zip(self.repeats, inner, strict=True))
-        return Run(self.offset, repeats, self.length, self.offset)
+        return StridedRun(self.offset, repeats, self.length, self.offset)
 
 
-def runs(held: Intervals) -> list[Run]:
+def runs(held: Intervals) -> list[StridedRun]:
     """Intervals as patterns: one where they have a structure, else as many as it takes."""
     whole = _pattern(held)
     if whole is not None:
-        return [Run(held[0][0], *whole, 0)]
-    out: list[Run] = []
+        return [StridedRun(held[0][0], *whole, 0)]
+    out: list[StridedRun] = []
     at = offset = 0
     while at < len(held):
         length = held[at][1] - held[at][0]
@@ -69,7 +69,7 @@ def runs(held: Intervals) -> list[Run]:
         while end < len(held) and held[end] == (held[end - 1][0] + distance, held[end - 1][0] + distance + length):
             end += 1
         repeats = ((end - at, distance),) if end - at > 1 else ()
-        out.append(Run(held[at][0], repeats, length, offset))
+        out.append(StridedRun(held[at][0], repeats, length, offset))
         offset += (end - at) * length
         at = end
     return out
@@ -91,7 +91,7 @@ def _pattern(held: Intervals) -> tuple[tuple[tuple[int, int], ...], int] | None:
 class Views:
     """Boxes of a tensor, each a run of every dim, as views in which every dim is opened into the sizes of its run."""
 
-    def __init__(self, boxes: Sequence[tuple[Run, ...]]) -> None:
+    def __init__(self, boxes: Sequence[tuple[StridedRun, ...]]) -> None:
         self.boxes = boxes
         self.known: dict[tuple[int, ...], list[tuple[list[int], list[int], int]]] = {}
         """For tensors of these strides: sizes, strides and offset of each view. Finding them costs more than a view."""
@@ -105,7 +105,7 @@ class Views:
         return [x.as_strided(sizes, strides, begin + offset) for sizes, strides, offset in found]
 
 
-def _geometry(box: tuple[Run, ...], strides: tuple[int, ...]) -> tuple[list[int], list[int], int]:
+def _geometry(box: tuple[StridedRun, ...], strides: tuple[int, ...]) -> tuple[list[int], list[int], int]:
     sizes = [n for run in box for n in run.sizes]
     apart = [by * step for run, step in zip(box, strides, strict=True) for by in (*(by for _, by in run.repeats), 1)]
     return sizes, apart, sum(run.start * step for run, step in zip(box, strides, strict=True))
@@ -151,7 +151,7 @@ class Window:
         other.write(y, self.here.of(x)[0] if plain else self.read(x))
 
 
-class Sender:
+class CrossMeshSender:
     """One rank's half of an edge at the source."""
 
     def __init__(self, crossing: Crossing, rank: int) -> None:
@@ -182,7 +182,7 @@ class Room:
     """Buffers that are not where their contents belong."""
 
 
-class Receiver:
+class CrossMeshReceiver:
     """One rank's half of an edge at the destination."""
 
     def __init__(self, crossing: Crossing, rank: int) -> None:
@@ -217,7 +217,7 @@ class Receiver:
         dtype = dtype or DTYPES[self.crossing.spec.dtype]
         out = torch.empty(self.shape, dtype=dtype, device=device) if into is None else into
         if self.filled:
-            out.fill_(identity(self.crossing.op, out.dtype))
+            out.fill_(reduction_identity(self.crossing.op, out.dtype))
         room = Room(out)
         for peer, window in self.items:
             place = window.stretch(out)
@@ -252,7 +252,7 @@ def _fits(crossing: Crossing, rank: int, what: str, shape: tuple[int, ...] | Non
         )
 
 
-def identity(op: str, dtype: torch.dtype) -> float | int | bool:
+def reduction_identity(op: str, dtype: torch.dtype) -> float | int | bool:
     """What changes nothing in a sum, maximum or minimum."""
     if op == "sum":
         return 0
@@ -282,12 +282,14 @@ def exchange(
     posted = []
     receiver = room = None
     if rank in crossing.dst.ranks:
-        receiver = Receiver(crossing, rank)
+        receiver = CrossMeshReceiver(crossing, rank)
         room = receiver.room(device) if held is None else receiver.room(held.device, held.dtype)
         posted += [dist.P2POp(dist.irecv, x, world[peer], group, tag) for peer, x in room.buffers]
     if rank in crossing.src.ranks:
         assert held is not None
-        posted += [dist.P2POp(dist.isend, x, world[peer], group, tag) for peer, x in Sender(crossing, rank).pack(held)]
+        posted += [
+            dist.P2POp(dist.isend, x, world[peer], group, tag) for peer, x in CrossMeshSender(crossing, rank).pack(held)
+        ]
     for work in dist.batch_isend_irecv(posted) if posted else ():
         work.wait()
     return None if receiver is None or room is None else receiver.unpack(room, held)

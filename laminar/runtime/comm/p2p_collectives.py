@@ -25,14 +25,14 @@ from torch import Tensor
 from laminar.capture.torch_private import foreach_copy
 from laminar.ir.program import Program
 from laminar.ir.sbp import chunk
-from laminar.runtime.comm.aliases import may_alias
+from laminar.runtime.comm.aliases import result_may_alias
 from laminar.runtime.comm.boxing_ops import Box
-from laminar.runtime.comm.process_group import Talk
+from laminar.runtime.comm.process_group import ProcessGroup
+from laminar.runtime.comm.shm_arena import ALIGN
 
 DIRECT_BYTES = 1 << 17
 """Pieces of at least this size travel on their own. Estimated from single messages and copies on two ranks; for a
 whole step of a GPT, 128 kB, 400 kB and never differed by no more than the noise of a busy machine."""
-ALIGN = 64
 
 
 def windows(x: Tensor, dim: int, blocks: int, lengths: Sequence[int]) -> list[Tensor]:
@@ -45,7 +45,7 @@ def windows(x: Tensor, dim: int, blocks: int, lengths: Sequence[int]) -> list[Te
     return out
 
 
-class Pieces:
+class PackedPieces:
     """Which tensors of an exchange travel on their own, and where the others lie in a buffer."""
 
     def __init__(self, shapes: Sequence[Sequence[tuple[int, ...]]], plain: Sequence[bool], item_bytes: int) -> None:
@@ -65,10 +65,10 @@ class Pieces:
         return [p.view(self.shapes[i][rank]) for p, i in zip(parts, self.packed, strict=True)]
 
 
-class Wire:
+class TaggedMessages:
     """Sends and receives among the ranks of a box, with tags by which messages of different exchanges keep apart."""
 
-    def __init__(self, group: Talk, box: Box, tag: int, world: Sequence[int]) -> None:
+    def __init__(self, group: ProcessGroup, box: Box, tag: int, world: Sequence[int]) -> None:
         """`world`: which rank of the world stands at each rank of the mesh."""
         self.group, self.at, self.tag = group, box.at, tag
         self.peers = [group.peer(world[r]) for r in box.ranks]
@@ -85,12 +85,12 @@ class Wire:
             works.append(self.group.send(x, self.peers[part], self.tag + number))
 
 
-class Gather:
+class P2PAllGather:
     """Everybody's pieces, received where they belong."""
 
-    def __init__(self, wire: Wire, boxes: list[Box], dtype: torch.dtype, slot: Tensor | None) -> None:
+    def __init__(self, wire: TaggedMessages, boxes: list[Box], dtype: torch.dtype, slot: Tensor | None) -> None:
         self.wire, self.boxes, self.dtype = wire, boxes, dtype
-        self.pieces = Pieces([b.sources for b in boxes], [_leading(b.dst, b.give) for b in boxes], dtype.itemsize)
+        self.pieces = PackedPieces([b.sources for b in boxes], [_leading(b.dst, b.give) for b in boxes], dtype.itemsize)
         self.packed_rows = list(torch.empty(sum(self.pieces.totals), dtype=dtype).split(self.pieces.totals))
         self.mine = self.pieces.split(self.packed_rows[wire.at], wire.at)
         self.fixed = None if slot is None else self._placed(carve(slot, [b.dst for b in boxes], dtype))
@@ -136,7 +136,7 @@ class Gather:
 
 
 @dataclass
-class Flight:
+class PendingReduceScatter:
     """A reduce-scatter under way."""
 
     outs: list[Tensor]
@@ -172,10 +172,10 @@ class Scratch:
 
     nbytes: int = 0
     buffers: list[Tensor] = field(default_factory=list)
-    users: list[Flight | None] = field(default_factory=lambda: [None, None])
+    users: list[PendingReduceScatter | None] = field(default_factory=lambda: [None, None])
     turn: int = 0
 
-    def take(self, flight: Flight) -> Tensor:
+    def take(self, pending: PendingReduceScatter) -> Tensor:
         """The buffer whose turn it is, once its user has completed."""
         if not self.buffers or self.buffers[0].numel() < self.nbytes:
             for user in self.users:
@@ -186,14 +186,16 @@ class Scratch:
         user = self.users[self.turn]
         if user is not None:
             user.complete()
-        self.users[self.turn] = flight
+        self.users[self.turn] = pending
         return self.buffers[self.turn]
 
 
-class Scatter:
+class P2PReduceScatter:
     """Reduce-scatter: this rank's piece of every sum, from terms that others send."""
 
-    def __init__(self, wire: Wire, boxes: list[Box], dtype: torch.dtype, scratch: Scratch, leaves: bool) -> None:
+    def __init__(
+        self, wire: TaggedMessages, boxes: list[Box], dtype: torch.dtype, scratch: Scratch, leaves: bool
+    ) -> None:
         """`leaves`: results leave the step, so that they may lie where the last step's lay."""
         self.wire, self.boxes, self.dtype, self.scratch = wire, boxes, dtype, scratch
         self.ranks = len(boxes[0].ranks)
@@ -203,7 +205,7 @@ class Scatter:
             lengths = [chunk(b.src[d] // blocks, self.ranks, r)[1] for r in range(self.ranks)]
             self.lengths.append(lengths)
             shapes.append([(*b.src[:d], blocks * n, *b.src[d + 1 :]) for n in lengths])
-        self.pieces = Pieces(shapes, [_leading(b.src, b.take) for b in boxes], dtype.itemsize)
+        self.pieces = PackedPieces(shapes, [_leading(b.src, b.take) for b in boxes], dtype.itemsize)
         self.packed_rows = list(torch.empty(sum(self.pieces.totals), dtype=dtype).split(self.pieces.totals))
         self.packed_views = [self.pieces.split(row, r) for r, row in enumerate(self.packed_rows)]
         self.come = [torch.Size(b.dst).numel() for b in boxes]
@@ -213,22 +215,22 @@ class Scatter:
         scratch.nbytes = max(scratch.nbytes, self.row * dtype.itemsize * len(wire.others))
         self.outs = [torch.empty(b.dst, dtype=dtype) for b in boxes] if leaves else None
 
-    def start(self, *given: Tensor) -> Flight:
+    def start(self, *given: Tensor) -> PendingReduceScatter:
         wire, pieces, at = self.wire, self.pieces, self.wire.at
         local = [x.contiguous() for x in given]
         outs = self.outs or [torch.empty(b.dst, dtype=self.dtype) for b in self.boxes]
-        flight = Flight(outs, self.boxes[0].op, local)
-        room = self.scratch.take(flight).view(self.dtype)
+        pending = PendingReduceScatter(outs, self.boxes[0].op, local)
+        room = self.scratch.take(pending).view(self.dtype)
         views = [windows(x, *b.take, n) for x, b, n in zip(local, self.boxes, self.lengths, strict=True)]
         terms: list[list[Any]] = [[None] * self.ranks for _ in local]
         for k, r in enumerate(wire.others):
             start = k * self.row
             for i in pieces.alone:
                 terms[i][r] = room[start : start + self.come[i]].view(self.boxes[i].dst)
-                wire.recv(terms[i][r], r, i, flight.works)
+                wire.recv(terms[i][r], r, i, pending.works)
                 start += _padded(self.come[i], self.dtype)
             packed = room[start : start + pieces.totals[at]]
-            wire.recv(packed, r, len(local), flight.works)
+            wire.recv(packed, r, len(local), pending.works)
             for i, piece in zip(pieces.packed, pieces.split(packed, at), strict=True):
                 terms[i][r] = piece
         if pieces.packed:
@@ -237,16 +239,16 @@ class Scatter:
             foreach_copy([v.view(x.shape) for v, x in pairs], [x for _, x in pairs])
         for r in wire.others:
             for i in pieces.alone:
-                wire.send(views[i][r], r, i, flight.works)
-            wire.send(self.packed_rows[r], r, len(local), flight.works)
+                wire.send(views[i][r], r, i, pending.works)
+            wire.send(self.packed_rows[r], r, len(local), pending.works)
         for i in pieces.alone:
             terms[i][at] = views[i][at]
         for i, piece in zip(pieces.packed, self.packed_views[at], strict=True):
             terms[i][at] = piece
-        flight.terms = terms
-        return flight
+        pending.terms = terms
+        return pending
 
-    def finish(self, handle: Flight) -> Any:
+    def finish(self, handle: PendingReduceScatter) -> Any:
         handle.complete()
         return handle.outs if len(handle.outs) > 1 else handle.outs[0]
 
@@ -277,7 +279,7 @@ def carved_bytes(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> int:
     return sum(_padded(torch.Size(s).numel(), dtype) for s in shapes) * dtype.itemsize
 
 
-class Slots:
+class GatherBuffers:
     """Memory of gathered tensors. It stays with the transport and serves all its programs, one at a time."""
 
     def __init__(self) -> None:
@@ -317,7 +319,7 @@ def lives(program: Program) -> dict[str, tuple[int, int]]:
             escaped |= read
         for name in read:
             last[name] = k
-        if may_alias(instr):
+        if result_may_alias(instr):
             roots[instr.name] = read
     for out in program.outputs:
         escaped |= roots.get(out.ref.name, set())

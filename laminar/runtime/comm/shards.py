@@ -12,7 +12,7 @@ from laminar.ir.mesh import Mesh
 from laminar.ir.sbp import NdSbp, Partial, Split, chunk, local_indices
 
 
-def cut(x: Tensor, dim: int, blocks: int, parts: int) -> list[Tensor]:
+def cut_pieces(x: Tensor, dim: int, blocks: int, parts: int) -> list[Tensor]:
     """The pieces of every rank of an axis that splits dim `dim`, seen as (blocks, rest)."""
     n = x.shape[dim] // blocks
     if blocks == 1:
@@ -21,8 +21,8 @@ def cut(x: Tensor, dim: int, blocks: int, parts: int) -> list[Tensor]:
     return [seen.narrow(dim + 1, *chunk(n, parts, r)).flatten(dim, dim + 1) for r in range(parts)]
 
 
-def glue(pieces: Sequence[Tensor], dim: int, blocks: int) -> Tensor:
-    """The inverse of `cut`."""
+def glue_pieces(pieces: Sequence[Tensor], dim: int, blocks: int) -> Tensor:
+    """The inverse of `cut_pieces`."""
     if blocks == 1:
         return torch.cat(list(pieces), dim)
     seen = [p.unflatten(dim, (blocks, p.shape[dim] // blocks)) for p in pieces]
@@ -34,7 +34,7 @@ def shard(whole: Tensor, nd: NdSbp, mesh: Mesh, rank: int) -> Tensor:
     out = whole
     for placement, parts, part in zip(nd, mesh.sizes, mesh.coords(rank), strict=True):
         if isinstance(placement, Split):
-            out = cut(out, placement.dim, placement.blocks, parts)[part]
+            out = cut_pieces(out, placement.dim, placement.blocks, parts)[part]
     return out.contiguous() if any(isinstance(p, Split) for p in nd) else out
 
 

@@ -1,18 +1,18 @@
-"""A yard: memory that the ranks of one machine share, and how they tell each other how far they are.
+"""An arena: memory that the ranks of one machine share, and how they tell each other how far they are.
 
 It belongs to one program and one group of ranks: every rank has a region of its own, writes there, and
-reads the others'. In a region lie buckets, which stay, and two rings of areas that exchanges use in turn, one
+reads the others'. In a region lie buckets, which stay, and two rings of segments that exchanges use in turn, one
 ring for small tensors. `shm_collectives.py` has the exchanges.
 
 Ranks tell each other how far they are with counters in their regions: `ready` (others may read), `middle`
 (I have read your terms; my sum is there), `done` (I have read everything). Every rank runs the same
-program, so all of them start, finish and recycle areas in the same order, and nobody waits for something
+program, so all of them start, finish and recycle segments in the same order, and nobody waits for something
 that itself waits for him. Who waits looks a few times, then sleeps until woken (a futex; yielding first and
 then napping gave longer steps on a busy machine, in one comparison). A rank that has died, or a wait beyond the time
 limit, is an error.
 
 Only where it is known to work: Linux on x86-64 (others may see stores in another order), all ranks of a group
-in one PID namespace of one machine. Otherwise there is no yard, and everybody agrees on that. Regions are
+in one PID namespace of one machine. Otherwise there is no arena, and everybody agrees on that. Regions are
 anonymous files (memfd): they need no room in /dev/shm and vanish with the processes.
 """
 
@@ -36,8 +36,9 @@ from torch import Tensor
 from laminar.errors import PeerError
 
 ALIGN = 64
+"""Bytes of a cache line: every tensor begins at a multiple of it."""
 SMALL_BYTES = 1 << 16
-"""Exchanges below this size use the ring of small areas."""
+"""Exchanges below this size use the ring of small segments."""
 RINGS = {"small": 16, "large": 2}
 READY, MIDDLE, DONE = range(3)
 SPINS = 100
@@ -48,14 +49,14 @@ SYS_FUTEX, FUTEX_WAIT, FUTEX_WAKE = 202, 0, 1
 """Of Linux on x86-64."""
 
 
-def aligned(nbytes: int) -> int:
+def cache_aligned(nbytes: int) -> int:
     """Rounded up to whole cache lines."""
     return -(-nbytes // ALIGN) * ALIGN
 
 
 @dataclass
-class Wants:
-    """What a program needs of a yard: buckets by name, and how large the areas of the rings must be."""
+class ArenaNeeds:
+    """What a program needs of an arena: buckets by name, and how large the segments of the rings must be."""
 
     buckets: dict[str, int] = field(default_factory=dict)
     rings: dict[str, int] = field(default_factory=lambda: dict.fromkeys(RINGS, 0))
@@ -63,22 +64,22 @@ class Wants:
     def transient(self, nbytes: int) -> None:
         """An exchange that goes through a ring."""
         ring = "small" if nbytes <= SMALL_BYTES else "large"
-        self.rings[ring] = max(self.rings[ring], aligned(max(nbytes, 1)))
+        self.rings[ring] = max(self.rings[ring], cache_aligned(max(nbytes, 1)))
 
 
-class Yard:
-    """The shared memory of one program and one group. Made by all ranks of the group together; see `Yard.open`."""
+class ShmArena:
+    """The shared memory of one program and one group. Made by all ranks of the group together; see `ShmArena.open`."""
 
-    def __init__(self, regions: list[Tensor], at: int, wants: Wants, watch: list[int], timeout_s: float) -> None:
+    def __init__(self, regions: list[Tensor], at: int, wants: ArenaNeeds, watch: list[int], timeout_s: float) -> None:
         self.regions, self.at, self.ranks, self.timeout_s = regions, at, len(regions), timeout_s
         self.others = [(at + k) % self.ranks for k in range(1, self.ranks)]
         self._poll = select.poll()
         for fd in watch:
             self._poll.register(fd, select.POLLIN)
-        places, _ = layout(wants)
-        self.buckets = {name: Area(self, *places[name]) for name in wants.buckets}
+        places, _ = arena_layout(wants)
+        self.buckets = {name: Segment(self, *places[name]) for name in wants.buckets}
         self.rings = {
-            ring: [Area(self, *places[f"{ring} {k}"]) for k in range(RINGS[ring])]
+            ring: [Segment(self, *places[f"{ring} {k}"]) for k in range(RINGS[ring])]
             for ring in RINGS
             if wants.rings[ring]
         }
@@ -88,9 +89,9 @@ class Yard:
         self._places = [r.data_ptr() for r in regions]
 
     @staticmethod
-    def open(group: Any, ranks: Sequence[int], at: int, wants: Wants, timeout_s: float) -> Yard | None:
-        """A yard, or None on every rank if one of them can't have it."""
-        _, nbytes = layout(wants)
+    def open(group: Any, ranks: Sequence[int], at: int, wants: ArenaNeeds, timeout_s: float) -> ShmArena | None:
+        """An arena, or None on every rank if one of them can't have it."""
+        _, nbytes = arena_layout(wants)
         mine, note = _region(nbytes)
         notes: list[Any] = [None] * len(ranks)
         dist.all_gather_object(notes, note, group)
@@ -99,7 +100,7 @@ class Yard:
         dist.all_gather_object(fine, bool(regions), group)
         if note is not None:
             os.close(note["fd"])
-        return Yard(regions, at, wants, watch, timeout_s) if all(fine) else None
+        return ShmArena(regions, at, wants, watch, timeout_s) if all(fine) else None
 
     def post(self, column: int, value: int) -> None:
         """Tell the others."""
@@ -126,17 +127,17 @@ class Yard:
                 raise PeerError(f"waited {self.timeout_s:.0f} s for part {rank} of a group of {self.ranks}",
                                    next="see what that rank is doing")  # fmt: skip
 
-    def take(self, nbytes: int) -> Area:
-        """The next area of the ring, once what went on there has come to its end."""
+    def take(self, nbytes: int) -> Segment:
+        """The next segment of the ring, once what went on there has come to its end."""
         ring = "small" if nbytes <= SMALL_BYTES else "large"
-        areas = self.rings[ring]
-        self._turn[ring] = (self._turn[ring] + 1) % len(areas)
-        area = areas[self._turn[ring]]
-        if area.user is not None:
-            area.user.complete()
-        self.wait(area.column + DONE, area.number)
-        area.number += 1
-        return area
+        segments = self.rings[ring]
+        self._turn[ring] = (self._turn[ring] + 1) % len(segments)
+        segment = segments[self._turn[ring]]
+        if segment.user is not None:
+            segment.user.complete()
+        self.wait(segment.column + DONE, segment.number)
+        segment.number += 1
+        return segment
 
 
 _libc: Any = ctypes.CDLL(None, use_errno=True)
@@ -154,11 +155,11 @@ def _futex(address: int, what: int, value: int, timeout: Any) -> None:
     _libc.syscall(SYS_FUTEX, ctypes.c_void_p(address), what, value, timeout, None, 0)
 
 
-def layout(wants: Wants) -> tuple[dict[str, tuple[int, int, int]], int]:
+def arena_layout(wants: ArenaNeeds) -> tuple[dict[str, tuple[int, int, int]], int]:
     """First counter, offset and size of everything, and the size of a region; its last bytes are a token."""
-    names = {n: aligned(b) for n, b in wants.buckets.items()}
+    names = {n: cache_aligned(b) for n, b in wants.buckets.items()}
     names |= {f"{ring} {k}": wants.rings[ring] for ring, n in RINGS.items() for k in range(n) if wants.rings[ring]}
-    places, at = {}, aligned(4 * 3 * len(names))
+    places, at = {}, cache_aligned(4 * 3 * len(names))
     for k, (name, nbytes) in enumerate(names.items()):
         places[name] = (3 * k, at, nbytes)
         at += nbytes
@@ -166,10 +167,10 @@ def layout(wants: Wants) -> tuple[dict[str, tuple[int, int, int]], int]:
 
 
 @dataclass
-class Area:
+class Segment:
     """A stretch of every rank's region, used by one exchange at a time."""
 
-    yard: Yard
+    arena: ShmArena
     column: int
     offset: int
     nbytes: int
@@ -179,15 +180,15 @@ class Area:
 
     def of(self, rank: int, dtype: torch.dtype) -> Tensor:
         """One rank's stretch."""
-        return self.yard.regions[rank][self.offset : self.offset + self.nbytes].view(dtype)
+        return self.arena.regions[rank][self.offset : self.offset + self.nbytes].view(dtype)
 
     def post(self, what: int) -> None:
         """Tell how far this rank is with the present use."""
-        self.yard.post(self.column + what, self.number)
+        self.arena.post(self.column + what, self.number)
 
     def wait(self, what: int) -> None:
         """Until the others are as far."""
-        self.yard.wait(self.column + what, self.number)
+        self.arena.wait(self.column + what, self.number)
 
 
 def _region(nbytes: int) -> tuple[Tensor | None, dict[str, Any] | None]:

@@ -28,10 +28,10 @@ from laminar.ir.mesh import Mesh
 from laminar.ir.program import Instr, Program
 from laminar.runtime.comm import p2p_collectives, shm_collectives
 from laminar.runtime.comm.boxing_ops import Box
-from laminar.runtime.comm.process_group import C10d, Talk
-from laminar.runtime.comm.shm_arena import Area, Wants, Yard
+from laminar.runtime.comm.process_group import C10dGroup, ProcessGroup
+from laminar.runtime.comm.shm_arena import ArenaNeeds, Segment, ShmArena
 
-FIRST_TAG = 1 << 20
+FIRST_COLLECTIVE_TAG = 1 << 20
 """Tags below are left to others who send and receive in the same group."""
 PASSING = ("sent", "kept")
 """Outputs that the next run of a program must not overwrite: other micro-batches are still to read them."""
@@ -48,7 +48,7 @@ class Exchange(Protocol):
         """The result: one tensor, or a tuple where several were merged."""
 
 
-class Recorder(Protocol):
+class LineRecorder(Protocol):
     """Who stamps the lines of a program while a recording runs (`runtime/trace/tape.py`)."""
 
     @property
@@ -69,15 +69,15 @@ class Bucket:
         shapes: Sequence[tuple[int, ...]],
         dtype: torch.dtype,
         device: torch.device,
-        area: Area | None = None,
+        segment: Segment | None = None,
     ) -> None:
-        """`area`: where in memory that ranks share it lies, if it does."""
+        """`segment`: where in memory that ranks share it lies, if it does."""
         sizes = [torch.Size(s).numel() for s in shapes]
-        self.area = area
-        if area is None:
+        self.segment = segment
+        if segment is None:
             self.flat = torch.zeros(sum(sizes), dtype=dtype, device=device)
         else:
-            self.flat = area.of(area.yard.at, dtype)[: sum(sizes)]
+            self.flat = segment.of(segment.arena.at, dtype)[: sum(sizes)]
         self.views = [v.view(s) for v, s in zip(self.flat.split(sizes), shapes, strict=True)]
 
 
@@ -85,7 +85,7 @@ class AllReduce:
     """Reduce one tensor, or a bucket of them, in place."""
 
     def __init__(
-        self, group: Talk, op: str, copy: bool, bucket: Bucket | None = None, fill: Sequence[int] = ()
+        self, group: ProcessGroup, op: str, copy: bool, bucket: Bucket | None = None, fill: Sequence[int] = ()
     ) -> None:
         self.group, self.op, self.copy = group, op, copy
         self.bucket = bucket
@@ -112,7 +112,7 @@ class AllReduce:
 class AllGather:
     """Everybody's piece, padded to the longest where they differ."""
 
-    def __init__(self, group: Talk, box: Box) -> None:
+    def __init__(self, group: ProcessGroup, box: Box) -> None:
         self.group, self.box = group, box
         self.parts = len(box.ranks)
         d = box.give[0]
@@ -146,7 +146,7 @@ class AllGather:
 class MergedGather:
     """Pieces of several tensors in one all-gather: each rank's lie one behind the other."""
 
-    def __init__(self, group: Talk, boxes: list[Box]) -> None:
+    def __init__(self, group: ProcessGroup, boxes: list[Box]) -> None:
         self.group, self.boxes = group, boxes
         parts = len(boxes[0].ranks)
         self.sizes = [[torch.Size(b.sources[r]).numel() for b in boxes] for r in range(parts)]
@@ -172,7 +172,7 @@ class MergedGather:
 class AllToAll:
     """A piece to everyone and one from everyone; reduce-scatter too, with a reduction at the end."""
 
-    def __init__(self, group: Talk, boxes: list[Box]) -> None:
+    def __init__(self, group: ProcessGroup, boxes: list[Box]) -> None:
         self.group, self.boxes = group, boxes
         self.shapes = [box.incoming_shapes() for box in boxes]
         parts = range(len(boxes[0].ranks))
@@ -201,7 +201,7 @@ class AllToAll:
 class ReduceScatter:
     """NCCL's own reduce-scatter, for pieces of equal size."""
 
-    def __init__(self, group: Talk, box: Box) -> None:
+    def __init__(self, group: ProcessGroup, box: Box) -> None:
         self.group, self.box = group, box
 
     def start(self, *given: Tensor) -> Any:
@@ -218,7 +218,7 @@ class ReduceScatter:
 class Groups:
     """Real process groups over a mesh; every rank must make this at the same point."""
 
-    tape: Recorder | None = None
+    tape: LineRecorder | None = None
     """Where programs leave their stamps while a recording runs."""
 
     def __init__(
@@ -251,11 +251,11 @@ class Groups:
     ) -> None:
         self.world = world
         self.mesh, self.rank, self.device = mesh, world.index(at), torch.device(device)
-        self._groups: dict[tuple[int, ...], Talk] = {}
+        self._groups: dict[tuple[int, ...], ProcessGroup] = {}
         self._shares, self.timeout_s = share, timeout_s
-        self._yards: dict[tuple[int, ...], Yard] = {}
-        self._tag = FIRST_TAG
-        self._slots, self._scratch = p2p_collectives.Slots(), p2p_collectives.Scratch()
+        self._arenas: dict[tuple[int, ...], ShmArena] = {}
+        self._tag = FIRST_COLLECTIVE_TAG
+        self._slots, self._scratch = p2p_collectives.GatherBuffers(), p2p_collectives.Scratch()
         self._given: dict[str, Tensor] = {}
         self._leaving: set[str] = set()
 
@@ -269,11 +269,11 @@ class Groups:
             if axes not in self._groups:
                 self._groups[axes] = self._joined(axes)
         self._given, self._leaving = {}, p2p_collectives.leaving(program)
-        self._yards = {}
+        self._arenas = {}
         if self.device.type != "cpu":
             return
         for axes in sorted({i.box.axes for i in program.collectives}):
-            self._open_yard(axes, program)
+            self._open_arena(axes, program)
         if in_order:
             by_name = {i.name: i for i in program.instrs}
             needs = []
@@ -291,7 +291,7 @@ class Groups:
             group = getattr(talk, "group", None)
             if group is not None and group is not self._all:
                 dist.destroy_process_group(group)
-        self._groups, self._yards = {}, {}
+        self._groups, self._arenas = {}, {}
 
     def _assigned(self, last: dict[str, int]) -> None:
         """Slots are given out; `last` is the last line that reads what lies in each. For those who check."""
@@ -300,7 +300,7 @@ class Groups:
         """Memory that nobody reads behind a line of the program that was prepared last, for those who check."""
         return []
 
-    def _joined(self, axes: tuple[int, ...]) -> Talk:
+    def _joined(self, axes: tuple[int, ...]) -> ProcessGroup:
         """The group of this rank along some axes; every rank makes those of all, in the same order."""
         done: set[tuple[int, ...]] = set()
         for rank in range(self.mesh.ranks):
@@ -315,12 +315,12 @@ class Groups:
             elif self.rank in members:  # those outside of this mesh are not here to take part
                 group = dist.new_group([self.world[r] for r in members], use_local_synchronization=True)
             if self.rank in members:
-                mine = C10d(group)
+                mine = C10dGroup(group)
         return mine
 
-    def _open_yard(self, axes: tuple[int, ...], program: Program) -> None:
+    def _open_arena(self, axes: tuple[int, ...], program: Program) -> None:
         """Memory shared by the ranks of a group, for all exchanges of a program that `shared` has a way for."""
-        group, wants = self._groups[axes], Wants()
+        group, wants = self._groups[axes], ArenaNeeds()
         members = self.mesh.group(axes, self.mesh.coords(self.rank))
         if not self._shares or "gloo" not in group.backend or len(members) == 1:
             return
@@ -335,30 +335,30 @@ class Groups:
                 if len(boxes) > 1 or Ref(instr.name) in leaving:
                     wants.buckets[instr.name] = shm_collectives.bucket_bytes(numel, len(members), dtype)
                 else:
-                    wants.transient(shm_collectives.Reduce.need(numel, len(members), dtype))
+                    wants.transient(shm_collectives.ShmAllReduce.need(numel, len(members), dtype))
             elif instr.kind == "all_gather":
-                wants.transient(shm_collectives.Gather.need(boxes, dtype))
+                wants.transient(shm_collectives.ShmAllGather.need(boxes, dtype))
             elif instr.kind == "reduce_scatter":
-                wants.transient(shm_collectives.Scatter.need(boxes, dtype))
+                wants.transient(shm_collectives.ShmReduceScatter.need(boxes, dtype))
         if wants.buckets or any(wants.rings.values()):
-            yard = self._yard(axes, members, wants)
-            if yard is not None:
-                self._yards[axes] = yard
+            arena = self._arena(axes, members, wants)
+            if arena is not None:
+                self._arenas[axes] = arena
 
-    def _yard(self, axes: tuple[int, ...], members: tuple[int, ...], wants: Wants) -> Yard | None:
+    def _arena(self, axes: tuple[int, ...], members: tuple[int, ...], wants: ArenaNeeds) -> ShmArena | None:
         group: Any = self._groups[axes]
-        return Yard.open(group.group, members, members.index(self.rank), wants, self.timeout_s)
+        return ShmArena.open(group.group, members, members.index(self.rank), wants, self.timeout_s)
 
     def bucket(self, instr: Instr, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> Bucket:
         """The buffer of a merged all-reduce."""
-        yard = self._yards.get(instr.box.axes)
-        return Bucket(shapes, dtype, self.device, yard.buckets.get(instr.name) if yard else None)
+        arena = self._arenas.get(instr.box.axes)
+        return Bucket(shapes, dtype, self.device, arena.buckets.get(instr.name) if arena else None)
 
     def exchange(self, instr: Instr, rank: int, copy: bool, bucket: Bucket | None, fill: Sequence[int]) -> Exchange:
         """The exchange of one collective."""
         group = self._groups[instr.box.axes]
-        yard = self._yards.get(instr.box.axes)
-        found = self._shared(yard, instr, copy, bucket, fill) if yard else None
+        arena = self._arenas.get(instr.box.axes)
+        found = self._shared(arena, instr, copy, bucket, fill) if arena else None
         if found is not None:
             return found
         if instr.kind == "all_reduce":
@@ -366,12 +366,12 @@ class Groups:
         boxes = [Box.of(instr, self.mesh, self.rank, i) for i in range(len(instr.refs))]
         box = boxes[0]
         if instr.kind in ("all_gather", "reduce_scatter") and self.device.type == "cpu" and "gloo" in group.backend:
-            wire = p2p_collectives.Wire(group, box, self._tag, self.world)
+            wire = p2p_collectives.TaggedMessages(group, box, self._tag, self.world)
             self._tag += len(boxes) + 1
             dtype = DTYPES[instr.ins[0].spec.dtype]
             if instr.kind == "all_gather":
-                return p2p_collectives.Gather(wire, boxes, dtype, self._given.get(instr.name))
-            return p2p_collectives.Scatter(wire, boxes, dtype, self._scratch, instr.name in self._leaving)
+                return p2p_collectives.P2PAllGather(wire, boxes, dtype, self._given.get(instr.name))
+            return p2p_collectives.P2PReduceScatter(wire, boxes, dtype, self._scratch, instr.name in self._leaving)
         if instr.kind == "all_gather":
             return AllGather(group, box) if len(boxes) == 1 else MergedGather(group, boxes)
         even = len(boxes) == 1 and box.src and box.src[box.take[0]] // box.take[1] % len(box.ranks) == 0
@@ -380,19 +380,19 @@ class Groups:
         return AllToAll(group, boxes)
 
     def _shared(
-        self, yard: Yard, instr: Instr, copy: bool, bucket: Bucket | None, fill: Sequence[int]
+        self, arena: ShmArena, instr: Instr, copy: bool, bucket: Bucket | None, fill: Sequence[int]
     ) -> Exchange | None:
         """The exchange through shared memory, if there is a way."""
         dtype, op = DTYPES[instr.ins[0].spec.dtype], instr.box.reduction
         boxes = [Box.of(instr, self.mesh, self.rank, i) for i in range(len(instr.refs))]
         if instr.kind == "all_gather":
-            return shm_collectives.Gather(yard, boxes, dtype, self._given.get(instr.name))
+            return shm_collectives.ShmAllGather(arena, boxes, dtype, self._given.get(instr.name))
         if instr.kind == "reduce_scatter":
-            return shm_collectives.Scatter(yard, boxes, dtype, instr.name in self._leaving)
-        if instr.kind == "all_reduce" and bucket is not None and bucket.area is not None:
-            return shm_collectives.BucketReduce(bucket.area, bucket.views, fill, bucket.flat.numel(), op)
+            return shm_collectives.ShmReduceScatter(arena, boxes, dtype, instr.name in self._leaving)
+        if instr.kind == "all_reduce" and bucket is not None and bucket.segment is not None:
+            return shm_collectives.ShmBucketAllReduce(bucket.segment, bucket.views, fill, bucket.flat.numel(), op)
         if instr.kind == "all_reduce" and bucket is None:
-            return shm_collectives.Reduce(yard, boxes[0].src, dtype, op, copy)
+            return shm_collectives.ShmAllReduce(arena, boxes[0].src, dtype, op, copy)
         return None
 
 
@@ -428,7 +428,7 @@ class _Nothing:
 class Null:
     """No communication at all: what a program costs a rank besides."""
 
-    tape: Recorder | None = None
+    tape: LineRecorder | None = None
 
     def __init__(self, mesh: Mesh, rank: int = 0, device: torch.device | str = "cpu") -> None:
         self.mesh, self.rank, self.device = mesh, rank, torch.device(device)
@@ -452,7 +452,7 @@ class Null:
         return _Nothing(instr, self.mesh, rank, bucket, fill)
 
 
-def join(rank: int, world: int, address: str, backend: str = "gloo", timeout_s: float = 120.0) -> None:
+def join_process_group(rank: int, world: int, address: str, backend: str = "gloo", timeout_s: float = 120.0) -> None:
     """Join a process group rendezvous on this machine through a file."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group(backend, f"file://{address}", timedelta(seconds=timeout_s), world, rank)

@@ -18,7 +18,6 @@ error that names the cause (`heartbeat.py`). After an error nothing can be run.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -27,43 +26,51 @@ from laminar.ir.net import Net
 from laminar.ir.timeline import Span
 from laminar.runtime.pipeline.agenda import Agenda, agendas
 from laminar.runtime.pipeline.channels import (
-    Receiver,
-    Sender,
+    ChannelReceiver,
+    ChannelSender,
+    QueueRoute,
     Value,
-    Wire,
-    as_bytes,
     fits,
     from_bytes,
-    layout_of,
-    layout_read,
+    message_bytes,
+    message_layout,
+    parse_layout,
 )
-from laminar.runtime.pipeline.control import Station
-from laminar.runtime.pipeline.control_sockets import BEGIN, CHOICE, CREDIT, DATA, END, Lines, Message
+from laminar.runtime.pipeline.control import ControlPlane
+from laminar.runtime.pipeline.control_sockets import BEGIN, CHOICE, CREDIT, DATA, END, Connections, ControlMessage
 from laminar.runtime.pipeline.registers import Inlet, Outlet, connect
+from laminar.runtime.trace.tape import now
 
-Run = Callable[[str, int, int, dict[str, list[Value]]], Mapping[str, Sequence[Value]]]
+RunFiring = Callable[[str, int, int, dict[str, list[Value]]], Mapping[str, Sequence[Value]]]
 """What a firing does: actor, which firing of the step, step (counted over all runs) and inputs by queue, to outputs by
 queue. Inputs are not to be written to; those that came from another place are good until the firing ends."""
-PHASES = {"load": "batch", "forward": "forward", "backward": "backward", "input": "backward", "weight": "backward",
-          "reduce": "update", "optimize": "update", "save": "host"}  # fmt: skip
-LEAST_NS = 10_000
+PHASE_OF_KIND = {
+    "load": "batch",
+    "forward": "forward",
+    "backward": "backward",
+    "input": "backward",
+    "weight": "backward",
+    "reduce": "update",
+    "optimize": "update",
+    "save": "host",
+}
+LEAST_WAIT_NS = 10_000
 """A shorter wait is not told."""
 OFTEN_NS = 500_000
 """A rank that has something to do listens this often. Firings are mostly longer, so mostly before each."""
-now = time.perf_counter_ns
 
 
 class Actors:
-    """One rank's actors. Made on all ranks of the net together; `joined.join` makes one over c10d."""
+    """One rank's actors. Made on all ranks of the net together; `connect_actors` makes one over c10d."""
 
     def __init__(
         self,
         net: Net,
-        run: Run,
-        lines: Lines,
-        wires: Sequence[Wire],
-        senders: dict[tuple[int, int], Sender],
-        receivers: dict[tuple[int, int], Receiver],
+        run: RunFiring,
+        connections: Connections,
+        wires: Sequence[QueueRoute],
+        senders: dict[tuple[int, int], ChannelSender],
+        receivers: dict[tuple[int, int], ChannelReceiver],
         *,
         initial: Mapping[str, Sequence[Value]] | None = None,
         timeout_s: float = 600.0,
@@ -75,14 +82,14 @@ class Actors:
         `initial`: values of queues that are filled before the first step, on ranks that read them. `on_failure` is
         called in another thread when a cause becomes known while this rank is in a firing, which it may then abort.
         """
-        self.net, self.rank = net, lines.rank
-        self._run, self._lines, self._wires = run, lines, wires
+        self.net, self.rank = net, connections.rank
+        self._run, self._connections, self._wires = run, connections, wires
         self._senders, self._receivers = senders, receivers
         self._on_close = on_close
         self.agendas = agendas(net, self.rank)
         self._by_place = {a.place: a for a in self.agendas}
         ranks = sorted({r for p in net.places for r in p.ranks})
-        self.station = Station(lines, ranks, self._handle, timeout_s, on_failure)
+        self.control = ControlPlane(connections, ranks, self._handle, timeout_s, on_failure)
         self.inlets, self.outlets = connect(net, self.rank, wires, receivers, initial or {})
         self._by_wire = {i.wire.number: i for i in self.inlets.values() if i.wire is not None}
         mine = [a for a in net.actors if self.rank in net.places[a.place].ranks]
@@ -105,34 +112,34 @@ class Actors:
         """
         self.begin(steps)
         self._last = last
-        self.station.live()
+        self.control.live()
         heard_ns = 0
         try:
             while self._phase:
                 if now() - heard_ns > OFTEN_NS:
-                    self.station.hear(0.0)
+                    self.control.hear(0.0)
                     heard_ns = now()
                 if not self._act():
                     if self._tape is not None and self._phase == "work":
                         self._idle = self._idle[0] if self._idle else now(), self._awaited()
-                    self.station.sleep(self._awaited)
+                    self.control.sleep(self._awaited)
                     heard_ns = now()
         except BaseException as error:
-            self.station.stopped(error)  # by a signal, say, while it waited
+            self.control.stopped(error)  # by a signal, say, while it waited
             raise
         return self.steps
 
     def begin(self, steps: int) -> None:
         """Ask for steps; `advance` then does them bit by bit."""
-        self.station.start()
+        self.control.start()
         if self.closed or self._phase:
             raise RankError(f"rank {self.rank}: {'these actors are closed' if self.closed else 'a run is under way'}")
         self._phase = "begin"
-        self.station.ask(BEGIN, steps)
+        self.control.ask(BEGIN, steps)
 
     def advance(self) -> bool:
         """Hear what has come and do one thing, if there is one; never waits. The run is over when `phase` is empty."""
-        self.station.hear(0.0)
+        self.control.hear(0.0)
         return self._act()
 
     def _act(self) -> bool:
@@ -143,17 +150,17 @@ class Actors:
                     return True
             if all(a.step == self._target for a in self.agendas):
                 self._phase = "end"
-                self.station.ask(END, 0, self._ended())
+                self.control.ask(END, 0, self._ended())
                 return True
-        elif self._phase == "begin" and BEGIN in self.station.answers:
-            self.steps = self.station.answers.pop(BEGIN)
+        elif self._phase == "begin" and BEGIN in self.control.answers:
+            self.steps = self.control.answers.pop(BEGIN)
             self._target += self.steps
             self._phase = "work"
             return True
-        elif self._phase == "end" and END in self.station.answers:
-            del self.station.answers[END]
+        elif self._phase == "end" and END in self.control.answers:
+            del self.control.answers[END]
             self._phase = ""
-            self.station.watch.doing = "between runs"
+            self.control.liveness.doing = "between runs"
             return True
         return False
 
@@ -164,18 +171,18 @@ class Actors:
             return ()
         step = self._target - 1
         try:
-            self.station.enter("the end", step)
+            self.control.enter("the end", step)
             said = last()
-            self.station.leave()
+            self.control.leave()
         except BaseException as error:
-            self.station.failed(error, f"the end of step {step}")
+            self.control.failed(error, f"the end of step {step}")
             raise
         return said
 
     @property
     def sums(self) -> tuple[float, ...]:
         """What `last` gave on all ranks of the last run, added up; the same bits on all of them."""
-        return self.station.sums
+        return self.control.sums
 
     def _by_urgency(self) -> list[Agenda]:
         """Places that are behind come first."""
@@ -191,32 +198,32 @@ class Actors:
 
     def _fire(self, agenda: Agenda, at: int) -> None:
         name, k = agenda.order[at]
-        step, lines = agenda.step, self._lines
+        step, connections = agenda.step, self._connections
         for follower in agenda.followers:
-            lines.post(follower, CHOICE, agenda.place, agenda.choices, at)
+            connections.post(follower, CHOICE, agenda.place, agenda.choices, at)
         if agenda.followers:
-            lines.flush()
+            connections.flush()
         inlets, outlets = self._reads[name], self._fills[name]
         firsts = [out.begin() for out in outlets]
         begun = now()
         try:
             inputs = {i.queue.name: i.take(name) for i in inlets}
             start = now()
-            self.station.enter(f"{name}.{k}", step)
+            self.control.enter(f"{name}.{k}", step)
             made = self._run(name, k, step, inputs)
-            self.station.leave()
+            self.control.leave()
             self._give(name, outlets, firsts, made, inlets)
         except BaseException as error:
             batch = f"micro-batch {k}, " if self.net.by_name[name].fires > 1 else ""
-            self.station.failed(error, f"{name}.{k} ({batch}step {step})")
+            self.control.failed(error, f"{name}.{k} ({batch}step {step})")
             raise
         for inlet in inlets:
             if inlet.finish(name) and inlet.wire is not None:
                 for source in inlet.receivers:
-                    lines.post(source, CREDIT, inlet.wire.number, inlet.read)
+                    connections.post(source, CREDIT, inlet.wire.number, inlet.read)
         agenda.fired(at)
-        self.station.watch.moved()
-        lines.flush()
+        self.control.liveness.moved()
+        connections.flush()
         if self._tape is not None:
             idle, self._idle = self._idle or (begun, "inputs that are under way"), None
             self._tape.append((name, k, step, start, now(), *idle))
@@ -247,28 +254,28 @@ class Actors:
                     if inlet.wire is None:
                         inlet.fill(n, value)
                     else:
-                        mine = list(inlet.wire.edge.pack(value, self.rank, self.rank))
+                        mine = list(inlet.wire.route.pack(value, self.rank, self.rank))
                         inlet.part(n, self.rank, value.index, mine)
                 for number, dst in out.remote:
                     self._send(self._wires[number], dst, n, value)
 
-    def _send(self, wire: Wire, dst: int, n: int, value: Value) -> None:
-        tensors = wire.edge.pack(value, self.rank, dst)
-        layout = layout_of(tensors)
+    def _send(self, wire: QueueRoute, dst: int, n: int, value: Value) -> None:
+        tensors = wire.route.pack(value, self.rank, dst)
+        layout = message_layout(tensors)
         fits(wire, layout)
         sender, tail = self._senders[wire.number, dst], layout.code
         if layout.nbytes <= sender.inline_bytes:
-            tail += b"\0" + as_bytes(layout, tensors)
+            tail += b"\0" + message_bytes(layout, tensors)
         else:
             sender.send(n, layout, tensors)
-        self._lines.post(dst, DATA, wire.number, n, value.index, tail)
+        self._connections.post(dst, DATA, wire.number, n, value.index, tail)
 
     # -- what comes
 
-    def _handle(self, m: Message) -> None:
+    def _handle(self, m: ControlMessage) -> None:
         if m.kind == DATA:
             code, inline, data = m.tail.partition(b"\0")
-            layout = layout_read(code)
+            layout = parse_layout(code)
             self._by_wire[m.which].part(m.a, m.source, m.b, from_bytes(layout, data) if inline else layout)
         elif m.kind == CREDIT:
             remote, key = self.outlets[self._wires[m.which].queue.name].remote, (m.which, m.source)
@@ -310,9 +317,19 @@ class Actors:
         out = []
         for name, k, step, start, end, idle, why in self._tape or ():
             kind = self.net.by_name[name].kind
-            span = Span(f"{name}.{k}", "compute", self.rank, start, end, "compute", family=kind, phase=PHASES[kind],
-                        module=f"step {step}", source="measured")  # fmt: skip
-            if start - idle >= LEAST_NS:
+            span = Span(
+                f"{name}.{k}",
+                "compute",
+                self.rank,
+                start,
+                end,
+                "compute",
+                family=kind,
+                phase=PHASE_OF_KIND[kind],
+                module=f"step {step}",
+                source="measured",
+            )
+            if start - idle >= LEAST_WAIT_NS:
                 out.append(replace(span, name=f"{name}.{k}/wait", start=idle, end=start, kind="wait", cause=why))
             out.append(span)
         return out
@@ -330,19 +347,19 @@ class Actors:
             return
         self.closed = True
         try:
-            if self.station.cause is None and not self._phase:
-                self.station.start()
-                self.station.bye(1)
+            if self.control.cause is None and not self._phase:
+                self.control.start()
+                self.control.bye(1)
                 for key, sender in self._senders.items():
                     out = self.outlets[self._wires[key[0]].queue.name]
                     sender.close(out.made, out.remote[key])
                 for receiver in self._receivers.values():
                     receiver.close()
-                self.station.bye(2)
+                self.control.bye(2)
                 if self._on_close is not None:
                     self._on_close()
         finally:
-            self.station.close()
+            self.control.close()
 
     def __enter__(self) -> Actors:
         return self

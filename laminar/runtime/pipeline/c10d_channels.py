@@ -3,16 +3,16 @@
 On Gloo even a short send waits for its receiver, so the receiver posts a receive for every register it grants before it
 grants it; a message then travels while both ranks compute. Every register has a tag of its own, so registers may be
 filled and freed in any order. A posted receive is as long as the longest message; a shorter one leaves the rest of the
-register as it was, and the layout, which comes on a line, says how much of it counts. At the end the sender fills what
-is still posted with single bytes, so that nothing is left open.
+register as it was, and the layout, which comes on a connection, says how much of it counts. At the end the sender fills
+what is still posted with single bytes, so that nothing is left open.
 
-Small messages need none of this: they go with their announcement, on the line. Of the others, one contiguous tensor
-leaves from where it lies; several are copied into one buffer first, which costs less than a message each. Tensors of a
-GPU go through pinned memory of the host, on both sides.
+Small messages need none of this: they go with their announcement, on the connection. Of the others, one contiguous
+tensor leaves from where it lies; several are copied into one buffer first, which costs less than a message each.
+Tensors of a GPU go through pinned memory of the host, on both sides.
 
 NCCL has no tags and takes no short messages. There each direction of a pair of ranks has a group of its own, and
-the receiver posts its receives when the line announces a message, with the sizes it announces: announcements of one
-sender arrive in order, so both ends issue the same calls in the same order.
+the receiver posts its receives when the connection announces a message, with the sizes it announces: announcements of
+one sender arrive in order, so both ends issue the same calls in the same order.
 
 Not covered: NCCL has not run on several real ranks; the order of its calls is tested on a recording stand-in.
 """
@@ -28,20 +28,21 @@ from torch import Tensor
 
 from laminar.capture.tensor_bytes import as_bytes
 from laminar.errors import PeerError
-from laminar.runtime.pipeline.channels import Layout, Slots, Wire
+from laminar.runtime.pipeline.channels import MessageLayout, QueueRoute, RegisterBuffers
 
-FIRST_TAG = 1 << 10
+FIRST_REGISTER_TAG = 1 << 10
 """Tags below are left to others who send and receive in the same group."""
 
 
 INLINE_BYTES = 1 << 17
 """Smaller messages go with their announcement. CPU time per message, both ranks, on a busy machine: at 16 kB 0.19 ms on
-the line and 0.50 ms by Gloo, at 64 kB 0.23 and 0.57, at 128 kB 0.24 and 0.49; at 1 MB the line is far slower."""
+the connection and 0.50 ms by Gloo, at 64 kB 0.23 and 0.57, at 128 kB 0.24 and 0.49; at 1 MB the connection is far
+slower."""
 
 
-def tag_of(wires: Sequence[Wire], number: int) -> int:
+def tag_of(wires: Sequence[QueueRoute], number: int) -> int:
     """The tag of a wire's first register."""
-    return FIRST_TAG + sum(w.queue.registers for w in wires[:number])
+    return FIRST_REGISTER_TAG + sum(w.queue.registers for w in wires[:number])
 
 
 def registers_of(count: int, nbytes: int, pinned: bool) -> list[Tensor]:
@@ -52,15 +53,15 @@ def registers_of(count: int, nbytes: int, pinned: bool) -> list[Tensor]:
 class PostedSender:
     """Sends into receives that are known to be posted."""
 
-    def __init__(self, group: Any, peer: int, tag: int, wire: Wire, pinned: bool = False) -> None:
+    def __init__(self, group: Any, peer: int, tag: int, wire: QueueRoute, pinned: bool = False) -> None:
         """`peer` is the reader's rank within the group."""
         self.group, self.peer, self.tag = group, peer, tag
-        self.registers, self.nbytes, self.pinned = wire.queue.registers, wire.edge.max_bytes, pinned
+        self.registers, self.nbytes, self.pinned = wire.queue.registers, wire.route.max_bytes, pinned
         self.filled, self.inline_bytes = wire.queue.filled, 0 if pinned else INLINE_BYTES
-        self._slots: Slots | None = None
+        self._slots: RegisterBuffers | None = None
         self._under_way: dict[int, tuple[Any, Any]] = {}
 
-    def send(self, n: int, layout: Layout, tensors: Sequence[Tensor]) -> None:
+    def send(self, n: int, layout: MessageLayout, tensors: Sequence[Tensor]) -> None:
         """Start to send; what is sent is kept until it has been read."""
         if not layout.nbytes:
             return
@@ -69,7 +70,7 @@ class PostedSender:
             flat = as_bytes(tensors[0])
         else:
             if self._slots is None:
-                self._slots = Slots(registers_of(self.registers, self.nbytes, self.pinned))
+                self._slots = RegisterBuffers(registers_of(self.registers, self.nbytes, self.pinned))
             self._slots.put(n, layout, tensors)
             flat = self._slots.buffers[slot][: layout.nbytes]
         self._under_way[n] = self.group.send([flat], self.peer, self.tag + slot), flat
@@ -96,13 +97,20 @@ class PostedReceiver:
     """Receives into registers, each posted before it is granted."""
 
     def __init__(
-        self, group: Any, peer: int, tag: int, wire: Wire, device: torch.device, timeout_s: float, source: int = -1
+        self,
+        group: Any,
+        peer: int,
+        tag: int,
+        wire: QueueRoute,
+        device: torch.device,
+        timeout_s: float,
+        source: int = -1,
     ) -> None:
         """`peer` is the sender's rank within the group, `source` in the world, for errors."""
         self.source = source
         self.group, self.peer, self.tag, self.wire, self.device = group, peer, tag, wire, device
         self.registers, self.patience = wire.queue.registers, timedelta(seconds=timeout_s)
-        self._slots = Slots(registers_of(self.registers, wire.edge.max_bytes, device.type == "cuda"))
+        self._slots = RegisterBuffers(registers_of(self.registers, wire.route.max_bytes, device.type == "cuda"))
         self.storages = frozenset(b.untyped_storage().data_ptr() for b in self._slots.buffers)
         self._works: list[Any] = [None] * self.registers
         _OPEN.add(self)
@@ -113,10 +121,10 @@ class PostedReceiver:
         if self._works[slot] is None:
             self._works[slot] = self.group.recv([self._slots.buffers[slot]], self.peer, self.tag + slot)
 
-    def announced(self, n: int, layout: Layout) -> None:
+    def announced(self, n: int, layout: MessageLayout) -> None:
         """It has been posted long ago."""
 
-    def get(self, n: int, layout: Layout) -> list[Tensor]:
+    def get(self, n: int, layout: MessageLayout) -> list[Tensor]:
         """What has arrived, or is about to."""
         slot = n % self.registers
         if layout.nbytes:
@@ -151,7 +159,7 @@ class InOrderSender:
         self.group, self.peer = group, peer
         self._under_way: dict[int, Any] = {}
 
-    def send(self, n: int, layout: Layout, tensors: Sequence[Tensor]) -> None:
+    def send(self, n: int, layout: MessageLayout, tensors: Sequence[Tensor]) -> None:
         """Start to send."""
         flat = [t.detach().contiguous() for t in tensors if t.numel()]
         self._under_way[n] = [self.group.send([t], self.peer, 0) for t in flat], flat
@@ -178,12 +186,12 @@ class InOrderReceiver:
         self.group, self.peer, self.device = group, peer, device
         self._arriving: dict[int, tuple[list[Any], list[Tensor]]] = {}
 
-    def announced(self, n: int, layout: Layout) -> None:
+    def announced(self, n: int, layout: MessageLayout) -> None:
         """Post receives of the announced sizes."""
         tensors = [torch.empty(shape, dtype=dtype, device=self.device) for _, _, shape, dtype in layout.places]
         self._arriving[n] = [self.group.recv([t], self.peer, 0) for t in tensors if t.numel()], tensors
 
-    def get(self, n: int, layout: Layout) -> list[Tensor]:
+    def get(self, n: int, layout: MessageLayout) -> list[Tensor]:
         """What arrives; on a GPU, work that is issued now waits for it there."""
         works, tensors = self._arriving[n]
         for work in works:

@@ -1,7 +1,7 @@
-"""Actors on real ranks: lines, channels and groups for a net, made by all ranks together.
+"""Actors on real ranks: connections, channels and groups for a net, made by all ranks together.
 
 Ranks of one machine give each other their data through memory they share (`shm_channels.py`), others through c10d
-(`c10d_channels.py`). Lines go between ranks that share an edge, from a place's first rank to its others where it
+(`c10d_channels.py`). Connections go between ranks that share a route, from a place's first rank to its others where it
 chooses for them, and from everybody to the net's lowest rank, so that nobody is out of reach.
 """
 
@@ -16,16 +16,25 @@ import torch.distributed as dist
 
 from laminar.errors import NetError, RankError
 from laminar.ir.net import Net
-from laminar.runtime.pipeline.actors import Actors, Run
+from laminar.runtime.pipeline.actors import Actors, RunFiring
 from laminar.runtime.pipeline.c10d_channels import InOrderReceiver, InOrderSender, PostedReceiver, PostedSender, tag_of
-from laminar.runtime.pipeline.channels import Edge, Receiver, RingReceiver, RingSender, Sender, Value, Wire, wires
-from laminar.runtime.pipeline.control_sockets import Sockets
-from laminar.runtime.pipeline.shm_channels import share
+from laminar.runtime.pipeline.channels import (
+    ChannelReceiver,
+    ChannelSender,
+    QueueRoute,
+    RingReceiver,
+    RingSender,
+    Route,
+    Value,
+    queue_routes,
+)
+from laminar.runtime.pipeline.control_sockets import TcpConnections
+from laminar.runtime.pipeline.shm_channels import share_rings
 
 
-def neighbours(net: Net, wired: Sequence[Wire]) -> set[tuple[int, int]]:
-    """Pairs of ranks that need a line."""
-    out = {pair for w in wired for pair in w.edge.pairs}
+def neighbours(net: Net, wired: Sequence[QueueRoute]) -> set[tuple[int, int]]:
+    """Pairs of ranks that need a connection."""
+    out = {pair for w in wired for pair in w.route.pairs}
     if net.window != 0:
         out |= {(place.ranks[0], r) for place in net.places for r in place.ranks[1:]}
     ranks = sorted({r for place in net.places for r in place.ranks})
@@ -33,11 +42,11 @@ def neighbours(net: Net, wired: Sequence[Wire]) -> set[tuple[int, int]]:
     return {(min(p), max(p)) for p in out if p[0] != p[1]}
 
 
-def join(
+def connect_actors(
     net: Net,
-    run: Run,
+    run: RunFiring,
     *,
-    edges: Mapping[tuple[str, int], Edge] | None = None,
+    routes: Mapping[tuple[str, int], Route] | None = None,
     initial: Mapping[str, Sequence[Value]] | None = None,
     device: torch.device | str = "cpu",
     shared: bool = True,
@@ -47,21 +56,21 @@ def join(
 ) -> Actors | None:
     """This rank's actors. Every rank of the world calls this; those that are in no place of the net get None.
 
-    `edges` by queue and the place that reads it; the others are straight. `shared=False`: no shared memory. `group` is
+    `routes` by queue and the place that reads it; the others are straight. `shared=False`: no shared memory. `group` is
     the process group of the world, torch's default one unless said; ranks of the net are ranks of that.
     """
     if not dist.is_initialized():
         raise NetError("no process group", next="start under torchrun, or call dist.init_process_group first")
     me, device = dist.get_rank(group), torch.device(device)
-    wired = wires(net, dict(edges or {}))
+    wired = queue_routes(net, dict(routes or {}))
     ranks = sorted({r for place in net.places for r in place.ranks})
     numbers = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
     if ranks[-1] >= len(numbers):
         raise NetError(f"the net has rank {ranks[-1]}, the world has {len(numbers)} ranks")
-    lines = Sockets.open(group, ranks, neighbours(net, wired), timeout_s)
+    connections = TcpConnections.open(group, ranks, neighbours(net, wired), timeout_s)
     nccl = device.type == "cuda" and "nccl" in str(dist.get_backend(group))
-    mine, agreed = share(wired, group, shared and not nccl)
-    keys = [(w.number, a, b) for w in wired for a, b in w.edge.pairs if a != b]
+    mine, agreed = share_rings(wired, group, shared and not nccl)
+    keys = [(w.number, a, b) for w in wired for a, b in w.route.pairs if a != b]
     rest = [key for key in keys if key not in agreed]
     groups: dict[Any, Any] = {}
 
@@ -75,10 +84,10 @@ def join(
             groups[pair] = made(pair, "nccl")
     elif rest:
         groups[None] = made(ranks, "gloo")
-    if lines is None:
+    if connections is None:
         return None
-    senders: dict[tuple[int, int], Sender] = {}
-    receivers: dict[tuple[int, int], Receiver] = {}
+    senders: dict[tuple[int, int], ChannelSender] = {}
+    receivers: dict[tuple[int, int], ChannelReceiver] = {}
     for key in keys:
         number, src, dst = key
         wire, registers = wired[number], wired[number].queue.registers
@@ -103,7 +112,7 @@ def join(
             if pair is None or me in pair:
                 dist.destroy_process_group(talk)
 
-    out = Actors(net, run, lines, wired, senders, receivers, initial=initial, timeout_s=timeout_s,
+    out = Actors(net, run, connections, wired, senders, receivers, initial=initial, timeout_s=timeout_s,
                  on_failure=on_failure, on_close=leave)  # fmt: skip
-    out.station.live()
+    out.control.live()
     return out

@@ -1,8 +1,8 @@
-"""A station: one rank among those of a net, what it hears and what it tells, apart from what it does.
+"""The control plane: one rank among those of a net, what it hears and what it tells, apart from what it does.
 
-It reads the lines, keeps watch over the neighbours (`heartbeat.py`), and sees to it that a cause of failure reaches all
-ranks. They can agree on a number: each tells the hub, the lowest of them, which answers with the least when it has
-heard all. What concerns registers and choices is handed on to `handle`.
+It reads the connections, keeps watch over the neighbours (`heartbeat.py`), and sees to it that a cause of failure
+reaches all ranks. They can agree on a number: each tells the coordinator, the lowest of them, which answers with the
+least when it has heard all. What concerns registers and choices is handed on to `handle`.
 
 `hear` and everything that raises belongs to the thread that acts. A second thread sends signs of life, and listens
 while the first is in a firing, so that `on_failure` can end what will never end by itself: a collective with a rank
@@ -19,30 +19,30 @@ import time
 from collections.abc import Callable, Sequence
 
 from laminar.errors import PeerError, RankError
-from laminar.runtime.pipeline.control_sockets import BEGIN, BYE, END, FAIL, GONE, PULSE, Lines, Message
-from laminar.runtime.pipeline.heartbeat import PER_TIMEOUT, Cause, Pulse, Watch
+from laminar.runtime.pipeline.control_sockets import BEGIN, BYE, END, FAIL, GONE, HEARTBEAT, Connections, ControlMessage
+from laminar.runtime.pipeline.heartbeat import PER_TIMEOUT, FailureCause, HeartbeatThread, Liveness
 
-LOST = re.compile(r"gloo/|nccl|Connection (closed|reset) by peer|Broken pipe", re.IGNORECASE)
+PEER_LOST = re.compile(r"gloo/|nccl|Connection (closed|reset) by peer|Broken pipe", re.IGNORECASE)
 """An error of a firing that may be the echo of another rank's end."""
 ECHO_S = 2.0
 """How long to listen for the cause of such an error before naming it the cause."""
 
 
-class Station:
+class ControlPlane:
     """One rank's ears and mouth."""
 
     def __init__(
         self,
-        lines: Lines,
+        connections: Connections,
         ranks: Sequence[int],
-        handle: Callable[[Message], None],
+        handle: Callable[[ControlMessage], None],
         timeout_s: float,
         on_failure: Callable[[RankError], None] | None = None,
     ) -> None:
-        self.lines, self.rank, self.ranks, self.hub = lines, lines.rank, ranks, min(ranks)
+        self.connections, self.rank, self.ranks, self.coordinator = connections, connections.rank, ranks, min(ranks)
         self.timeout_s, self.on_failure = timeout_s, on_failure
-        self.watch = Watch(self.rank, lines.peers, timeout_s)
-        self.cause: Cause | None = None
+        self.liveness = Liveness(self.rank, connections.peers, timeout_s)
+        self.cause: FailureCause | None = None
         """Why nothing goes on."""
         self.answers: dict[int, int] = {}
         """What all have agreed on, by kind of question."""
@@ -50,23 +50,23 @@ class Station:
         """Numbers that were told with the last question, added up over all ranks in their order."""
         self._handle = handle
         self._asked: dict[int, dict[int, tuple[int, tuple[float, ...]]]] = {BEGIN: {}, END: {}}
-        self._byes = dict.fromkeys(lines.peers, 0)
+        self._byes = dict.fromkeys(connections.peers, 0)
         self._inside: tuple[str, float] | None = None
-        self._ear, self._inbox = threading.Lock(), list[Message]()
+        self._ear, self._inbox = threading.Lock(), list[ControlMessage]()
         self._tick_s = min(timeout_s / (2 * PER_TIMEOUT), 1.0)
         self._next_look = 0.0
-        self._pulse = Pulse(timeout_s / PER_TIMEOUT, self._beat)
+        self._heartbeat = HeartbeatThread(timeout_s / PER_TIMEOUT, self._beat)
 
     def start(self) -> None:
         """Everybody is taken to be alive now."""
         if self.cause is not None:
             raise self.cause.error(self.rank)
-        self.watch.restart()
+        self.liveness.restart()
 
     def live(self) -> None:
         """Begin to give signs of life."""
-        if self.lines.peers and not self._pulse.is_alive():
-            self._pulse.start()
+        if self.connections.peers and not self._heartbeat.is_alive():
+            self._heartbeat.start()
 
     # -- what comes
 
@@ -75,7 +75,7 @@ class Station:
         with self._ear:
             if self._inbox:
                 wait_s = 0.0
-            got = self._inbox + self.lines.receive(wait_s)
+            got = self._inbox + self.connections.receive(wait_s)
             self._inbox = []
         for message in got:
             self._heard(message)
@@ -83,52 +83,55 @@ class Station:
             raise self.cause.error(self.rank)
         return bool(got)
 
-    def _heard(self, m: Message) -> None:
-        self.watch.heard(m.source)
+    def _heard(self, m: ControlMessage) -> None:
+        self.liveness.heard(m.source)
         if m.kind in (BEGIN, END):
-            if self.rank == self.hub:
+            if self.rank == self.coordinator:
                 self._asked_by(m.source, m.kind, m.b, _numbers(m.tail))
             else:
                 self.answers[m.kind], self.sums = m.b, _numbers(m.tail)
-        elif m.kind == PULSE:
-            self.watch.told(m.tail)
+        elif m.kind == HEARTBEAT:
+            self.liveness.told(m.tail)
         elif m.kind == BYE:
             self._byes[m.source] = max(m.a, self._byes[m.source])
         elif (cause := self._cause_in(m)) is not None:
             self.tell(cause)
         elif m.kind == GONE:
-            self.watch.gone(m.source)
+            self.liveness.gone(m.source)
         else:
             self._handle(m)
 
-    def _cause_in(self, m: Message) -> Cause | None:
+    def _cause_in(self, m: ControlMessage) -> FailureCause | None:
         if m.kind == FAIL:
-            return Cause.read(m.tail)
+            return FailureCause.read(m.tail)
         if m.kind == GONE and self._byes[m.source] < 2:
-            return Cause(m.source, f"rank {m.source} has ended without a word; last known: {self.watch.last(m.source)}")
+            return FailureCause(
+                m.source, f"rank {m.source} has ended without a word; last known: {self.liveness.last(m.source)}"
+            )
         return None
 
     def sleep(self, awaited: Callable[[], str]) -> None:
         """Wait until something comes, and see whether everybody is still there; `awaited` says for what."""
         came = self.hear(self._tick_s)
         if not came:
-            self.watch.doing = f"waiting for {awaited()}"
+            self.liveness.doing = f"waiting for {awaited()}"
         if came and time.monotonic() < self._next_look:
             return
         self._next_look = time.monotonic() + self._tick_s
-        if (cause := self.watch.verdict()) is not None:
+        if (cause := self.liveness.verdict()) is not None:
             self.tell(cause)
             raise cause.error(self.rank)
 
     # -- what is told
 
     def ask(self, kind: int, number: int, terms: Sequence[float] = ()) -> None:
-        """Tell the hub a number; the least of all ranks' will be in `answers`, the sums of their terms in `sums`."""
-        if self.rank == self.hub:
+        """Tell the coordinator a number; the least of all ranks' will be in `answers`, the sums of their terms in
+        `sums`."""
+        if self.rank == self.coordinator:
             self._asked_by(self.rank, kind, number, tuple(terms))
         else:
-            self.lines.post(self.hub, kind, b=number, tail=_tail(terms))
-            self.lines.flush()
+            self.connections.post(self.coordinator, kind, b=number, tail=_tail(terms))
+            self.connections.flush()
 
     def _asked_by(self, rank: int, kind: int, number: int, terms: tuple[float, ...]) -> None:
         asked = self._asked[kind]
@@ -139,20 +142,20 @@ class Station:
             asked.clear()
             for other in self.ranks:
                 if other != self.rank:
-                    self.lines.post(other, kind, b=least, tail=_tail(self.sums))
-            self.lines.flush()
+                    self.connections.post(other, kind, b=least, tail=_tail(self.sums))
+            self.connections.flush()
 
-    def tell(self, cause: Cause) -> None:
+    def tell(self, cause: FailureCause) -> None:
         """The first cause that is known is the cause; tell the neighbours, once."""
         if self.cause is None:
             self.cause = cause
-            for peer in self.lines.peers:
-                self.lines.post(peer, FAIL, tail=cause.tail())
-            self.lines.flush()
+            for peer in self.connections.peers:
+                self.connections.post(peer, FAIL, tail=cause.tail())
+            self.connections.flush()
 
     def enter(self, what: str, step: int) -> None:
         """A firing begins, or what ends a step."""
-        self.watch.doing = where = f"in {what} of step {step}"
+        self.liveness.doing = where = f"in {what} of step {step}"
         self._inside = where, time.monotonic()
 
     def leave(self) -> None:
@@ -162,35 +165,37 @@ class Station:
     def failed(self, error: BaseException, where: str) -> None:
         """A firing has raised: find out whether it is the cause or its echo, tell everybody, and raise."""
         self._inside = None
-        if isinstance(error, PeerError) or LOST.search(str(error)):
+        if isinstance(error, PeerError) or PEER_LOST.search(str(error)):
             until = time.monotonic() + min(self.timeout_s / 2, ECHO_S)
             with contextlib.suppress(RankError):
                 while time.monotonic() < until:
                     self.hear(0.05)
-            self.tell(Cause(-1, f"rank {self.rank} lost another in {where}: {_first_line(error)}",
+            self.tell(FailureCause(-1, f"rank {self.rank} lost another in {where}: {_first_line(error)}",
                             "see the logs of all ranks"))  # fmt: skip
-        self.tell(Cause(self.rank, f"rank {self.rank} failed in {where}: {type(error).__name__}: {_first_line(error)}"))
+        self.tell(
+            FailureCause(self.rank, f"rank {self.rank} failed in {where}: {type(error).__name__}: {_first_line(error)}")
+        )
         assert self.cause is not None
         if isinstance(error, Exception):
             raise self.cause.error(self.rank) from error
 
     def stopped(self, error: BaseException) -> None:
         """This rank will not go on: tell the others, unless they know of a cause."""
-        self.tell(Cause(self.rank, f"rank {self.rank} stopped: {type(error).__name__}: {_first_line(error)}"))
+        self.tell(FailureCause(self.rank, f"rank {self.rank} stopped: {type(error).__name__}: {_first_line(error)}"))
 
     def _beat(self) -> None:
         """A sign of life, in a thread of its own."""
         inside = self._inside
         if inside is not None and (for_s := time.monotonic() - inside[1]) > self.timeout_s:
-            self.tell(Cause(self.rank, f"rank {self.rank} has been {inside[0]} for {for_s:.1f} s",
+            self.tell(FailureCause(self.rank, f"rank {self.rank} has been {inside[0]} for {for_s:.1f} s",
                             "see what it does there, or allow more time"))  # fmt: skip
-        for peer in self.lines.peers:
-            self.lines.post(peer, PULSE, tail=self.watch.pulse())
-        self.lines.flush()
+        for peer in self.connections.peers:
+            self.connections.post(peer, HEARTBEAT, tail=self.liveness.heartbeat())
+        self.connections.flush()
         if inside is None or not self._ear.acquire(blocking=False):
             return
         try:
-            self._inbox += self.lines.receive(0.0)
+            self._inbox += self.connections.receive(0.0)
             causes = [c for c in map(self._cause_in, self._inbox) if c is not None]
         finally:
             self._ear.release()
@@ -202,17 +207,17 @@ class Station:
 
     def bye(self, number: int) -> None:
         """Everything that was said before a goodbye has been heard when all goodbyes are."""
-        for peer in self.lines.peers:
-            self.lines.post(peer, BYE, 0, number)
-        self.lines.flush()
-        self.watch.doing = "closing"
+        for peer in self.connections.peers:
+            self.connections.post(peer, BYE, 0, number)
+        self.connections.flush()
+        self.liveness.doing = "closing"
         while any(said < number for said in self._byes.values()):
             self.sleep(lambda: "all ranks to close")
 
     def close(self) -> None:
-        """End the lines."""
-        self._pulse.stop()
-        self.lines.close()
+        """End the connections."""
+        self._heartbeat.stop()
+        self.connections.close()
 
 
 def _tail(terms: Sequence[float]) -> bytes:

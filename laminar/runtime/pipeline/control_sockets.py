@@ -1,15 +1,16 @@
-"""Lines between ranks: short messages beside the data, over plain sockets.
+"""Connections between ranks: short messages beside the data, over plain sockets.
 
-Ranks that share a queue, follow the same leader or must hear of each other's end hold a line: one stream socket,
-on which a message is 24 bytes and, seldom, a tail. What is said on a line arrives in order; between lines there is no
-order. A line is read by the thread that acts, whenever it has nothing better to do, and it may wait for all of its
-lines at once, which a receive of c10d can't do (its works on Gloo don't tell whether they are done without waiting, and
-a wait that times out closes the pair). A process that dies ends its lines, so the others know at once.
+Ranks that share a queue, follow the same leader or must hear of each other's end hold a connection: one stream socket,
+on which a message is 24 bytes and, seldom, a tail. What is said on a connection arrives in order; between connections
+there is no order. A connection is read by the thread that acts, whenever it has nothing better to do, and it may wait
+for all of its connections at once, which a receive of c10d can't do (its works on Gloo don't tell whether they are done
+without waiting, and a wait that times out closes the pair). A process that dies ends its connections, so the others
+know at once.
 
 Nobody ever blocks in sending: what the system does not take now stays here and goes with the next try.
 
-`Lines` is what the actors see. `Sockets` is the real thing; tests have lines within one process that delay and reorder.
-Not covered: networks where ranks can't open connections to each other, which Gloo needs as well.
+`Connections` is what the actors see. `TcpConnections` is the real thing; tests have connections within one process that
+delay and reorder. Not covered: networks where ranks can't open connections to each other, which Gloo needs as well.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ from laminar.errors import PeerError
 
 FRAME = struct.Struct("<IHHqq")
 """Bytes in the tail, kind, which, and two numbers."""
-DATA, CREDIT, CHOICE, BEGIN, END, PULSE, FAIL, BYE, GONE = range(9)
+DATA, CREDIT, CHOICE, BEGIN, END, HEARTBEAT, FAIL, BYE, GONE = range(9)
 """A register is filled; so many are read; the leader's choice; so many steps; steps done; a sign of life; what went
-wrong; a line is about to end; a line has ended."""
-CHUNK_BYTES = 1 << 16
+wrong; a connection is about to end; a connection has ended."""
+RECEIVE_BYTES = 1 << 16
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
-class Message(NamedTuple):
+class ControlMessage(NamedTuple):
     """One message, as it arrives."""
 
     source: int
@@ -48,8 +49,8 @@ class Message(NamedTuple):
     tail: bytes = b""
 
 
-class Lines(Protocol):
-    """The lines of one rank. They carry numbers and short tails, never a tensor."""
+class Connections(Protocol):
+    """The connections of one rank. They carry numbers and short tails, never a tensor."""
 
     rank: int
     peers: tuple[int, ...]
@@ -63,16 +64,16 @@ class Lines(Protocol):
         """Send what has been posted, as far as it goes without blocking."""
         ...
 
-    def receive(self, wait_s: float) -> list[Message]:
-        """What has arrived; if nothing has, wait for something. An ended line is a `GONE`, once."""
+    def receive(self, wait_s: float) -> list[ControlMessage]:
+        """What has arrived; if nothing has, wait for something. An ended connection is a `GONE`, once."""
         ...
 
     def close(self) -> None:
-        """End all lines."""
+        """End all connections."""
 
 
-class Sockets:
-    """Lines over TCP; see `Sockets.open`."""
+class TcpConnections:
+    """Connections over TCP; see `TcpConnections.open`."""
 
     def __init__(self, rank: int, sockets: dict[int, socket.socket]) -> None:
         self.rank, self.peers = rank, tuple(sorted(sockets))
@@ -88,8 +89,10 @@ class Sockets:
             self._poll.register(sockets[r], select.POLLIN)
 
     @staticmethod
-    def open(group: Any, ranks: Sequence[int], wanted: Iterable[tuple[int, int]], timeout_s: float) -> Sockets | None:
-        """Lines of this rank. All ranks of `group` call this; `wanted` are pairs, the same on all of them.
+    def open(
+        group: Any, ranks: Sequence[int], wanted: Iterable[tuple[int, int]], timeout_s: float
+    ) -> TcpConnections | None:
+        """Connections of this rank. All ranks of `group` call this; `wanted` are pairs, the same on all of them.
 
         Those outside `ranks` only take part in the gathering of addresses.
         """
@@ -125,11 +128,11 @@ class Sockets:
                 else:
                     s.close()  # a stranger
         except OSError as error:
-            raise PeerError(f"rank {me} has no line to another rank: {error}",
+            raise PeerError(f"rank {me} has no connection to another rank: {error}",
                             next="see whether ranks can open connections to each other") from error  # fmt: skip
         finally:
             door.close()
-        return Sockets(me, sockets)
+        return TcpConnections(me, sockets)
 
     def post(self, to: int, kind: int, which: int = 0, a: int = 0, b: int = 0, tail: bytes = b"") -> None:
         """Say something; it leaves with the next `flush`."""
@@ -154,7 +157,7 @@ class Sockets:
         except (OSError, KeyError):
             out.clear()  # the other end is gone; reading will tell
 
-    def receive(self, wait_s: float) -> list[Message]:
+    def receive(self, wait_s: float) -> list[ControlMessage]:
         """What has arrived; if nothing has, wait for something."""
         self.flush()
         stop = time.monotonic() + wait_s
@@ -169,14 +172,14 @@ class Sockets:
                 return out
             self.flush()
 
-    def _read(self, r: int) -> list[Message]:
+    def _read(self, r: int) -> list[ControlMessage]:
         buffer, s, ended = self._in[r], self._sockets[r], False
         try:
             while True:
-                got = s.recv(CHUNK_BYTES)
+                got = s.recv(RECEIVE_BYTES)
                 buffer += got
                 ended = not got
-                if len(got) < CHUNK_BYTES:
+                if len(got) < RECEIVE_BYTES:
                     break
         except BlockingIOError:
             pass
@@ -188,12 +191,12 @@ class Sockets:
             end = at + FRAME.size + length
             if len(buffer) < end:
                 break
-            out.append(Message(r, kind, which, a, b, bytes(buffer[at + FRAME.size : end]) if length else b""))
+            out.append(ControlMessage(r, kind, which, a, b, bytes(buffer[at + FRAME.size : end]) if length else b""))
             at = end
         del buffer[:at]
         if ended:
             self._end(r)
-            out.append(Message(r, GONE))
+            out.append(ControlMessage(r, GONE))
         return out
 
     def _end(self, r: int) -> None:
@@ -205,7 +208,7 @@ class Sockets:
             s.close()
 
     def close(self) -> None:
-        """End all lines."""
+        """End all connections."""
         self.flush()
         for r in list(self._sockets):
             self._end(r)

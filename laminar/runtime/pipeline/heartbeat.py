@@ -1,11 +1,11 @@
 """Who is alive and who moves: signs of life between ranks, and what follows when they stay away.
 
-Four times per `timeout_s` a thread of each rank sends its neighbours a pulse: how many firings every rank has made, as
-far as it has heard, and what each was last doing. The thread that acts need not take part, so a rank that computes for
-long is not silent. From this a rank that waits concludes:
+Four times per `timeout_s` a thread of each rank sends its neighbours a heartbeat: how many firings every rank has made,
+as far as it has heard, and what each was last doing. The thread that acts need not take part, so a rank that computes
+for long is not silent. From this a rank that waits concludes:
 
-- a line that ends without a goodbye: that process has died (known at once);
-- no pulse from a neighbour for `timeout_s`: it has stopped, or its machine is gone;
+- a connection that ends without a goodbye: that process has died (known at once);
+- no heartbeat from a neighbour for `timeout_s`: it has stopped, or its machine is gone;
 - no rank anywhere has fired for twice `timeout_s`, though all are alive: they wait for each other, or for one that is
   busy with something else between two runs.
 
@@ -25,11 +25,11 @@ from typing import Any
 from laminar.errors import PeerError, RankError
 
 PER_TIMEOUT = 4
-"""Pulses within the time after which a rank counts as silent."""
+"""Heartbeats within the time after which a rank counts as silent."""
 
 
 @dataclass(frozen=True)
-class Cause:
+class FailureCause:
     """Why ranks end: which of them, and what about it."""
 
     rank: int
@@ -45,13 +45,13 @@ class Cause:
         return json.dumps([self.rank, self.what, self.next]).encode()
 
     @staticmethod
-    def read(tail: bytes) -> Cause:
+    def read(tail: bytes) -> FailureCause:
         """As it was sent."""
-        return Cause(*json.loads(tail))
+        return FailureCause(*json.loads(tail))
 
 
 @dataclass
-class Watch:
+class Liveness:
     """What one rank knows about the others."""
 
     rank: int
@@ -80,11 +80,11 @@ class Watch:
             self._heard[peer] = self.clock()
 
     def gone(self, peer: int) -> None:
-        """A line has ended in peace."""
+        """A connection has ended in peace."""
         self._heard.pop(peer, None)
 
     def told(self, tail: bytes) -> None:
-        """A neighbour's pulse."""
+        """A neighbour's heartbeat."""
         for rank, fired, doing in json.loads(tail):
             old = self._known.get(rank, (-1, ""))
             if rank != self.rank and fired >= old[0]:
@@ -92,7 +92,7 @@ class Watch:
                     self._moved = self.clock()
                 self._known[rank] = fired, doing
 
-    def pulse(self) -> bytes:
+    def heartbeat(self) -> bytes:
         """What to tell the neighbours."""
         known = [(rank, *what) for rank, what in list(self._known.items())]
         return json.dumps([(self.rank, self.fired, self.doing), *known]).encode()
@@ -106,26 +106,26 @@ class Watch:
         """What a rank was last known to do."""
         return self._known.get(rank, (0, "not heard of"))[1]
 
-    def verdict(self) -> Cause | None:
+    def verdict(self) -> FailureCause | None:
         """What is wrong, if something is. To be asked only after everything that has arrived was heard."""
         now = self.clock()
         for peer, when in self._heard.items():
             if now - when > self.timeout_s:
-                return Cause(peer, f"rank {peer} has given no sign of life for {now - when:.1f} s; "
+                return FailureCause(peer, f"rank {peer} has given no sign of life for {now - when:.1f} s; "
                                    f"last known: {self.last(peer)}", "see whether that process still runs")  # fmt: skip
         if now - self._moved > 2 * self.timeout_s:
             all_ = {self.rank: self.doing} | {r: doing for r, (_, doing) in self._known.items()}
             stands = "; ".join(f"rank {r}: {doing}" for r, doing in sorted(all_.items()))
-            return Cause(self.rank, f"no rank has moved for {now - self._moved:.1f} s: {stands}",
+            return FailureCause(self.rank, f"no rank has moved for {now - self._moved:.1f} s: {stands}",
                          "see that every rank runs the same steps of the same net")  # fmt: skip
         return None
 
 
-class Pulse(threading.Thread):
+class HeartbeatThread(threading.Thread):
     """Calls `beat` every so often until stopped."""
 
     def __init__(self, every_s: float, beat: Callable[[], Any]) -> None:
-        super().__init__(name="laminar-pulse", daemon=True)
+        super().__init__(name="laminar-heartbeat", daemon=True)
         self.every_s, self.beat = every_s, beat
         self._stop_now = threading.Event()
 

@@ -42,9 +42,9 @@ LOADER = "laminar loader"
 
 EPOCH = object()
 """An item that is no batch: the data begins anew here, on every rank."""
-KEPT = 64
+REMEMBERED_LOADS = 64
 """Loads whose times are remembered."""
-PATIENCE_S = 5.0
+CLOSE_WAIT_S = 5.0
 """How long `close` waits for user code that is reading a batch."""
 
 
@@ -60,7 +60,7 @@ Agree = Callable[[str, int, str, Callable[[], bool]], Ended | None]
 make of it: nothing to go on. The last argument says whether to give up waiting for them."""
 
 
-def alone(what: str, made: int, error: str, stopped: Callable[[], bool]) -> Ended | None:
+def agree_alone(what: str, made: int, error: str, stopped: Callable[[], bool]) -> Ended | None:
     """For a single rank: it is over when the data is."""
     return Ended() if what == "end" else None
 
@@ -125,7 +125,7 @@ class Registers:
         self.ended: Ended | None = None
         self.closed = False
         self.filling_since: int | None = None
-        self.loads: deque[tuple[int, int]] = deque(maxlen=KEPT)
+        self.loads: deque[tuple[int, int]] = deque(maxlen=REMEMBERED_LOADS)
         """When the last loads began and ended."""
         self.changed = threading.Condition()  # its lock may be taken again by a finalizer on the same thread
 
@@ -186,7 +186,7 @@ class Registers:
             self.changed.notify_all()
 
 
-class Source:
+class BatchSource:
     """The user's data, batch by batch, agreed on and moved. Used by one thread only."""
 
     def __init__(self, data: Iterable[Any], move: Mover, agree: Agree, stopped: Callable[[], bool], rank: int) -> None:
@@ -225,7 +225,7 @@ class Source:
                 items.close()
 
 
-def _work(registers: Registers, source: Source) -> None:
+def _work(registers: Registers, source: BatchSource) -> None:
     """What the thread does. It knows nothing of the `Loader`, so that one which nobody holds can end it."""
     try:
         while registers.claim():
@@ -260,7 +260,7 @@ class Loader(Iterator[Any]):
         *,
         device: torch.device | None = None,
         whole: bool = True,
-        agree: Agree = alone,
+        agree: Agree = agree_alone,
         rank: int = 0,
         ended: Callable[[str], None] = lambda why: None,
     ) -> None:
@@ -269,7 +269,7 @@ class Loader(Iterator[Any]):
         self._move = Mover(device or torch.device("cpu"), whole)
         self.registers = Registers(depth)
         registers = self.registers
-        self._source = Source(data, self._move, agree, lambda: registers.closed, rank)
+        self._source = BatchSource(data, self._move, agree, lambda: registers.closed, rank)
         self._wait: tuple[int, int] | None = None
         self.waited_ns = 0
         """How long the consumer has waited for batches, in all."""
@@ -330,7 +330,7 @@ class Loader(Iterator[Any]):
             found = [*registers.loads, *([(running, end)] if running is not None else [])]
         return [(max(a, start), min(b, end)) for a, b in found if b > start and a < end]
 
-    def close(self, wait_s: float = PATIENCE_S) -> None:
+    def close(self, wait_s: float = CLOSE_WAIT_S) -> None:
         """End the thread and let go of all batches; waits so long for user code that is reading one."""
         self.registers.close()
         thread = self._thread

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from laminar.errors import NetError, RankError
 from laminar.ir.net import Net, Queue
-from laminar.runtime.pipeline.channels import Layout, Receiver, Value, Wire
+from laminar.runtime.pipeline.channels import ChannelReceiver, MessageLayout, QueueRoute, Value
 
 
 @dataclass
@@ -29,26 +29,26 @@ class Inlet:
     counts: dict[str, int]
     """How many registers each consumer has finished with."""
     takes: dict[str, int]
-    wire: Wire | None = None
+    wire: QueueRoute | None = None
     sources: frozenset[int] = frozenset()
-    receivers: dict[int, Receiver] = field(default_factory=dict)
+    receivers: dict[int, ChannelReceiver] = field(default_factory=dict)
     storages: frozenset[int] = frozenset()
     read: int = 0
     """How many all consumers have finished with."""
     full: dict[int, Value | None] = field(default_factory=dict)
-    parts: dict[int, dict[int, tuple[int, Layout | list[Tensor]]]] = field(default_factory=dict)
+    parts: dict[int, dict[int, tuple[int, MessageLayout | list[Tensor]]]] = field(default_factory=dict)
 
     def fill(self, n: int, value: Value) -> None:
         """A register is full."""
         self._granted(n)
         self.full[n] = value
 
-    def part(self, n: int, source: int, index: int, what: Layout | list[Tensor]) -> None:
+    def part(self, n: int, source: int, index: int, what: MessageLayout | list[Tensor]) -> None:
         """One rank's part of a register: the tensors, or what they will be like."""
         self._granted(n)
         parts = self.parts.setdefault(n, {})
         parts[source] = index, what
-        if isinstance(what, Layout):
+        if isinstance(what, MessageLayout):
             self.receivers[source].announced(n, what)
         if len(parts) == len(self.sources):
             self.full[n] = None
@@ -74,8 +74,8 @@ class Inlet:
         parts = self.parts.pop(n)
         index = parts[min(parts)][0]
         for source, (_, what) in sorted(parts.items()):
-            arrived[source] = self.receivers[source].get(n, what) if isinstance(what, Layout) else what
-        value = self.full[n] = Value(self.wire.edge.unpack(arrived, self.rank, index), index)
+            arrived[source] = self.receivers[source].get(n, what) if isinstance(what, MessageLayout) else what
+        value = self.full[n] = Value(self.wire.route.unpack(arrived, self.rank, index), index)
         return value
 
     def finish(self, consumer: str) -> bool:
@@ -125,8 +125,8 @@ class Outlet:
 def connect(
     net: Net,
     rank: int,
-    wires: Sequence[Wire],
-    receivers: Mapping[tuple[int, int], Receiver],
+    wires: Sequence[QueueRoute],
+    receivers: Mapping[tuple[int, int], ChannelReceiver],
     initial: Mapping[str, Sequence[Value]],
 ) -> tuple[dict[tuple[str, int], Inlet], dict[str, Outlet]]:
     """Inlets of a rank by queue and place, and outlets by queue; `receivers` by wire and the rank that sends."""
@@ -140,7 +140,7 @@ def connect(
             names = [c for c in q.consumers if net.by_name[c].place == place]
             inlet = Inlet(q, rank, dict.fromkeys(names, 0), {c: q.taken(c) for c in names}, by_end.get((q.name, place)))
             if inlet.wire is not None:
-                inlet.sources = frozenset(a for a, b in inlet.wire.edge.pairs if b == rank)
+                inlet.sources = frozenset(a for a, b in inlet.wire.route.pairs if b == rank)
                 inlet.receivers = {a: receivers[inlet.wire.number, a] for a in inlet.sources if a != rank}
                 inlet.storages = frozenset().union(*(r.storages for r in inlet.receivers.values()))
             given = initial.get(q.name, ())
@@ -155,7 +155,7 @@ def connect(
         if (q.name, home) in inlets:
             out.inlets.append(inlets[q.name, home])
         for wire in (w for w in wires if w.queue is q):
-            for dst in (b for a, b in wire.edge.pairs if a == rank):
+            for dst in (b for a, b in wire.route.pairs if a == rank):
                 if dst == rank:
                     out.inlets.append(inlets[q.name, wire.place])
                 else:

@@ -6,8 +6,8 @@ on what other parts need. Values of a queue are in the order in which `lower/sta
 
 Between places values go through the crossings of `rules/crossing.py`: each rank packs what every other lacks.
 
-Micro-batches of different sizes pass through the same queues. Each size (`Size`) has code and crossings of its own; a
-step says which size each of its micro-batches has, and a message which micro-batch it belongs to. Sums are shared.
+Micro-batches of different sizes pass through the same queues. Each size (`SizeCode`) has code and crossings of its own;
+a step says which size each of its micro-batches has, and a message which micro-batch it belongs to. Sums are shared.
 """
 
 from __future__ import annotations
@@ -28,20 +28,21 @@ from laminar.lower.stage_net import Piped, joining
 from laminar.lower.stage_programs import KEPT, Part, Stages
 from laminar.rules.crossing import Crossing, crossing
 from laminar.runtime.code.eager_step import Adding
-from laminar.runtime.comm.aliases import may_alias
-from laminar.runtime.comm.cross_mesh import Window, identity
-from laminar.runtime.pipeline.channels import ALIGN, Edge, Value
+from laminar.runtime.comm.aliases import result_may_alias
+from laminar.runtime.comm.cross_mesh import Window, reduction_identity
+from laminar.runtime.comm.shm_arena import ALIGN
+from laminar.runtime.pipeline.channels import Route, Value
 
 Feed = Callable[[int, int], Mapping[str, Tensor]]
 """A stage and a micro-batch, to this rank's share of what comes from outside: batch, key, scale."""
 
 
-Key = tuple[str, int]
+RouteKey = tuple[str, int]
 """A queue and the place that reads it."""
 
 
-class Code(Protocol):
-    """A program that can be run: `module.Step` or `compiled.Compiled`."""
+class RunnableProgram(Protocol):
+    """A program that can be run: `EagerStep` or `Compiled`."""
 
     @property
     def adding(self) -> Adding | None:
@@ -56,20 +57,24 @@ class Code(Protocol):
 
 
 @dataclass
-class Size:
+class SizeCode:
     """What micro-batches of one size need: programs as code, and how their values travel."""
 
     piped: Piped
-    code: dict[str, Code]
+    code: dict[str, RunnableProgram]
     borrowed: dict[str, set[int]]
-    freight: dict[Key, Freight]
+    freight: dict[RouteKey, Freight]
 
 
-class Parts:
+class StageRunner:
     """The parts that one rank runs. `sizes`, `feed` and `weights` are set for every step, `sums` are read behind it."""
 
     def __init__(
-        self, pipes: Sequence[Piped], rank: int, held: Mapping[str, Tensor], build: Callable[[Program, Adding], Code]
+        self,
+        pipes: Sequence[Piped],
+        rank: int,
+        held: Mapping[str, Tensor],
+        build: Callable[[Program, Adding], RunnableProgram],
     ) -> None:
         """`pipes`: one for each size of micro-batch to begin with, in one net; `held`: this rank's parameters and
         buffers by name; `build` makes code of a program."""
@@ -89,11 +94,11 @@ class Parts:
         """Gradients, losses and metrics of a step, by stage and `kind:name`, as terms."""
         self.first = [self._size(piped) for piped in pipes]
         """The sizes that were there from the beginning."""
-        self.sizes: Sequence[Size] = [self.first[0]] * staged.micro_batches
+        self.sizes: Sequence[SizeCode] = [self.first[0]] * staged.micro_batches
         """That of each micro-batch of the step."""
-        self._edges = {key: self._edge(key) for key in self.first[0].freight}
+        self._routes = {key: self._route(key) for key in self.first[0].freight}
 
-    def _size(self, piped: Piped) -> Size:
+    def _size(self, piped: Piped) -> SizeCode:
         """Make code for micro-batches of one size."""
         mine = [p for s in self.stages for p in piped.made.parts[s]]
         code = {p.name: self._build(p.program, self._adding.setdefault(p.name, Adding())) for p in mine}
@@ -101,17 +106,17 @@ class Parts:
             for at in code[p.name].sums:  # products of this size add here; other ways to make it must do so too
                 o = p.program.outputs[at]
                 self.sums[p.stage, f"{o.kind}:{o.name}"] = self._adding[p.name].buckets[o.name].views[0]
-        return Size(piped, code, {p.name: borrowed(p.program) for p in mine}, freight_of(piped))
+        return SizeCode(piped, code, {p.name: borrowed(p.program) for p in mine}, freight_of(piped))
 
-    def joining(self, made: Stages) -> Size | None:
+    def joining(self, made: Stages) -> SizeCode | None:
         """Code for micro-batches of another size, or None if they need larger registers or other ways."""
         piped = joining(made, self.piped)
         if piped is None:
             return None
         for key, freight in freight_of(piped).items():
-            edge = self._edges[key]
+            route = self._routes[key]
             pairs = freight.pairs(*_ends(piped, key))
-            if not pairs <= {*edge.pairs} or freight.largest(pairs) > edge.max_bytes:
+            if not pairs <= {*route.pairs} or freight.largest(pairs) > route.max_bytes:
                 return None
         return self._size(piped)
 
@@ -133,7 +138,7 @@ class Parts:
             self.settle()
         return out
 
-    def _run(self, size: Size, part: Part, k: int, have: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _run(self, size: SizeCode, part: Part, k: int, have: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Run a part; what it leaves for others, by name."""
         fed = self.feed(part.stage, k)
         args = []
@@ -175,12 +180,12 @@ class Parts:
         else:
             total.add_(x)
 
-    def edges(self) -> dict[Key, Edge]:
+    def routes(self) -> dict[RouteKey, Route]:
         """How values of every queue between places travel; the same on every rank."""
-        return dict(self._edges)
+        return dict(self._routes)
 
-    def _edge(self, key: Key) -> Edge:
-        """An edge wide enough for all sizes there are at the beginning."""
+    def _route(self, key: RouteKey) -> Route:
+        """A route wide enough for all sizes there are at the beginning."""
         src, dst = _ends(self.piped, key)
         pairs = frozenset[tuple[int, int]]().union(*(size.freight[key].pairs(src, dst) for size in self.first))
         largest = max(size.freight[key].largest(pairs) for size in self.first)
@@ -191,16 +196,16 @@ class Parts:
         def unpack(parts: dict[int, list[Tensor]], b: int, index: int) -> list[Tensor]:
             return self.sizes[index].freight[key].unpack(parts, b)
 
-        return Edge(tuple(sorted(pairs)), largest, pack, unpack)
+        return Route(tuple(sorted(pairs)), largest, pack, unpack)
 
 
-def _ends(piped: Piped, key: Key) -> tuple[Place, Place]:
+def _ends(piped: Piped, key: RouteKey) -> tuple[Place, Place]:
     return piped.ends(next(q for q in piped.net.queues if q.name == key[0]))
 
 
-def freight_of(piped: Piped) -> dict[Key, Freight]:
+def freight_of(piped: Piped) -> dict[RouteKey, Freight]:
     """What goes over each queue between places, by queue and the place that reads it."""
-    out: dict[Key, Freight] = {}
+    out: dict[RouteKey, Freight] = {}
     for queue in piped.net.queues:
         src, dst = piped.ends(queue)
         if src != dst:
@@ -264,7 +269,7 @@ class Freight:
             device = pieces[0][1].device if pieces else torch.device("cpu")
             room = torch.empty(shape, dtype=DTYPES[way.spec.dtype], device=device)
             if dst in way.fill:
-                room.fill_(identity(way.op, room.dtype))
+                room.fill_(reduction_identity(way.op, room.dtype))
             for window, piece in pieces:
                 window.write(room, piece)
             out.append(room)
@@ -275,6 +280,6 @@ def borrowed(program: Program) -> set[int]:
     """Outputs for other parts that lie where the next run of the program writes: results of collectives, and views."""
     roots: set[str] = set()
     for instr in program.instrs:
-        if instr.moves or (may_alias(instr) and any(r.name in roots for r in instr.refs)):
+        if instr.moves or (result_may_alias(instr) and any(r.name in roots for r in instr.refs)):
             roots.add(instr.name)
     return {i for i, o in enumerate(program.outputs) if o.kind in ("sent", KEPT) and o.ref.name in roots}

@@ -30,11 +30,11 @@ import torch.distributed as dist
 
 from laminar.errors import LaminarError
 from laminar.ir.timeline import Span, Timeline
-from laminar.runtime.trace.tape import LEAST_NS, MARKS, Key, Told, now
+from laminar.runtime.trace.tape import LEAST_SPAN_NS, MARKS, AnnouncementKey, RankSteps, now
 
-ROUNDS = 16
+PING_PONG_ROUNDS = 16
 """How often to ask another machine for its time."""
-Gather = Callable[[Any], list[Any]]
+GatherObjects = Callable[[Any], list[Any]]
 """Everyone's value, by rank; every rank must call it."""
 
 
@@ -47,7 +47,7 @@ class Clock:
     """The truth is at most so far away."""
 
 
-def machine() -> str:
+def clock_id() -> str:
     """What processes that read the same clock have in common."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -56,9 +56,9 @@ def machine() -> str:
         return platform.node()
 
 
-def clocks(gather: Gather, rank: int, device: torch.device, here: str | None = None) -> list[Clock]:
+def clocks(gather: GatherObjects, rank: int, device: torch.device, here: str | None = None) -> list[Clock]:
     """Every rank's clock against rank 0's. `here` names the machine whose clock this rank reads."""
-    machines = gather(here or machine())
+    machines = gather(here or clock_id())
     mine = Clock()
     if len(set(machines)) > 1 and "gloo" in str(dist.get_backend()):
         device = torch.device("cpu")  # Gloo sends nothing else
@@ -77,7 +77,7 @@ def clocks(gather: Gather, rank: int, device: torch.device, here: str | None = N
 def _asks(device: torch.device) -> Clock:
     """Ping-pong with rank 0: the reading whose round trip was shortest."""
     note, best = torch.zeros(1, dtype=torch.int64, device=device), None
-    for _ in range(ROUNDS):
+    for _ in range(PING_PONG_ROUNDS):
         sent = now()
         dist.send(note, 0)
         dist.recv(note, 0)
@@ -90,13 +90,15 @@ def _asks(device: torch.device) -> Clock:
 
 def _answers(other: int, device: torch.device) -> None:
     note = torch.zeros(1, dtype=torch.int64, device=device)
-    for _ in range(ROUNDS):
+    for _ in range(PING_PONG_ROUNDS):
         dist.recv(note, other)
         int(note)  # on a GPU, wait until it is there
         dist.send(torch.full_like(note, now()), other)
 
 
-def together(told: Sequence[Told], gather: Gather, rank: int, device: torch.device, meta: dict[str, Any]) -> Timeline:
+def gathered_timeline(
+    told: Sequence[RankSteps], gather: GatherObjects, rank: int, device: torch.device, meta: dict[str, Any]
+) -> Timeline:
     """The timeline of all ranks, the same on each, from this rank's steps; every rank must call this."""
     known = clocks(gather, rank, device)
     everyone = gather([(t.start, t.end, totals(t.spans)) for t in told])
@@ -110,11 +112,11 @@ def together(told: Sequence[Told], gather: Gather, rank: int, device: torch.devi
         **meta,
         "steps_ns": steps_ns,
         "step": chosen,
-        "spread_ns": spread([each[s][2] for each in everyone for s in range(steps)]),
+        "spread_ns": least_median_largest([each[s][2] for each in everyone for s in range(steps)]),
     }
     if any(c.within_ns for c in known):
         meta["clocks_within_ns"] = [c.within_ns for c in known]
-    return joined(gather(told[chosen]), known, meta)
+    return joined_timeline(gather(told[chosen]), known, meta)
 
 
 def totals(spans: Sequence[Span]) -> dict[str, int]:
@@ -125,14 +127,14 @@ def totals(spans: Sequence[Span]) -> dict[str, int]:
     return out
 
 
-def spread(each: Sequence[dict[str, int]]) -> dict[str, list[int]]:
+def least_median_largest(each: Sequence[dict[str, int]]) -> dict[str, list[int]]:
     """For every name the least, median and largest of its times."""
     names = dict.fromkeys(n for one in each for n in one)
     found = {n: sorted(one.get(n, 0) for one in each) for n in names}
     return {n: [ts[0], int(statistics.median(ts)), ts[-1]] for n, ts in found.items()}
 
 
-def joined(told: Sequence[Told], known: Sequence[Clock], meta: dict[str, Any]) -> Timeline:
+def joined_timeline(told: Sequence[RankSteps], known: Sequence[Clock], meta: dict[str, Any]) -> Timeline:
     """One step of all ranks as a timeline that begins at 0."""
     zero = min(t.start - c.ahead_ns for t, c in zip(told, known, strict=True))
     moved = [_moved(t, zero + c.ahead_ns) for t, c in zip(told, known, strict=True)]
@@ -160,34 +162,34 @@ def joined(told: Sequence[Told], known: Sequence[Clock], meta: dict[str, Any]) -
     )  # fmt: skip
 
 
-def _moved(told: Told, by: int) -> Told:
+def _moved(told: RankSteps, by: int) -> RankSteps:
     """By the common clock; a rank that began after the first one has a span that says so."""
     spans = [replace(s, start=s.start - by, end=s.end - by) for s in told.spans]
     late, shift = spans[0].start, 0
-    if late >= LEAST_NS:
+    if late >= LEAST_SPAN_NS:
         spans.insert(0, replace(MARKS["late"], rank=spans[0].rank, end=late, source="measured"))
         shift = 1
-    return Told(
+    return RankSteps(
         spans,
         {k: at - by for k, at in told.posts.items()},
         {i + shift: k for i, k in told.awaited.items()},
-        {i + shift: k for i, k in told.flights.items()},
+        {i + shift: k for i, k in told.in_flight.items()},
         {k: at - by for k, at in told.begun.items()},
         [replace(s, start=s.start - by, end=s.end - by) for s in told.beside],
     )
 
 
-def _disprove(told: Sequence[Told]) -> None:
+def _disprove(told: Sequence[RankSteps]) -> None:
     """What had arrived before its sender says it was announced was announced when the sender began to."""
     for rank, mine in enumerate(told):
-        for i, key in mine.flights.items():
+        for i, key in mine.in_flight.items():
             members: Any = key[1]
             for other in (told[r] for r in members if r != rank):
                 if key in other.begun and other.posts[key] >= mine.spans[i].end:
                     other.posts[key] = other.begun[key]
 
 
-def _last(key: Key, rank: int, told: Sequence[Told]) -> tuple[int, int]:
+def _last(key: AnnouncementKey, rank: int, told: Sequence[RankSteps]) -> tuple[int, int]:
     """Which of the other ranks of a group announced this last, and when; this rank at no time if none did."""
     members: Any = key[1]
     found = [(told[r].posts[key], r) for r in members if r != rank and key in told[r].posts]
@@ -195,17 +197,17 @@ def _last(key: Key, rank: int, told: Sequence[Told]) -> tuple[int, int]:
     return who, when
 
 
-def _cut(rank: int, told: Sequence[Told]) -> Iterator[tuple[Span, Key | None]]:
+def _cut(rank: int, told: Sequence[RankSteps]) -> Iterator[tuple[Span, AnnouncementKey | None]]:
     """A rank's spans and what each had to wait for, finishing spans cut where the last partner had started."""
     mine = told[rank]
     for i, span in enumerate(mine.spans):
-        key = mine.flights.get(i)
+        key = mine.in_flight.get(i)
         if key is None:
             yield span, mine.awaited.get(i)
             continue
         _, when = _last(key, rank, told)
         until = min(when, span.end)
-        if until - span.start < LEAST_NS:
+        if until - span.start < LEAST_SPAN_NS:
             yield span, None
             continue
         name = span.name.removesuffix("/finish")

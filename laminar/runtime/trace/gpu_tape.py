@@ -26,14 +26,14 @@ import torch
 
 from laminar.errors import LaminarError
 from laminar.ir.timeline import Span
-from laminar.runtime.trace.tape import Told, now
+from laminar.runtime.trace.tape import RankSteps, now
 
-MARK = re.compile(r"FillFunctor<\s*c10::complex<double>")
+STEP_MARK = re.compile(r"FillFunctor<\s*c10::complex<double>")
 """The kernel that marks the ends of a step."""
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 """What the trace calls things that took time on the device."""
 NAME_LENGTH = 96
-SETTLE_S = 2e-3
+CLOCK_SETTLE_S = 2e-3
 FAMILIES = (
     ("communication", r"nccl"),
     ("optimizer", r"multi_tensor_apply|fused_?adam|adamw?_"),
@@ -53,7 +53,7 @@ FAMILIES = (
     ("cheap", r"elementwise"),
 )
 """Families by kernel name, the first that fits: names as of torch 2.11 to 2.13 with Triton, cuBLAS and cuDNN."""
-COLLECTIVES = {"AllReduce": "all_reduce", "AllGather": "all_gather", "ReduceScatter": "reduce_scatter",
+NCCL_KERNELS = {"AllReduce": "all_reduce", "AllGather": "all_gather", "ReduceScatter": "reduce_scatter",
                "SendRecv": "all_to_all"}  # fmt: skip
 """What NCCL's kernels have in their names."""
 _PATTERNS = [(family, re.compile(pattern, re.IGNORECASE)) for family, pattern in FAMILIES]
@@ -71,13 +71,13 @@ def short(name: str) -> str:
 
 
 class KernelTape:
-    """Kernels of the steps that a rank makes while a recording runs; used like `record.Tape`."""
+    """Kernels of the steps that a rank makes while a recording runs; used like `Tape`."""
 
     def __init__(self, rank: int, device: torch.device, limit: int | None = None) -> None:
         self.rank, self.device, self.limit = rank, device, limit
         self.steps = 0
         self._open = False
-        self._told: list[Told] = []
+        self._told: list[RankSteps] = []
         self._cell = torch.zeros(1, dtype=torch.complex128, device=device)
         torch.cuda.synchronize(device)
         self._profile: Any = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
@@ -112,7 +112,7 @@ class KernelTape:
     def mark(self, name: str) -> None:
         """Marks of the host say nothing about the device."""
 
-    def told(self) -> list[Told]:
+    def told(self) -> list[RankSteps]:
         """The steps as spans; after `finish`."""
         return self._told
 
@@ -125,7 +125,7 @@ class KernelTape:
     def _settle(self) -> None:
         """The two clocks differ by microseconds, and what seems to lie outside of the recording is not told."""
         torch.cuda.synchronize(self.device)
-        time.sleep(SETTLE_S)
+        time.sleep(CLOCK_SETTLE_S)
 
     def abandon(self) -> None:
         """Stop listening, without an answer."""
@@ -152,10 +152,10 @@ class KernelTape:
         }
 
 
-def steps_of(trace: dict[str, Any], rank: int, device: int, steps: int, behind: int) -> list[Told]:
+def steps_of(trace: dict[str, Any], rank: int, device: int, steps: int, behind: int) -> list[RankSteps]:
     """Spans of each step from a trace; `behind` is how far the clock of recordings is behind the system's."""
     events = sorted(_events(trace, device, behind), key=lambda e: e[0])
-    marks = [k for k, (_, _, event) in enumerate(events) if MARK.search(event["name"])]
+    marks = [k for k, (_, _, event) in enumerate(events) if STEP_MARK.search(event["name"])]
     if len(marks) != 2 * steps:
         raise LaminarError(
             f"the profiler saw {len(marks)} of the {2 * steps} marks of {steps} steps among {len(events)} kernels",
@@ -172,7 +172,7 @@ def steps_of(trace: dict[str, Any], rank: int, device: int, steps: int, behind: 
         spans = [_span(start, end, event, rank, main) for start, end, event in events[first : last + 1]]
         for k, at in ((0, "begin"), (-1, "end")):
             spans[k] = Span(f"mark/{at}", spans[k].lane, rank, spans[k].start, spans[k].end, "host", source="measured")
-        out.append(Told(spans))
+        out.append(RankSteps(spans))
     return out
 
 
@@ -194,7 +194,7 @@ def _span(start: int, end: int, event: dict[str, Any], rank: int, main: Any) -> 
     family = kind
     if kind == "communication":
         lane = f"communication:{stream}"
-        family = next((ours for theirs, ours in COLLECTIVES.items() if theirs in name), kind)
+        family = next((ours for theirs, ours in NCCL_KERNELS.items() if theirs in name), kind)
     else:
         lane = "compute" if stream == main else f"compute:{stream}"
     return Span(

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from laminar.ir.net import Net, Queue
 from laminar.ir.timeline import Span
-from laminar.runtime.trace.tape import MARKS, Key, Tape, Told
+from laminar.runtime.trace.tape import MARKS, AnnouncementKey, RankSteps, Tape
 
 PIPE = "pipe"
 """The mark that stands for all firings of a step."""
@@ -31,24 +31,26 @@ class PipeTape(Tape):
             self._fired[self.steps] = (list(spans), net)
             self.mark(PIPE)
 
-    def told(self) -> list[Told]:
+    def told(self) -> list[RankSteps]:
         """The steps as spans, firings where the pipe was."""
         return [self._opened(told, *self._fired[n]) for n, told in enumerate(super().told())]
 
-    def _opened(self, told: Told, spans: list[Span], net: Net) -> Told:
+    def _opened(self, told: RankSteps, spans: list[Span], net: Net) -> RankSteps:
         at = next(i for i, s in enumerate(told.spans) if s.name == PIPE)
         pipe = told.spans[at]
         inside = [replace(s, module="") for s in spans if pipe.start <= s.start and s.end <= pipe.end]
         first = inside[0].start if inside else pipe.end
         host = replace(MARKS["host"], rank=self.rank, start=pipe.start, end=first, source="measured")
         begins = [host] if first > pipe.start else []
-        out = Told([*told.spans[:at], *begins, *inside, *told.spans[at + 1 :]], dict(told.posts), beside=told.beside)
+        out = RankSteps(
+            [*told.spans[:at], *begins, *inside, *told.spans[at + 1 :]], dict(told.posts), beside=told.beside
+        )
         shift = len(begins) + len(inside) - 1
-        out.flights.update({i + shift if i > at else i: key for i, key in told.flights.items()})
+        out.in_flight.update({i + shift if i > at else i: key for i, key in told.in_flight.items()})
         self._links(out, at + len(begins), inside, net)
         return out
 
-    def _links(self, out: Told, first: int, inside: Sequence[Span], net: Net) -> None:
+    def _links(self, out: RankSteps, first: int, inside: Sequence[Span], net: Net) -> None:
         """Who announced what, and who waited for it."""
         crossing: Mapping[str, Queue] = {q.name: q for q in net.queues if net.crosses(q)}
         for i, span in enumerate(inside):
@@ -65,6 +67,6 @@ class PipeTape(Tape):
                         out.posts[self._key(net, queue, k)] = span.end
 
     @staticmethod
-    def _key(net: Net, queue: Queue, k: str) -> Key:
+    def _key(net: Net, queue: Queue, k: str) -> AnnouncementKey:
         ranks = net.places[net.by_name[queue.producer].place].ranks
         return (PIPE, ranks, queue.name, k)

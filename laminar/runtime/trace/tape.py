@@ -1,12 +1,12 @@
 """What one rank did in a step: a stamp of the clock behind every line, and spans made of the stamps later.
 
-A step that is not recorded pays nothing: while a transport has a *tape*, `module.Step` runs a second copy of
+A step that is not recorded pays nothing: while a transport has a *tape*, `EagerStep` runs a second copy of
 its generated code in which every line is followed by `t = perf_counter_ns()`. That is one call into C and one
 local variable (about 50 ns; a Python function that appends to a list costs twice as much), and the end of
 one line is the start of the next. The copy shares the exchanges, buckets and constants of the first, so results
 are the same to the last bit.
 
-Lines of a collective are told apart further where ranks share memory. While a program runs, its yards stamp
+Lines of a collective are told apart further where ranks share memory. While a program runs, its arenas stamp
 what they wait for and what they announce: the time asleep becomes a span of kind "wait", copying and reducing one
 of kind "communication", and which announcement ended which wait is known exactly. Other transports move bytes in
 the background; there `start` and `finish` are recorded, and how much of a `finish` was spent waiting for a late rank
@@ -34,13 +34,13 @@ from torch import Tensor, fx
 from laminar.cost.ops.families import family_of
 from laminar.ir.program import Instr, Program
 from laminar.ir.timeline import Span
-from laminar.runtime.comm.shm_arena import Yard
+from laminar.runtime.comm.shm_arena import ShmArena
 
 now = time.perf_counter_ns
 """The clock of all recordings: on Linux one for all processes of a machine."""
-LEAST_NS = 1000
+LEAST_SPAN_NS = 1000
 """A wait, or a piece of a collective, that is shorter is left in the span it lies in."""
-Key = tuple[Hashable, ...]
+AnnouncementKey = tuple[Hashable, ...]
 """What ranks announce to each other: a group, what it is about, and how often it has happened."""
 
 MARKS = {
@@ -79,7 +79,7 @@ class Recordable:
     """One for each line that is stamped, without times."""
     members: list[tuple[int, ...] | None]
     """For lines of a collective, the ranks that take part."""
-    yards: dict[Yard, tuple[int, ...]]
+    arenas: dict[ShmArena, tuple[int, ...]]
     """Memory that ranks share, and which ranks."""
     quiet: frozenset[str]
     """Collectives that can't tell what they wait for, by name."""
@@ -107,41 +107,41 @@ def stamped(module: fx.GraphModule, program: Program, rank: int) -> Recordable:
             lines.append((by_name[name], part))
     kept = {n.target: attrgetter(n.target)(module) for n in module.graph.nodes if n.op == "get_attr"}
     exchanges = {i.name: kept[f"{i.name}_x"] for i, part in lines if part == "start"}
-    return described(fx.GraphModule(kept, graph, "Recorded"), program, rank, lines, exchanges)
+    return recordable(fx.GraphModule(kept, graph, "Recorded"), program, rank, lines, exchanges)
 
 
-def described(
+def recordable(
     run: Callable[..., Any], program: Program, rank: int, lines: Sequence[tuple[Instr, str]], exchanges: dict[str, Any]
 ) -> Recordable:
     """Code that stamps these lines, with what is known about them."""
     mesh, coords = program.mesh, program.mesh.coords(rank)
     members = [mesh.group(i.box.axes, coords) if part else None for i, part in lines]
     groups = {i.name: g for (i, part), g in zip(lines, members, strict=True) if part == "start" and g is not None}
-    found = {name: _yard(x) for name, x in exchanges.items()}
-    yards = {y: groups[name] for name, y in found.items() if y is not None}
+    found = {name: _arena(x) for name, x in exchanges.items()}
+    arenas = {y: groups[name] for name, y in found.items() if y is not None}
     quiet = frozenset(name for name, y in found.items() if y is None)
     axes = {i.name: program.axis_names(i) for i, part in lines if part}
-    return Recordable(run, [line_span(i, part) for i, part in lines], members, yards, quiet, axes)
+    return Recordable(run, [line_span(i, part) for i, part in lines], members, arenas, quiet, axes)
 
 
-def _yard(exchange: Any) -> Yard | None:
-    """The yard an exchange goes through, if it does."""
-    yard = getattr(exchange, "yard", None) or getattr(getattr(exchange, "area", None), "yard", None)
-    return yard if isinstance(yard, Yard) else None
+def _arena(exchange: Any) -> ShmArena | None:
+    """The arena an exchange goes through, if it does."""
+    arena = getattr(exchange, "arena", None) or getattr(getattr(exchange, "segment", None), "arena", None)
+    return arena if isinstance(arena, ShmArena) else None
 
 
 @dataclass
-class Told:
+class RankSteps:
     """A step as one rank tells it, by its own clock."""
 
     spans: list[Span]
-    posts: dict[Key, int] = field(default_factory=dict)
+    posts: dict[AnnouncementKey, int] = field(default_factory=dict)
     """When it announced what."""
-    awaited: dict[int, Key] = field(default_factory=dict)
+    awaited: dict[int, AnnouncementKey] = field(default_factory=dict)
     """Spans that could begin only when the others had announced this."""
-    flights: dict[int, Key] = field(default_factory=dict)
+    in_flight: dict[int, AnnouncementKey] = field(default_factory=dict)
     """Finishing spans that were blocked until the others had announced this, or by the transfer itself."""
-    begun: dict[Key, int] = field(default_factory=dict)
+    begun: dict[AnnouncementKey, int] = field(default_factory=dict)
     """When it began to announce what takes a while to announce; by the time it is done, the others may have it."""
     beside: list[Span] = field(default_factory=list)
     """What another thread of the rank did meanwhile."""
@@ -164,8 +164,8 @@ class _Taken:
     begun: int
     marks: list[tuple[str, int] | tuple[Recordable, int, Sequence[int]]] = field(default_factory=list)
     """A mark and when; or a program, its number within the recording, and its stamps."""
-    waits: list[tuple[int, int, Key]] = field(default_factory=list)
-    posts: list[tuple[int, Key]] = field(default_factory=list)
+    waits: list[tuple[int, int, AnnouncementKey]] = field(default_factory=list)
+    posts: list[tuple[int, AnnouncementKey]] = field(default_factory=list)
     beside: list[Span] = field(default_factory=list)
 
 
@@ -199,7 +199,7 @@ class Tape:
     def waited(self, since: int) -> None:
         """A step that has just begun had waited for its batch since then; waiting is a part of it."""
         taken = self._taken
-        if taken is not None and taken.begun - since >= LEAST_NS:
+        if taken is not None and taken.begun - since >= LEAST_SPAN_NS:
             taken.marks.append(("loading", taken.begun))
             taken.begun = since
 
@@ -233,22 +233,22 @@ class Tape:
         assert taken is not None
         number = self._programs.setdefault(id(code), len(self._programs))
         with contextlib.ExitStack() as stack:
-            for yard, members in code.yards.items():
-                stack.enter_context(_listening(yard, (number, members), taken))
+            for arena, members in code.arenas.items():
+                stack.enter_context(_listening(arena, (number, members), taken))
             outs, stamps = code.run(*inputs)
         taken.marks.append((code, number, stamps))
         self.axes.update(code.axes)
         return outs
 
-    def told(self) -> list[Told]:
+    def told(self) -> list[RankSteps]:
         """The steps as spans."""
         return [_told(t, self.rank, self.everyone) for t in self._steps]
 
 
 @contextlib.contextmanager
-def _listening(yard: Yard, key: Key, taken: _Taken) -> Iterator[None]:
-    """Stamp what a yard waits for and what it announces, as long as the block runs."""
-    wait, post, waits, posts = yard.wait, yard.post, taken.waits, taken.posts
+def _listening(arena: ShmArena, key: AnnouncementKey, taken: _Taken) -> Iterator[None]:
+    """Stamp what an arena waits for and what it announces, as long as the block runs."""
+    wait, post, waits, posts = arena.wait, arena.post, taken.waits, taken.posts
 
     def timed_wait(column: int, value: int) -> None:
         start = now()
@@ -259,16 +259,16 @@ def _listening(yard: Yard, key: Key, taken: _Taken) -> Iterator[None]:
         posts.append((now(), (*key, column, value)))
         post(column, value)
 
-    vars(yard).update(wait=timed_wait, post=timed_post)  # on this yard only, and only for now
+    vars(arena).update(wait=timed_wait, post=timed_post)  # on this arena only, and only for now
     try:
         yield
     finally:
-        del vars(yard)["wait"], vars(yard)["post"]
+        del vars(arena)["wait"], vars(arena)["post"]
 
 
-def _told(taken: _Taken, rank: int, everyone: tuple[int, ...]) -> Told:
+def _told(taken: _Taken, rank: int, everyone: tuple[int, ...]) -> RankSteps:
     """Spans of a step from its stamps."""
-    out = Told([], posts={key: at for at, key in taken.posts}, beside=taken.beside)
+    out = RankSteps([], posts={key: at for at, key in taken.posts}, beside=taken.beside)
     cuts, at = _Cuts(taken), taken.begun
     seen: dict[tuple[int, str], int] = {}
 
@@ -283,8 +283,8 @@ def _told(taken: _Taken, rank: int, everyone: tuple[int, ...]) -> Told:
         if len(mark) == 2:
             name, end = mark
             if name == "norm" and end > at:
-                met: Key = (-1, everyone, name, 0)
-                out.posts[met], out.flights[len(out.spans)] = at, met
+                met: AnnouncementKey = (-1, everyone, name, 0)
+                out.posts[met], out.in_flight[len(out.spans)] = at, met
             add(MARKS[name], at, end)
             at = end
             continue
@@ -297,11 +297,11 @@ def _told(taken: _Taken, rank: int, everyone: tuple[int, ...]) -> Told:
             name, _, part = span.name.rpartition("/")
             if name in code.quiet:
                 count = seen[number, span.name] = seen.get((number, span.name), 0) + 1
-                key: Key = (number, members, name, count)
+                key: AnnouncementKey = (number, members, name, count)
                 if part == "start":
                     out.begun[key], out.posts[key] = start, end
                 elif end > start:
-                    out.flights[len(out.spans)] = key
+                    out.in_flight[len(out.spans)] = key
                 add(span, start, end)
                 continue
             for piece, a, b, key_ in cuts.within(span, start, end):
@@ -316,18 +316,18 @@ class _Cuts:
     """Where lines of collectives fall into waiting and moving."""
 
     def __init__(self, taken: _Taken) -> None:
-        self.waits = [w for w in taken.waits if w[1] - w[0] >= LEAST_NS]
+        self.waits = [w for w in taken.waits if w[1] - w[0] >= LEAST_SPAN_NS]
         self.posts = [at for at, _ in taken.posts]
 
-    def within(self, span: Span, start: int, end: int) -> Iterator[tuple[Span, int, int, Key | None]]:
+    def within(self, span: Span, start: int, end: int) -> Iterator[tuple[Span, int, int, AnnouncementKey | None]]:
         """Pieces of a span, in order, with what each had to wait for; the wait itself is a piece of its own."""
         name = span.name.rpartition("/")[0]
         waits = self._take(self.waits, end, lambda w: w[0])
         cuts = [at for at in self._take(self.posts, end, lambda at: at) if start < at < end]
         at, key = start, None
         for a, b, what in [*waits, (end, end, ())]:
-            a = at if b > a and a - at < LEAST_NS else a
-            for cut in [c for c in cuts if at + LEAST_NS <= c <= a - LEAST_NS]:
+            a = at if b > a and a - at < LEAST_SPAN_NS else a
+            for cut in [c for c in cuts if at + LEAST_SPAN_NS <= c <= a - LEAST_SPAN_NS]:
                 yield span, at, cut, key
                 at, key = cut, None
             if a > at:
