@@ -125,7 +125,8 @@ class Batches:
         for batch in self.open:
             batch.why = batch.why or ("slower" if batch is not best else "")
         spent_s = time.process_time() - self.began
-        account = {**best.plan.account, "batch": self.account(best), "search_s": spent_s}
+        account = {**best.plan.account, "batch": self.account(best), "search_s": spent_s,
+                   "budget_s": self.request.budget_s}  # fmt: skip
         if "certificate" in account:
             sentence = self.sentence(best, account["certificate"]["sentence"])
             proof = account["certificate"]

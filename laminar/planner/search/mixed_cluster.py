@@ -33,7 +33,7 @@ from laminar.planner.estimate.mixed_pipelines import Guess, Priced, Shop, Side, 
 from laminar.planner.report.breakdown import binding, counted, held, spent
 from laminar.planner.search.best_first.search import find
 from laminar.planner.search.named_over_parts import NamedOverParts, named_over_parts, typed
-from laminar.planner.space.certificate import Certificate, contradicted
+from laminar.planner.space.certificate import Certificate, Contradiction, contradicted, withdrawn
 from laminar.planner.space.plan_space import Space
 from laminar.planner.space.request import Request
 from laminar.staging.coupled_samples import refuse_coupled
@@ -105,6 +105,8 @@ class MixedSearch:
         self.guesses: list[Guess] = []
         self.looked_at: set[Sides] = set()
         self.finals: list[Piped] = []
+        self.contradictions: list[Contradiction | None] = []
+        """Pipelines against what was proved of them."""
         self.parts: dict[int, Found] = {}
 
     def spent(self) -> float:
@@ -232,7 +234,7 @@ class MixedSearch:
             speeds = [_times(seconds[k], slow[s] * full[s]) for s, k in enumerate(cell.each)]
             try:
                 staged = cut(deep, cell.micro_batches, [plans[k] for k in cell.each], speeds)
-                ran = predict_staged(deep, staged, self.cluster, optimizer=self.request.optimizer)
+                ran = self.simulated(cell, deep, staged)
             except PlanError:
                 return best
             over = [peak / room for peak, room in zip(ran.peaks, rooms, strict=True)]
@@ -248,6 +250,13 @@ class MixedSearch:
             full = [full[s] * max(1.0, TIGHT * over[s]) if over[s] > 1 else full[s] for s in stages]
         return best
 
+    def simulated(self, cell: Sides, deep: Graph, staged: Staged, bound_s: float = 0.0) -> StagedPrediction:
+        """A pipeline of a cell in full, held against the bound of its cell, and one of its own if there is any."""
+        ran = predict_staged(deep, staged, self.cluster, optimizer=self.request.optimizer)
+        bound_s = max(bound_s, self.at.get(cell, 0.0))
+        self.contradictions.append(contradicted(cell.told(self.cluster), ran.seconds, bound_s))
+        return ran
+
     def try_named(self) -> None:
         """Simulate pipelines with a name, whatever the budget, unless a bound says that they are not faster."""
         for one in named_over_parts(self.request, self.cells):
@@ -262,10 +271,11 @@ class MixedSearch:
         deep = model.whole(cell.micro_batches)
         for again in (c for c in (cell, one.again) if c is not None):
             try:
-                if not by_speed and self.bounds.even_s(cell, deep) >= self.best_s:
+                even_s = 0.0 if by_speed else self.bounds.even_s(cell, deep)
+                if even_s >= self.best_s:
                     return
                 staged = typed(deep, self.cluster, again, by_speed, model.blocks if again.recompute else None)
-                ran = predict_staged(deep, staged, self.cluster, optimizer=self.request.optimizer)
+                ran = self.simulated(again, deep, staged, even_s)
             except LaminarError:  # nobody can type it either
                 return
             if all(peak <= self.rooms[k] for peak, k in zip(ran.peaks, cell.each, strict=True)):
@@ -315,10 +325,7 @@ class MixedSearch:
                  for k in range(len(self.rooms))]  # fmt: skip
         ruled_out = {c for c, bound_s in self.at.items() if bound_s >= step_s and c not in self.looked_at}
         inner = [f.certificate for f in self.parts.values()]
-        wrong = [c for one in inner for c in one.contradictions]
-        for final in self.finals:
-            words, bound_s = final.cell.told(self.cluster), self.at.get(final.cell, 0.0)
-            wrong += filter(None, [contradicted(words, final.ran.seconds, bound_s)])
+        wrong = (*(c for one in inner for c in one.contradictions), *withdrawn(self.contradictions))
         return Certificate(
             space=self.space.hash,
             step_s=step_s,
@@ -331,7 +338,7 @@ class MixedSearch:
             outside=tuple(self.outside),
             interval=interval(step_s, sigma),
             known="prices of each part's own",
-            contradictions=tuple(wrong),
+            contradictions=wrong,
         )
 
 
@@ -384,7 +391,13 @@ def best_mixed(graph: Graph, request: Request, progress: Callable[[str], None] |
     rows = [{**f.row(), "spent": spent(f.ran)} for f in finals[:3]] + [f.row() for f in finals[3:]]
     alone = {k: found.certificate.step_s for k, found in search.parts.items()}
     k = min(alone, key=lambda k: alone[k], default=None)
-    common = {"request": asked(request), "search_s": time.process_time() - search.began, **counted(graph)}
+    spent_s = time.process_time() - search.began
+    common = {
+        "request": asked(request),
+        "search_s": spent_s,
+        "budget_s": request.budget_s,
+        **counted(graph),
+    }
     if k is not None and alone[k] == search.best_s:
         part, found = request.cluster.parts[k], search.parts[k]
         plan = explained(graph, replace(request, cluster=part), found)

@@ -23,7 +23,7 @@ from laminar.planner.estimate.score_cell import CellScorer
 from laminar.planner.estimate.score_placement import feasible
 from laminar.planner.search.best_first.incumbent import Incumbent, TimeLeft
 from laminar.planner.search.best_first.known_bounds import KnownBounds
-from laminar.planner.space.certificate import checking, contradicted
+from laminar.planner.space.certificate import Contradiction, checking, contradicted
 from laminar.rewrite.variants import carrying
 
 WORTH = 0.998
@@ -57,6 +57,8 @@ class Trials:
         """The least that a simulation at full depth came to, of its score; with micro-batches and without."""
         self.last_s = 0.0
         """Processor seconds of the last simulation."""
+        self.contradictions: list[Contradiction | None] = []
+        """Plans against bounds that were asked for besides."""
 
     @property
     def best_waiting_s(self) -> float:
@@ -111,7 +113,8 @@ class Trials:
             return None
         final = replace(final, score=now)
         if checking() and self.bounds.about(final):
-            contradicted(described(now), final.seconds, self.bounds.model_bounds.of(now.cell).seconds)
+            bound_s = self.bounds.model_bounds.of(now.cell).seconds
+            self.contradictions.append(contradicted(described(now), final.seconds, bound_s))
         self.incumbent.take(final)
         return final
 
