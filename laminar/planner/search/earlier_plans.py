@@ -17,6 +17,7 @@ from laminar.forecast.pipeline_step import predict_staged
 from laminar.forecast.step import predict
 from laminar.ir.graph import Graph
 from laminar.ir.plan import Plan
+from laminar.ir.rewrites import carried
 from laminar.ir.staged import Staged, plan_of
 from laminar.placement.micro_batch import micro
 from laminar.planner.estimate.candidates import Final, Score
@@ -87,6 +88,8 @@ def usable(graph: Graph, request: Request, space: Space) -> Iterator[Final]:
         if score.apart or request.pin.get("zero", score.zero) != score.zero:
             continue
         if plan.rewrites and not request.allows("rewrite"):
+            continue
+        if not carried(plan.rewrites).items() <= {rule.name: rule.text for rule in request.rules}.items():
             continue
         about = Space({**space.data, "rewrites": [[step.to_json() for step in plan.rewrites]]})
         if feasible(score, request) and about.contains(plan, graph):
