@@ -18,9 +18,7 @@ from laminar.planner.search.best_first.branches import Branches, Way
 from laminar.planner.search.best_first.graph_search import GraphSearch
 from laminar.planner.space.certificate import Certificate, Contradiction, contradicted, withdrawn
 from laminar.planner.space.plan_space import Space
-
-EQUAL = 1.005
-"""Plans within this of the best are as good as it: the simplest of them is taken."""
+from laminar.planner.tuning import AS_GOOD
 
 
 @dataclass(frozen=True)
@@ -148,5 +146,5 @@ def simplest(finals: Sequence[Final], earlier_s: float) -> Final:
 
     Nothing that has a name may be faster than what is taken, nor what was found before, be it by a little.
     """
-    most_s = min([EQUAL * finals[0].seconds, earlier_s, *(f.seconds for f in finals if f.usual)])
+    most_s = min([AS_GOOD * finals[0].seconds, earlier_s, *(f.seconds for f in finals if f.usual)])
     return min((f for f in finals if f.seconds <= most_s), key=lambda f: (f.simple, f.seconds))

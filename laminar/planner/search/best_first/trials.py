@@ -24,12 +24,8 @@ from laminar.planner.estimate.score_placement import feasible
 from laminar.planner.search.best_first.incumbent import Incumbent, TimeLeft
 from laminar.planner.search.best_first.known_bounds import KnownBounds
 from laminar.planner.space.certificate import Contradiction, checking, contradicted
+from laminar.planner.tuning import SAME_MEMORY, WORTH_SIMULATING
 from laminar.rewrite.variants import carrying
-
-WORTH = 0.998
-"""A score is simulated if it is below this of the best."""
-SAME = 0.98
-"""Two estimates of memory within this are the same."""
 
 
 class Trials:
@@ -81,7 +77,9 @@ class Trials:
             hoped_s = seconds * min(1.0, self.bias.get(score.cell.plain, 1.0))
             if self.outdone(score):
                 continue
-            if hoped_s < WORTH * self.incumbent.best_s and (self.clock.left() > 0 or not self.incumbent.settled):
+            if self.clock.left() <= 0 and self.incumbent.settled:
+                continue
+            if hoped_s < WORTH_SIMULATING * self.incumbent.best_s:
                 self.confirm(score)
 
     def outdone(self, score: Score) -> bool:
@@ -89,7 +87,7 @@ class Trials:
         return any(
             s.seconds  # what was simulated without having been scored says nothing about scores
             and s.cell == score.cell and s.zero == score.zero and s.seconds <= score.seconds
-            and s.peak_bytes <= score.peak_bytes / SAME for s in self.done
+            and s.peak_bytes <= score.peak_bytes / SAME_MEMORY for s in self.done
         )  # fmt: skip
 
     def confirm(self, score: Score) -> Final | None:
