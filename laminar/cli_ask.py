@@ -29,7 +29,7 @@ from laminar.ir.staged import Staged, load_plan
 from laminar.launch.vocabulary import memory_bytes
 from laminar.planner.report.throughput import rates
 from laminar.planner.report.throughput import told as figures
-from laminar.planner.space.request import PINS, STORED
+from laminar.planner.space.request import PINNABLE, STORED_PINS
 
 EXPLAIN = """\
 examples
@@ -91,14 +91,14 @@ def parse_changes(text: str) -> dict[str, Any]:
             elif name in WORDS:
                 out[name] = value
             elif (
-                name not in PINS
-                and name not in STORED.values()
+                name not in PINNABLE
+                and name not in STORED_PINS.values()
                 and value != "any"
                 and not re.search(r"\bB\b|S\(", value)
             ):
                 raise PlanError(
                     f"nothing called {name!r} can be changed",
-                    allowed="  ".join((*numbers, *WORDS, *PINS)),
+                    allowed="  ".join((*numbers, *WORDS, *PINNABLE)),
                     next="or name tensors by pattern: --what-if 'blocks.*.mlp.up.weight=S(0)'",
                 )
             else:

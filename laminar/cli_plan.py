@@ -26,7 +26,7 @@ from laminar.ir.staged import SCHEDULES, Staged, plan_of
 from laminar.launch.vocabulary import MEMORY, PRECISIONS, couple_word, hidden, memory_bytes, plan_name
 from laminar.placement.presets import NAMES
 from laminar.planner.report.throughput import work_of
-from laminar.planner.space.request import PINS, STORED
+from laminar.planner.space.request import PINNABLE, STORED_PINS
 
 if TYPE_CHECKING:
     from laminar.runtime.check.prove_rule_files import ProvedRules
@@ -95,7 +95,7 @@ def parse_pins(texts: list[str]) -> dict[str, int | str]:
         parts = text.split(",") if re.fullmatch(r"[^()]*", text) else [text]
         for part in parts:
             name, equals, value = (x.strip() for x in part.partition("="))
-            if not equals or not value or (name in (*PINS, *STORED.values()) and not value.isdigit()):
+            if not equals or not value or (name in (*PINNABLE, *STORED_PINS.values()) and not value.isdigit()):
                 raise PlanError(f"{part!r} pins nothing",
                                 next="write --pin tp=8, --pin stages=4,zero=1 or --pin 'PATTERN=S(0)'")  # fmt: skip
             pins[name] = int(value) if value.isdigit() else value

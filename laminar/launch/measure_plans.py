@@ -24,7 +24,16 @@ from laminar.ir.staged import Staged, load_plan
 from laminar.launch.blame import Verdict
 from laminar.launch.rank import Place, leave, run_rank
 from laminar.launch.rundir import RunDir
-from laminar.planner.search.finalists import DDP, NOBODY, ROUNDS, Measured, as_ddp, finalists, measured, settled
+from laminar.planner.search.finalists import (
+    DDP,
+    MEASURED_ROUNDS,
+    NOBODY_LEFT_OUT,
+    Measured,
+    as_ddp,
+    finalists,
+    measured,
+    settled,
+)
 
 LIMIT_S = 60.0
 """No further round is begun after so long."""
@@ -49,7 +58,7 @@ def run_plans(
     recipe: str,
     plans: Sequence[Plan | Staged],
     *,
-    rounds: int = ROUNDS,
+    rounds: int = MEASURED_ROUNDS,
     seed: int = 0,
     tick: Callable[[], None] | None = None,
 ) -> list[Measured | str]:
@@ -124,7 +133,7 @@ def _turns(at: Path, recipe: Any, name: str, parallelize: Callable[..., Any]) ->
 
 
 def taken(
-    recipe: str, plan: Plan | Staged, *, rounds: int = ROUNDS, tick: Callable[[], None] | None = None
+    recipe: str, plan: Plan | Staged, *, rounds: int = MEASURED_ROUNDS, tick: Callable[[], None] | None = None
 ) -> Plan | Staged:
     """The measured fastest of a search's finalists and plans with a name, with all that was measured in its account."""
     assert plan.origin is not None, "a plan that comes from a search"
@@ -140,4 +149,4 @@ def taken(
     ddp = None if why else as_ddp(plan)
     sides += [ddp] if ddp else []
     rows = run_plans(recipe, [side.plan for side in sides], rounds=rounds, tick=tick)
-    return settled(plan, sides, rows, {DDP: why} if why else NOBODY)
+    return settled(plan, sides, rows, {DDP: why} if why else NOBODY_LEFT_OUT)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from laminar.ir.codec import content_hash
-from laminar.planner.search.finalists import ROUNDS
+from laminar.planner.search.finalists import MEASURED_ROUNDS
 
 LEAST = 3
 """How many rounds there are at least."""
@@ -43,7 +43,7 @@ def turns(
     gather: Gather,
     *,
     limit_s: float,
-    rounds: int = ROUNDS,
+    rounds: int = MEASURED_ROUNDS,
     turn_s: float = TURN_S,
     gives_up: bool = False,
     tick: Callable[[int], None] = lambda number: None,

@@ -35,7 +35,7 @@ from laminar.capture.torch_private import step_hooks
 from laminar.errors import LaminarError
 from laminar.events import emit
 from laminar.ir.plan import Plan, runs_ddp
-from laminar.planner.search.finalists import NOBODY, Finalist, measured, settled
+from laminar.planner.search.finalists import NOBODY_LEFT_OUT, Finalist, measured, settled
 from laminar.runtime.code.malloc import give_back_freed_memory
 from laminar.train.ddp_job import DdpJob
 from laminar.train.first_batch_check import FILL, free_bytes
@@ -66,7 +66,7 @@ def tried(
     batch: Any,
     *,
     capture_s: float = 0.0,
-    left_out: Mapping[str, str] = NOBODY,
+    left_out: Mapping[str, str] = NOBODY_LEFT_OUT,
     options: JobOptions = DEFAULTS,
 ) -> Plan:
     """The measured fastest of a search's finalists, or the one that was predicted so: `plan`, the first of them.

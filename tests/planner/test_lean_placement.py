@@ -16,7 +16,8 @@ from laminar.planner.estimate.candidates import Score, described
 from laminar.planner.estimate.graphs_and_prices import Model
 from laminar.planner.space.cell import Cell
 from laminar.planner.space.request import Request
-from laminar.planner.space.styles import STORED_S, AxisStyle, KeepProducts, Style, stored_bytes
+from laminar.planner.space.styles import AxisStyle, KeepProducts, Style, stored_bytes
+from laminar.planner.tuning import LEAST_BYTE_S
 from tests.support.traced_models import traced
 
 
@@ -44,7 +45,7 @@ def test_a_lean_placement_stores_less_than_a_free_one_and_more_than_the_leanest(
         return plan.account["cost_s"] - price * stored, stored
 
     slope = 0.0
-    (fast_s, most), (lean_s, least) = made("free"), made("lean", STORED_S)
+    (fast_s, most), (lean_s, least) = made("free"), made("lean", LEAST_BYTE_S)
     assert least < most and fast_s < lean_s
     slope = (lean_s - fast_s) / (most - least)
     seconds, stored = made("lean")

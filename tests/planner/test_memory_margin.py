@@ -14,7 +14,7 @@ from laminar.ir.graph import Graph
 from laminar.ir.mixed import without
 from laminar.planner.search.mixed_cluster import MixedSearch
 from laminar.planner.search.replan import replan
-from laminar.planner.space.request import MARGIN, Request, asking
+from laminar.planner.space.request import MEMORY_MARGIN, Request, asking
 from tests.support.mixed_clusters import cores
 from tests.support.traced_models import traced
 
@@ -57,7 +57,7 @@ def test_memory_is_said_once() -> None:
 @pytest.mark.parametrize("margin", [None, 0.0, 0.3, 0.9])
 def test_what_may_be_filled_is_memory_less_the_margin(margin: float | None) -> None:
     """On every part of a mixed cluster by its own devices' memory; the certificate's space says so."""
-    share = 1 - (MARGIN if margin is None else margin)
+    share = 1 - (MEMORY_MARGIN if margin is None else margin)
     assert Request(small(1e9), margin=margin).room_bytes == pytest.approx(share * 1e9)
     mixed = cores(0.5, memory_bytes=5e8)
     memory = [part.device.memory_bytes.value for part in mixed.parts]

@@ -24,7 +24,7 @@ from laminar.placement.micro_batch import micro
 from laminar.placement.presets import data_parallel
 from laminar.planner.estimate.mixed_pipelines import Side, Sides
 from laminar.planner.search.mixed_cluster import MixedSearch, stage_seconds
-from laminar.planner.space.request import MARGIN, Request
+from laminar.planner.space.request import MEMORY_MARGIN, Request
 from laminar.staging.stage_plans import pipeline
 from tests.support.mixed_clusters import cores
 from tests.support.traced_models import traced
@@ -257,7 +257,7 @@ def test_memory_is_a_limit_of_each_kind() -> None:
     wide = roomy.piped(guess)
     assert wide is not None
     room = 0.8 * wide.ran.peaks[1]
-    tight = MixedSearch(graph, Request(cores(0.9, memory_bytes=room / (1 - MARGIN))))
+    tight = MixedSearch(graph, Request(cores(0.9, memory_bytes=room / (1 - MEMORY_MARGIN))))
     assert tight.rooms[1] == pytest.approx(room) and tight.rooms[0] == roomy.rooms[0]
     squeezed = tight.piped(replace(guess))
     assert squeezed is not None and squeezed.ran.peaks[1] <= room < wide.ran.peaks[1]

@@ -7,17 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
+from typing import Any
 
 import pytest
 
+import laminar
 from laminar.errors import LaminarError
 from laminar.forecast.pipeline_step import predict_staged
 from laminar.ir.cluster import Cluster
 from laminar.ir.graph import Graph
+from laminar.ir.planned import OVER_S
 from laminar.ir.staged import Staged
+from laminar.planner.bounds.mixed_bound import SidesBounds
 from laminar.planner.estimate.mixed_pipelines import Sides, pipeline_on
 from laminar.planner.search import mixed_cluster
-from laminar.planner.search.mixed_cluster import MixedSearch
+from laminar.planner.search.mixed_cluster import MixedSearch, best_mixed
 from laminar.planner.search.named_over_parts import named_over_parts, typed
 from laminar.planner.space.request import Request
 from laminar.staging.stage_plans import pipeline
@@ -95,6 +99,32 @@ def test_the_bound_of_an_even_cut_holds(name: str, spec: str) -> None:
         assert predict_staged(deep, staged, cluster).seconds >= bound_s
         says_more += bound_s > search.at[one.cell]
     assert says_more or name != "wide"
+
+
+def test_a_pipeline_below_the_bound_of_an_even_cut_takes_the_certificate_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one below the bound of its cell does; with the check on, the search ends with an error."""
+    graph, request = wide(), Request(Cluster.preset("1xa100-40g+1xa100-80g"), budget_s=0.0)
+    for method in ("confirm", "alone"):  # or what a wrong bound is about is ruled out by it
+        monkeypatch.setattr(MixedSearch, method, lambda *args: None)
+
+    def proof() -> dict[str, Any]:
+        return dict(best_mixed(graph, request).account["certificate"])
+
+    assert "withdrawn" not in proof() and proof()["bound_s"] > 0
+    true_s = SidesBounds.even_s
+    monkeypatch.setattr(SidesBounds, "even_s", lambda self, cell, graph: 100 * true_s(self, cell, graph))
+    assert "is simulated at" in proof()["withdrawn"][0] and proof()["bound_s"] == 0.0
+    monkeypatch.setenv("LAMINAR_CHECK_BOUNDS", "1")
+    with pytest.raises(LaminarError, match="a bound is wrong"):
+        proof()
+
+
+@pytest.mark.parametrize("spec", ["2xa100-40g", "1xa100-40g+1xa100-80g"])
+def test_time_on_top_of_the_budget_is_told(spec: str) -> None:
+    """For plans with a name, on devices of one kind and of several."""
+    plan = laminar.plan(wide(), Cluster.preset(spec), budget_s=0.0)
+    assert plan.account["budget_s"] == 0.0 and plan.account["search_s"] > OVER_S
+    assert "s over its budget: plans with a name are always priced" in plan.explain()
 
 
 def test_names_follow_what_is_asked_for() -> None:

@@ -158,8 +158,12 @@ def test_a_plan_below_a_bound_of_its_own_takes_the_certificate_away(monkeypatch:
 
     monkeypatch.setattr(named_trials, "plan_bound_s", lambda *_, **__: 1e-3 * 1e6)
     monkeypatch.setattr(NamedBounds, "ruled_out", lambda self, one, as_typed=False: setattr(self, "bound_s", 1e3))
-    found = find(deep(), Request(Cluster.preset("2xh100"), budget_s=0.0))
+    request = Request(Cluster.preset("2xh100"), budget_s=0.0)
+    found = find(deep(), request)
     assert found.certificate.contradictions and not found.certificate.bound_s
+    monkeypatch.setenv("LAMINAR_CHECK_BOUNDS", "1")
+    with pytest.raises(LaminarError, match="a bound is wrong"):
+        find(deep(), request)
 
 
 def test_zero_2_is_found_where_only_it_fits() -> None:

@@ -28,9 +28,9 @@ from laminar.placement import presets
 from laminar.placement.micro_batch import micro
 from laminar.placement.random_plan import random_plan
 from laminar.planner.estimate.candidates import Found
-from laminar.planner.search.best_first.certify import EQUAL
 from laminar.planner.search.best_first.search import find
 from laminar.planner.space.request import Request
+from laminar.planner.tuning import AS_GOOD
 from laminar.staging.stage_plans import pipeline
 from tests.support.marks import slow
 from tests.support.traced_models import traced
@@ -178,5 +178,5 @@ def test_of_plans_that_are_as_good_as_equal_the_simplest_is_chosen(name: str, sp
     search = found(name, spec, seed)
     best_s = min(f.seconds for f in search.finals)
     chosen = next(f for f in search.finals if f.plan.hash == search.plan.hash)
-    assert chosen.seconds <= EQUAL * best_s
-    assert all(f.simple >= chosen.simple for f in search.finals if f.seconds <= EQUAL * best_s)
+    assert chosen.seconds <= AS_GOOD * best_s
+    assert all(f.simple >= chosen.simple for f in search.finals if f.seconds <= AS_GOOD * best_s)

@@ -33,8 +33,8 @@ from laminar.ir.mesh import Mesh
 from laminar.ir.sbp import B, NdSbp, Partial, Sbp, Split
 from laminar.lower.buckets import BUCKET_BYTES, GATHER_BYTES, REDUCTIONS, SMALL_BYTES
 
-LARGE = 1 << 28
-SIZES = [round(2 ** (k / 4)) for k in range(4 * 10, 4 * 29)]
+NO_LATENCY_BYTES = 1 << 28
+PROBED_SIZES = [round(2 ** (k / 4)) for k in range(4 * 10, 4 * 29)]
 """At which a measured price is looked at to find where it is least for each byte or element."""
 """Bytes of an exchange whose latency does not count."""
 WHOLE, TERM, PIECE, OTHER = range(4)
@@ -194,9 +194,10 @@ class Ways:
         """
         key = (kind, axes)
         if key not in self._rates:
-            rate = (self.seconds(kind, 2 * LARGE, axes) - self.seconds(kind, LARGE, axes)) / LARGE
+            one, two = (self.seconds(kind, n * NO_LATENCY_BYTES, axes) for n in (1, 2))
+            rate = (two - one) / NO_LATENCY_BYTES
             if self.machine.cluster.profile:
-                rate = min(rate, *(self.seconds(kind, size, axes) / size for size in SIZES))
+                rate = min(rate, *(self.seconds(kind, size, axes) / size for size in PROBED_SIZES))
             self._rates[key] = rate
         return self._rates[key] * held
 

@@ -28,7 +28,7 @@ from laminar.lower.mincut_recompute import written_out
 from laminar.lower.stage_programs import Part, stages
 from laminar.placement import presets
 from laminar.planner.bounds.cell_bound import Bounds
-from laminar.planner.bounds.one_device import ONE, Kernel, kernel_s, kernels_of
+from laminar.planner.bounds.one_device import ONE_DEVICE, Kernel, kernel_s, kernels_of
 from laminar.planner.bounds.piece_bound import per_element_s
 from laminar.planner.estimate.graphs_and_prices import Model
 from laminar.planner.space.cell import Cell
@@ -52,7 +52,7 @@ class Floor:
         self.model, self.micro = model, micro
         self.machine = model.inside
         self._exchanged: dict[tuple[int, Cell], float] = {}
-        one = presets.data_parallel(graph, ONE)
+        one = presets.data_parallel(graph, ONE_DEVICE)
         self.made = stages(graph, arranged(graph, of, range(count), [one] * count, micro))
         self.stage = {part.name: part.stage for part in self.made.by_name.values()}
         self.least = {part.name: self._least(part) for part in self.made.by_name.values()}

@@ -50,28 +50,19 @@ from laminar.ir.codec import Ref
 from laminar.ir.graph import Graph, Node
 from laminar.ir.mesh import Mesh
 from laminar.ir.tensor import TensorSpec
-from laminar.planner.bounds.boxing_bound import LARGE, PARAMETERS, ROW, Ways, pairs_of
+from laminar.planner.bounds.boxing_bound import NO_LATENCY_BYTES, PARAMETERS, ROW, Ways, pairs_of
 from laminar.planner.bounds.memory_bound import Kept, held_s, starts
-from laminar.planner.bounds.one_device import ONE, Alone, kernel_s
+from laminar.planner.bounds.one_device import ONE_DEVICE, Alone, kernel_s
 from laminar.planner.bounds.piece_bound import Least, Weights, per_element_s
 from laminar.planner.bounds.pipeline_bound import Order, Row, longest_row, stretch
 from laminar.planner.bounds.signatures import Piece, Placements, Prices
 from laminar.planner.estimate.graphs_and_prices import Model
 from laminar.planner.estimate.score_placement import extrapolated
 from laminar.planner.space.cell import Cell
+from laminar.planner.tuning import FEW_MICRO_BATCHES, LEVEL_WEIGHTS, LEVEL_WEIGHTS_MICRO, MEMORY_WORTHS, WORK_WEIGHTS
 
-MEANS = ((0.65, 0.65, 0.4), (0.3, 0.3, 0.4))
-"""How much the inner level counts of two: beside work, in reducing gradients, and behind the update."""
-PARTED = ((0.5, 0.1, 0.1), (0.9, 0.1, 0.1))
-"""The same with micro-batches, where these don't run at the same time."""
-Shares = tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]
+LevelWeights = tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]
 """By level, what its exchanges count beside work, in reducing gradients, and behind the update."""
-MIXES = (0.7, 0.45)
-"""How much everything counts against exchanges alone."""
-BYTES = (0.1, 0.2, 0.4, 0.8, 1.6)
-"""What all memory is taken to be worth, of the work of a micro-batch: one after the other, while that proves more."""
-FEW = 4
-"""Micro-batches up to which looking at the batch in one first is no help."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +130,7 @@ class Bounds:
         if cell in self._known:
             return self._known[cell]
         quick = self.quick(cell)
-        if cell.micro_batches > FEW and worth_s < math.inf:
+        if cell.micro_batches > FEW_MICRO_BATCHES and worth_s < math.inf:
             shared = self._bound(cell, self._shares(cell)[0], parts=1)
             if shared.seconds >= worth_s:
                 return shared
@@ -163,7 +154,7 @@ class Bounds:
         hidden = self._hidden(self.model.machine(cell.mesh))
         # With a plan whose exchanges take less than everything together no mixture gets beyond that.
         if best.seconds - quick.seconds > hidden * best.seconds:
-            found += [self._mixed(cell, mix, shares) for mix in MIXES for shares in self._shares(cell)]
+            found += [self._mixed(cell, mix, shares) for mix in WORK_WEIGHTS for shares in self._shares(cell)]
         self._known[cell] = max(found, key=lambda b: b.seconds)
         return self._known[cell]
 
@@ -211,7 +202,7 @@ class Bounds:
             self._rows[key] = self._order.row(seconds)
         return self._rows[key]
 
-    def _in_row(self, cell: Cell, shares: Shares, worth_s: float) -> Bound:
+    def _in_row(self, cell: Cell, shares: LevelWeights, worth_s: float) -> Bound:
         """With exchanges of each level counting by its share; what comes once a step is not counted."""
         kernels_s = self.alone.kernels_s(cell)
         work_s = kernels_s + self._line(cell, shares, cell.micro_batches, 0.0) / cell.micro_batches
@@ -234,7 +225,7 @@ class Bounds:
             self._layers[micro_batches] = Kept.of(self.model.small(micro_batches, keep), fold, keep)
         return self._layers[micro_batches]
 
-    def _in_memory(self, cell: Cell, shares: Shares) -> Bound:
+    def _in_memory(self, cell: Cell, shares: LevelWeights) -> Bound:
         """With a byte of memory worth something, whatever serves best; nothing comes once a step."""
         micro, room = cell.micro_batches, cell.stages * self.model.request.room_bytes
         kernels_s = self.alone.kernels_s(cell)
@@ -246,7 +237,7 @@ class Bounds:
             row, order = self._row(cell), self._order
             later_s = [row.later_s[k] for k in starts(order.forward, self.model.fold)]
         again = self._pieces_of(cell.mesh, micro)[0][0].placements.least_s
-        for worth in BYTES:
+        for worth in MEMORY_WORTHS:
             byte_s = worth * bare_s / room
             lean_s = kernels_s + self._line(cell, shares, micro, 0.0, byte_s) / micro
             if cell.virtual > 1:
@@ -275,7 +266,7 @@ class Bounds:
             if found.seconds >= worth_s:
                 return
 
-    def _bound(self, cell: Cell, shares: Shares, parts: int, first: bool = False) -> Bound:
+    def _bound(self, cell: Cell, shares: LevelWeights, parts: int, first: bool = False) -> Bound:
         """With exchanges of each level counting by its share; with the `first` layer apart from the others.
 
         A batch in one (`parts` = 1) takes no longer than in parts.
@@ -286,7 +277,7 @@ class Bounds:
         return Bound(seconds, 1.0, each * self.alone.kernels_s(cell))
 
     def _line(
-        self, cell: Cell, shares: Shares, parts: int, ends: float, byte_s: float = 0.0, first: bool = False
+        self, cell: Cell, shares: LevelWeights, parts: int, ends: float, byte_s: float = 0.0, first: bool = False
     ) -> float:
         """All micro-batches one after the other on the ranks of one stage, and a share of what comes once a step.
 
@@ -301,7 +292,7 @@ class Bounds:
             self._lines[key] = self._solved(cell.mesh, parts, weights, shares, first)
         return self._lines[key]
 
-    def _mixed(self, cell: Cell, mix: float, shares: Shares) -> Bound:
+    def _mixed(self, cell: Cell, mix: float, shares: LevelWeights) -> Bound:
         """Everything counting by `mix` against exchanges alone."""
         each, ends = self._counts(cell)
         hidden = self._hidden(self.model.machine(cell.mesh))
@@ -349,7 +340,7 @@ class Bounds:
             return 1.0
         return min(1.0, (1 - machine.drag.compute / SCALE) / (machine.drag.transfer / SCALE))
 
-    def _shares(self, cell: Cell) -> list[Shares]:
+    def _shares(self, cell: Cell) -> list[LevelWeights]:
         """By level, what its exchanges count: all of them where one level has all."""
         cluster, mesh = self.model.request.cluster, cell.mesh
         groups = [mesh.group(axes, mesh.coords(0)) for axes in ((a,) for a in range(len(mesh.sizes)))]
@@ -359,12 +350,14 @@ class Bounds:
             way = (1.0,) if len(levels) == 1 else (mean, 1 - mean)
             return tuple(dict(zip(levels, way, strict=True)).get(k, 0.0) for k in range(len(cluster.levels)))
 
-        means = MEANS if cell.plain else PARTED
+        means = LEVEL_WEIGHTS if cell.plain else LEVEL_WEIGHTS_MICRO
         return list(dict.fromkeys((by_level(beside), by_level(sums), by_level(after)) for beside, sums, after in means))
 
     # --- placements
 
-    def _solved(self, mesh: Mesh, parts: int, weights: Weights, shares: Shares | None, first: bool = False) -> float:
+    def _solved(
+        self, mesh: Mesh, parts: int, weights: Weights, shares: LevelWeights | None, first: bool = False
+    ) -> float:
         """The least of everything that depends on placements, at full depth; with the `first` layer by itself."""
         ways: list[Ways | None] = [None]
         if shares:
@@ -380,7 +373,7 @@ class Bounds:
             seconds = sum(Least(piece, weights, *ways).repeated(times) for piece, times in pieces)
         return seconds - (room * weights.held if weights.held < math.inf else 0.0)
 
-    def _held_s(self, mesh: Mesh, weights: Weights, shares: Shares) -> float:
+    def _held_s(self, mesh: Mesh, weights: Weights, shares: LevelWeights) -> float:
         """What is taken to be the worth of a byte that forward has fetched and backward finds there; any is sound.
 
         A plan that gathers once saves what fetching parameters for backward counts, at most this for each byte that it
@@ -390,7 +383,11 @@ class Bounds:
             return 0.0
         ways = self._ways_of(mesh, shares[0])
         pieces, whole = np.full((1, len(mesh.sizes)), ROW), np.zeros((1, len(mesh.sizes)), dtype=np.intp)
-        return weights.hidden * float(ways.table(LARGE, pairs_of(pieces, whole), PARAMETERS)[0, 0]) / LARGE
+        return (
+            weights.hidden
+            * float(ways.table(NO_LATENCY_BYTES, pairs_of(pieces, whole), PARAMETERS)[0, 0])
+            / NO_LATENCY_BYTES
+        )
 
     def _ways_of(self, mesh: Mesh, shares: tuple[float, ...]) -> Ways:
         key = (mesh, shares)
@@ -460,10 +457,10 @@ class Bounds:
 
     def _one_s(self, recompute: bool) -> tuple[float, float]:
         cell = Cell(1, 1, 1, 1, 1)
-        machine = self.model.machine(ONE)
+        machine = self.model.machine(ONE_DEVICE)
         # Where prices were measured nothing says what of them is the call's.
         call_s = 0.0 if machine.ops.measured.ops else machine.ops.rates.call_s
-        found = self._pieces_of(ONE, 1)
+        found = self._pieces_of(ONE_DEVICE, 1)
         ops = [(times, s) for piece, times in found for n in piece.nodes if (s := piece.placements.least_s(n))]
         total_s, calls = sum(times * s for times, s in ops), float(sum(times for times, _ in ops))
         if machine.fused and not recompute:

@@ -27,9 +27,7 @@ from functools import cached_property
 from laminar.cost.ops.roofline import FREE
 from laminar.ir.codec import Ref
 from laminar.ir.graph import Graph, Node
-
-FEW = 8
-"""Ops beside an exchange up to which it may be waited for."""
+from laminar.planner.tuning import FEW_BESIDE
 
 
 class Exposed:
@@ -58,11 +56,11 @@ class Exposed:
     def _beside(self, done: int, reader: str) -> tuple[Node, ...] | None:
         """Work that can be done meanwhile, if that is little: neither `done` before, nor from the reader on."""
         mask, found = self.heavy & ~(done | self.below[reader]), list[Node]()
-        while mask and len(found) <= FEW:
+        while mask and len(found) <= FEW_BESIDE:
             low = mask & -mask
             found.append(self.graph.nodes[low.bit_length() - 1])
             mask ^= low
-        return tuple(found) if len(found) <= FEW else None
+        return tuple(found) if len(found) <= FEW_BESIDE else None
 
     @cached_property
     def values(self) -> dict[tuple[Ref, str], tuple[Node, ...]]:

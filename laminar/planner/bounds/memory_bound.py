@@ -64,11 +64,10 @@ from laminar.ir.codec import Ref
 from laminar.ir.graph import Graph, Node
 from laminar.lower.split_stages import light_ops, repeated
 from laminar.placement.fold import Fold
+from laminar.planner.tuning import STRETCH_SHARES
 
-FLOW = 1 << 30
+FLOW_UNITS = 1 << 30
 """Sum of all that a layer could cost, in whole numbers: what is cut is rounded down to them."""
-SHARES = tuple(k / 8 for k in range(9))
-"""What (2) counts beside the stretch: all of these are tried."""
 
 
 @dataclass(frozen=True)
@@ -133,8 +132,8 @@ class Kept:
         values = {ref: len(number) + 2 + k for k, (ref, _) in enumerate(self.made)}
         cost = {n.name: 0.0 if n.op in FREE else again(n) for n in self.ops}
         most = byte * sum(nbytes for _, nbytes in self.made)
-        scale = FLOW / (2 * most)
-        never = FLOW
+        scale = FLOW_UNITS / (2 * most)
+        never = FLOW_UNITS
         edges: list[tuple[int, int, int]] = []
         for node in self.ops:
             # More than all values together is as good as never.
@@ -169,7 +168,7 @@ def held_s(stretch: float, lean_s: float, later_s: Sequence[float], layer_s: flo
     layers = len(later_s) - 1
     behind, within = np.append(np.asarray(later_s)[1:], 0.0), np.maximum(0, np.arange(layers + 1) - 2) * layer_s
     best = -math.inf
-    for share in SHARES:
+    for share in STRETCH_SHARES:
         count = share + (1 - share) * stretch
         best = max(best, count * (lean_s - room_s) + float((share * behind + count * within).min()))
     return best

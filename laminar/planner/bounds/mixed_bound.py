@@ -28,15 +28,13 @@ from laminar.cost.ops.roofline import FREE
 from laminar.forecast.pipeline_step import MEETING_S
 from laminar.ir.graph import Graph
 from laminar.lower.split_stages import split
-from laminar.planner.bounds.one_device import ONE, Alone, kernel_s
+from laminar.planner.bounds.one_device import ONE_DEVICE, Alone, kernel_s
 from laminar.planner.estimate.mixed_pipelines import Shop, Sides
 from laminar.planner.estimate.score_placement import extrapolated
 from laminar.planner.space.cell import Cell
+from laminar.planner.tuning import PART_WEIGHTS
 from laminar.rules.notation import Call, call_of, calls_in
 from laminar.staging.balance import balanced
-
-TRIES = 25
-"""Of how much a second part counts beside the first, between the least and the largest ratio of their seconds."""
 
 
 class SidesBounds:
@@ -57,12 +55,12 @@ class SidesBounds:
         """What ops of a micro-batch take on one device at a depth, a row for each part."""
         if (micro, keep) not in self._known:
             graph, rows = self.shop.model.small(micro, keep), []
-            fused = self.shop.model.machine(ONE).fused
+            fused = self.shop.model.machine(ONE_DEVICE).fused
             written = self.alone.kernels(Cell(1, micro, 1, 1, 1), keep) if fused else []
             own = [n for n in graph.nodes if not fused or family_of(n.op) in COMPUTES or n.op in ALONE]
             calls = [call_of(n, graph.specs) for n in own if n.op not in FREE]
             for model in self.shop.models:
-                machine = model.machine(ONE)
+                machine = model.machine(ONE_DEVICE)
                 kernels = [kernel_s(machine, *one, 1) for one in written]
                 rows.append([machine.op(call).seconds for call in calls] + kernels)
             self._known[micro, keep] = np.array(rows)
@@ -81,9 +79,8 @@ class SidesBounds:
         for k in range(1, len(counts)):
             apart = rows[0][(rows[0] > 0) & (rows[k] > 0)] / rows[k][(rows[0] > 0) & (rows[k] > 0)]
             if len(apart):
-                ways = [
-                    [*counts[:k], float(m), *counts[k + 1 :]] for m in np.geomspace(apart.min(), apart.max(), TRIES)
-                ]
+                tried = np.geomspace(apart.min(), apart.max(), PART_WEIGHTS)
+                ways = [[*counts[:k], float(m), *counts[k + 1 :]] for m in tried]
                 counts = max(ways, key=self._rate)
         return counts
 
@@ -115,7 +112,7 @@ class SidesBounds:
         `graph` is that of a micro-batch at full depth; what a compiler may fuse is left out.
         """
         stages = split(graph, balanced(graph, cell.stages), cell.stages).of
-        fused, calls = self.shop.model.machine(ONE).fused, calls_in(graph)
+        fused, calls = self.shop.model.machine(ONE_DEVICE).fused, calls_in(graph)
         works = [0.0] * cell.stages
         for name, stage in stages.items():
             op, k = graph.by_name[name].op, cell.each[stage]
@@ -125,5 +122,5 @@ class SidesBounds:
 
     def _op_s(self, k: int, call: Call) -> float:
         if (k, call) not in self._ops:
-            self._ops[k, call] = self.shop.models[k].machine(ONE).op(call).seconds
+            self._ops[k, call] = self.shop.models[k].machine(ONE_DEVICE).op(call).seconds
         return self._ops[k, call]

@@ -31,7 +31,7 @@ Kernel = tuple[int, tuple[int, int, str] | None]
 """Bytes that it moves; rows, columns and kind of what it reduces."""
 Again = tuple[str, ...]
 """Blocks that are made again, as patterns."""
-ONE = Mesh({"dp": 1})
+ONE_DEVICE = Mesh({"dp": 1})
 
 
 class Alone:
@@ -117,8 +117,8 @@ class Alone:
         key = (cell.micro_batches, keep, cell.plain, again)
         if key in self._lowered:
             return self._lowered[key]
-        graph, fused = self.model.small(cell.micro_batches, keep), self.model.machine(ONE).fused
-        plan = presets.data_parallel(graph, ONE, again)
+        graph, fused = self.model.small(cell.micro_batches, keep), self.model.machine(ONE_DEVICE).fused
+        plan = presets.data_parallel(graph, ONE_DEVICE, again)
         if cell.plain:
             program = step_programs(graph, plan)[0]
             program = recompute(written_out(program)) if fused else program

@@ -26,17 +26,23 @@ from laminar.ir.codec import Ref
 from laminar.ir.graph import Node, Output
 from laminar.ir.tensor import TensorSpec
 from laminar.placement.minsum import Factor, floor
-from laminar.planner.bounds.boxing_bound import COLUMN, GRADIENTS, LARGE, PARAMETERS, SIZES, VALUES, Ways, pairs_of
+from laminar.planner.bounds.boxing_bound import (
+    COLUMN,
+    GRADIENTS,
+    NO_LATENCY_BYTES,
+    PARAMETERS,
+    PROBED_SIZES,
+    VALUES,
+    Ways,
+    pairs_of,
+)
 from laminar.planner.bounds.signatures import Exchange, Piece, Rows
+from laminar.planner.tuning import DOMINATED_SHARES, VALUE_WORTHS
 
-TENSORS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+UPDATED_TENSORS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 """Numbers of tensors for which measured updates are asked what they take."""
-LONG = 4
+LONG_ROW = 4
 """Layers below which a row is no more than so many of them."""
-WORTHS = (0.1, 0.5, 1.0)
-"""What is tried for the worth of values between layers, of what it takes to make them whole."""
-FAR = (0.03, 0.1, 0.3, math.inf)
-"""Signatures that cost more than the cheapest by this share of the whole are left out, while that proves enough."""
 
 
 @dataclass(frozen=True)
@@ -83,12 +89,12 @@ class Least:
         them; a worth near what it takes to make the value whole keeps a layer from taking for granted what no layer
         leaves behind. The ends, which may lie in ways of their own, count by their ops alone.
         """
-        if not self.piece.loops or self.ways is None or times < LONG:
+        if not self.piece.loops or self.ways is None or times < LONG_ROW:
             return times * self.seconds()
         # Which worth is best is tried out once for a mesh; any is good for a bound.
         known, key = self.piece.placements.prices.worths, (self.piece.placements.mesh, self.weights.parts)
         found = {0.0: times * (self._base_s() if known.get(key) else self.seconds())}
-        for worth in [known[key]] if known.get(key) else [] if key in known else WORTHS:
+        for worth in [known[key]] if known.get(key) else [] if key in known else VALUE_WORTHS:
             one, spread = self._looped(worth)
             found[worth] = (times - 2) * one + 2 * self._base_s() - spread
         known.setdefault(key, max(found, key=lambda w: found[w]))
@@ -97,8 +103,9 @@ class Least:
     def _looped(self, worth: float) -> tuple[float, float]:
         """The least of a layer whose values are worth that much of what it takes to make them whole; and that much."""
         if self.weights.stored:  # what is far from the cheapest may be what stores least
-            self.piece.needed = len(FAR) - 1
-        far_s = math.inf if not self.piece.least_s else FAR[min(self.piece.needed, len(FAR) - 1)] * self.piece.least_s
+            self.piece.needed = len(DOMINATED_SHARES) - 1
+        far = DOMINATED_SHARES[min(self.piece.needed, len(DOMINATED_SHARES) - 1)]
+        far_s = far * self.piece.least_s if self.piece.least_s else math.inf
         found, spread = self._solved(far_s, worth)
         return min(found, self._base_s() + self.weights.work * far_s - spread), spread
 
@@ -119,9 +126,9 @@ class Least:
         best = base = self._base_s()
         if self.ways is None:
             return base
-        for share in FAR[self.piece.needed :]:
+        for share in DOMINATED_SHARES[self.piece.needed :]:
             far_s = share * self.piece.least_s if self.piece.least_s else math.inf
-            self._needs(FAR.index(share))
+            self._needs(DOMINATED_SHARES.index(share))
             found, _ = self._solved(far_s)
             best = max(best, min(found, base + self.weights.work * far_s))
             if found <= best:
@@ -334,8 +341,8 @@ def per_element_s(machine: Machine, least: int = 0) -> float:
 
     Where updates were measured, some millions of elements may take less each than more of them: they fit a cache.
     """
-    rate = machine.update(1, LARGE).seconds / LARGE
+    rate = machine.update(1, NO_LATENCY_BYTES).seconds / NO_LATENCY_BYTES
     if not machine.cluster.profile:
         return rate
-    sizes = [least, *(size for size in SIZES if size > least)] if least else SIZES
-    return min(rate, *(machine.update(tensors, size).seconds / size for tensors in TENSORS for size in sizes))
+    sizes = [least, *(size for size in PROBED_SIZES if size > least)] if least else PROBED_SIZES
+    return min(rate, *(machine.update(tensors, size).seconds / size for tensors in UPDATED_TENSORS for size in sizes))

@@ -46,13 +46,12 @@ from laminar.cost.ops.roofline import FREE
 from laminar.ir.graph import Graph
 from laminar.lower.split_stages import LINEAR, light_ops, repeated
 from laminar.placement.fold import Fold
+from laminar.planner.tuning import BOUND_PRECISION
 from laminar.staging.balance import work_s
 
-FINE = 1e-5
-"""How exactly the least T is found, as a share of it."""
-SUMS = LINEAR | {"aten.add.Tensor"}
+GRADIENT_SUMS = LINEAR | {"aten.add.Tensor"}
 """Ops by which a gradient may be a sum of several."""
-ROOM = 2
+ROW_ROOM = 2
 """How many times the longest stretch of side by side ops a mean stage has where stages are taken to stand in a row."""
 
 
@@ -108,7 +107,7 @@ class Row:
             if not there_are(enough_s):
                 return enough_s
             high = max(low, enough_s)
-        while high - low > FINE * high:
+        while high - low > BOUND_PRECISION * high:
             middle = (low + high) / 2
             low, high = (low, middle) if there_are(middle) else (middle, high)
         return low
@@ -207,7 +206,7 @@ def _belongs(graph: Graph, spot: Mapping[str, int]) -> dict[str, int]:
             continue
         elif node.name in twins:
             out[node.name] = spot.get(twins[node.name], 0)
-        elif node.name in homes and node.op in SUMS:
+        elif node.name in homes and node.op in GRADIENT_SUMS:
             out[node.name] = 0
         else:
             made = [base[r.name] for r in node.ins if r.name in base]
@@ -225,7 +224,7 @@ def _homes(graph: Graph, readers: Mapping[str, int]) -> dict[str, int]:
         while todo:
             name = todo.pop()
             out[name] = min(out.get(name, readers.get(o.name, 0)), readers.get(o.name, 0))
-            if name in graph.by_name and graph.by_name[name].op in SUMS:
+            if name in graph.by_name and graph.by_name[name].op in GRADIENT_SUMS:
                 todo += [r.name for r in graph.by_name[name].ins]
     return out
 
@@ -261,7 +260,7 @@ def longest_row(graph: Graph, fold: Fold, keep: int) -> int:
         alone = node.op not in FREE and before[k] | behind[k] == every
         stretch_s = 0.0 if alone else stretch_s + taken[node.name]
         longest = max(longest, stretch_s)
-    return int(total / (ROOM * longest)) if longest else len(ops) * max(1, fold.layers)
+    return int(total / (ROW_ROOM * longest)) if longest else len(ops) * max(1, fold.layers)
 
 
 __all__ = ["Order", "Row", "longest_row", "stretch"]

@@ -22,9 +22,9 @@ from laminar.ir.plan import Choice, Plan
 from laminar.ir.sbp import NdSbp
 from laminar.planner.bounds.boxing_bound import number
 from laminar.planner.bounds.cell_bound import Bounds
-from laminar.planner.bounds.piece_bound import FAR, WORTHS
 from laminar.planner.bounds.signatures import Placements, Prices, Rows
 from laminar.planner.space.cell import Cell
+from laminar.planner.tuning import DOMINATED_SHARES, VALUE_WORTHS
 
 
 def plan_bound_s(bounds: Bounds, plan: Plan, cell: Cell, worth_s: float = math.inf, stored: bool = True) -> float:
@@ -44,8 +44,8 @@ class _PlanBounds(Bounds):
         self.alone, self._ways, self._norms = bounds.alone, bounds._ways, bounds._norms
         self._prices = copy.copy(bounds._prices)
         # There are few options: all are kept, and what a value between layers is worth makes next to no difference.
-        self._prices.needed = {(plan.mesh, looped): len(FAR) - 1 for looped in (False, True)}
-        self._prices.worths = {(plan.mesh, parts): WORTHS[-1] for parts in (False, True)}
+        self._prices.needed = {(plan.mesh, looped): len(DOMINATED_SHARES) - 1 for looped in (False, True)}
+        self._prices.worths = {(plan.mesh, parts): VALUE_WORTHS[-1] for parts in (False, True)}
 
     def _placements(self, graph: Graph, mesh: Mesh) -> Placements:
         if mesh != self.plan.mesh or mesh.ranks == 1:

@@ -36,11 +36,7 @@ if TYPE_CHECKING:
     from laminar.planner.estimate.candidates import Score
     from laminar.planner.estimate.graphs_and_prices import Model
 from laminar.planner.estimate.block_mix import Mix, Ways
-
-TRIES = 5
-"""Mixes of one placement that are simulated at full depth."""
-WORTH = 0.998
-"""A mix is simulated if it is expected to take less than this of the best."""
+from laminar.planner.tuning import ACTIVATION_MIXES, WORTH_SIMULATING
 
 
 def eased(model: Model, plan: Plan, style: Style, ways: Ways, mix: Mix) -> Plan:
@@ -112,9 +108,9 @@ def tried(model: Model, score: Score, plan: Plan, ways: Ways, best_s: float) -> 
     """Mixes at full depth, each expected to fit and to be faster than `best_s` and all before it that did fit."""
     request, off_s, off_bytes = model.request, 0.0, 0.0
     done: set[Mix] = set()
-    for _ in range(TRIES):
+    for _ in range(ACTIVATION_MIXES):
         found = next((m for m in ways.front if m[0] not in done and m[2] + off_bytes <= request.room_bytes), None)
-        if found is None or found[1] + off_s > WORTH * best_s:
+        if found is None or found[1] + off_s > WORTH_SIMULATING * best_s:
             return
         mix, seconds, held = found
         done.add(mix)

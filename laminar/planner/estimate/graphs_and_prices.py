@@ -30,13 +30,12 @@ from laminar.planner.estimate.cost_by_depth import Parts, Share
 from laminar.planner.space.cell import Cell
 from laminar.planner.space.request import Request
 from laminar.planner.space.styles import Placer, Style
+from laminar.planner.tuning import SCORED_DEPTHS
 from laminar.rules.samples import samples_of
 from laminar.staging.balance import cuttable
 
 KEPT = 3
 """Layers of the folded graph on which placements are decided."""
-DEPTHS = (2, 4)
-"""Depths that are simulated. Gradients of a layer may share a bucket with those of the next: an even difference."""
 
 
 class Model:
@@ -104,7 +103,7 @@ class Model:
     @property
     def depths(self) -> tuple[int, ...]:
         """Depths that are simulated: shallow ones, or the only one."""
-        return DEPTHS if self.fold.layers > DEPTHS[-1] else (self.layers,)
+        return SCORED_DEPTHS if self.fold.layers > SCORED_DEPTHS[-1] else (self.layers,)
 
     def small(self, parts: int, keep: int) -> Graph:
         """The graph of a micro-batch with so many layers."""

@@ -32,7 +32,7 @@ from laminar.planner.estimate.candidates import Score
 from laminar.planner.estimate.cost_by_depth import Parts, Share
 from laminar.planner.estimate.graphs_and_prices import Model
 from laminar.planner.estimate.stage_cost import HOPS_HELD, ends_s, parts_of, share_of, work_by_op
-from laminar.planner.space.cell import DEEPEST, Cell, divisors
+from laminar.planner.space.cell import MOST_MICRO_BATCHES, Cell, divisors
 from laminar.planner.space.request import Request
 from laminar.planner.space.styles import Style, styles
 from laminar.staging.balance import work_s
@@ -114,7 +114,7 @@ def _all_sides(request: Request, samples: int, cuts: int, recompute: bool) -> It
             continue
         for micro in divisors(samples):
             even = micro // (micro & -micro) <= 3  # a power of two, or three times one
-            fits = micro == wanted if wanted else even and stages <= micro <= stages * DEEPEST
+            fits = micro == wanted if wanted else even and stages <= micro <= stages * MOST_MICRO_BATCHES
             if not fits or any(samples // micro % side.dp for side in sides):
                 continue
             for again in (False, True) if recompute and request.allows("recompute") else (False,):

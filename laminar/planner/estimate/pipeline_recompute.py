@@ -46,6 +46,7 @@ from laminar.planner.estimate.stage_cost import (
 )
 from laminar.planner.space.cell import Cell
 from laminar.planner.space.styles import Style
+from laminar.planner.tuning import EVEN_STAGES, FEWER_BLOCKS, LAYER_GRID, MEMORY_DOUBT, RECOMPUTE_TRIES
 from laminar.staging.stage_plans import pipeline
 
 if TYPE_CHECKING:
@@ -54,16 +55,6 @@ if TYPE_CHECKING:
 
 Cut = Literal["stages", "places", "sent"]
 """How stages are cut: by what ops take on this machine, so that stages or places are even, or so that less is sent."""
-TRIES = 4
-"""Plans of one cell that are simulated at full depth to find out how many blocks it takes."""
-WORTH = 0.995
-"""Fewer blocks are tried if the step is expected to get shorter by this."""
-UNSURE = 1.015
-"""How much more than there is an estimate of memory may say, for a plan to be worth simulating."""
-ROUND = 0.95
-"""Stages are cut so that none takes less than this of the slowest, unless there is nothing more to cut. Assumed."""
-GRID = 128
-"""Numbers of layers, and of seconds, between which the estimate is drawn as a line."""
 
 
 def under_way(cell: Cell, place: int, more: int = 0) -> np.ndarray:
@@ -156,7 +147,7 @@ class Places:
         """Layers so that the slowest place is as fast as can be; nothing where they can't all be held."""
         stages, ends = self.cell.stages, np.zeros((self.cell.stages, 1))
         ends[-1] = self.ends_s
-        grid = np.linspace(0.0, min(self.layers, 2 * self.layers / stages + 1), GRID + 1)
+        grid = np.linspace(0.0, min(self.layers, 2 * self.layers / stages + 1), LAYER_GRID + 1)
         table = np.broadcast_to(grid, (stages, len(grid)))
         again = self.needed(table)
         seconds = ends + table * self.each_s + np.where(np.isfinite(again), again, 0.0) * self.more_s
@@ -164,7 +155,7 @@ class Places:
         if not ok.all() or not self.each_s:
             return None
         most = float(max(seconds[p, n - 1] for p, n in enumerate(ok)))
-        limits = np.linspace(0.0, most, 4 * GRID)
+        limits = np.linspace(0.0, most, 4 * LAYER_GRID)
         taken = np.array([np.interp(limits, seconds[p, :n], grid[:n]) for p, n in enumerate(ok)])
         taken[:, :] = np.where(limits[None, :] < seconds[:, :1], 0.0, taken)
         sums = taken.sum(0)
@@ -175,8 +166,8 @@ class Places:
         layers *= self.layers / layers.sum()
         # Stages are cut by what they take: a place that has too little room for its share gets it all the same.
         full = np.array([n > 1 and layers[p] >= grid[n - 1] * (1 - 1e-6) for p, n in enumerate(ok)])
-        short = np.array([seconds[p, n - 1] < ROUND * slowest_s for p, n in enumerate(ok)])
-        if (full & short & (ok <= GRID)).any():
+        short = np.array([seconds[p, n - 1] < EVEN_STAGES * slowest_s for p, n in enumerate(ok)])
+        if (full & short & (ok <= LAYER_GRID)).any():
             return None
         made = np.array([np.interp(n, grid[:k], again[p, :k]) for p, (n, k) in enumerate(zip(layers, ok, strict=True))])
         return Spread(layers, np.minimum(made, layers), slowest_s)
@@ -283,7 +274,7 @@ def pipelined(
         peak, seconds = max(ran[1].peaks), ran[1].seconds
     except PlanError:
         ran, peak, seconds = None, 0, 0.0
-    if ran is not None and (peak <= room or peak > UNSURE * room or seconds > worth_s):
+    if ran is not None and (peak <= room or peak > MEMORY_DOUBT * room or seconds > worth_s):
         return ran
     return _pipelined(model, score, deep, plan, cut, worth_s, 0)
 
@@ -309,11 +300,11 @@ def _pipelined(model: Model, score: Score, deep: Graph, plan: Plan, cut_by: Cut,
     last: Ran | None = None
     spread, least = here.spread(), [0] * cell.stages
     cut = run(plan, _work(model, here, spread, bare, whole)) if spread else None
-    for _ in range(TRIES):
+    for _ in range(RECOMPUTE_TRIES):
         if spread is None or cut is None:
             break
         made, pieces, counts, held = _picked(model, here, cut, bare, score.style, least)
-        if held.max() > request.room_bytes * (UNSURE if last is None else 1.0):
+        if held.max() > request.room_bytes * (MEMORY_DOUBT if last is None else 1.0):
             break  # with all that it has made again, some place holds too much
         ran = predict_staged(deep, made, request.cluster, optimizer=request.optimizer)
         last = made, ran, counts
@@ -327,7 +318,7 @@ def _pipelined(model: Model, score: Score, deep: Graph, plan: Plan, cut_by: Cut,
         if best is None or ran.seconds < best[1].seconds:
             best = last
         before, spread = spread, here.spread()
-        if spread is None or spread.slowest_s > WORTH * before.slowest_s:
+        if spread is None or spread.slowest_s > FEWER_BLOCKS * before.slowest_s:
             break
         cut, least = run(plan, _work(model, here, spread, bare, whole)), [0] * cell.stages
     found = best or last
@@ -420,7 +411,7 @@ def plain(model: Model, score: Score, plan: Plan, worth_s: float = math.inf) -> 
         return plan, predict(model.graph, plan, request.cluster, optimizer=request.optimizer), Mix()
     ways = model.ways.get((score.cell, score.style, score.zero))
     best = None
-    if request.recomputes and (ways is None or ways.least_bytes <= UNSURE * request.room_bytes):
+    if request.recomputes and (ways is None or ways.least_bytes <= MEMORY_DOUBT * request.room_bytes):
         best = _fewest(model, score, plan, ways, worth_s)
     fits = best is not None and best[1].memory.peak_bytes <= request.room_bytes
     if ways is not None:
@@ -451,7 +442,7 @@ def _fewest(model: Model, score: Score, plan: Plan, ways: Ways | None, worth_s: 
         expected, first_saves = ways.kept_bytes, ways.whole[1] or first_saves
         count = min(blocks, math.ceil((expected - room) / first_saves)) if first_saves else blocks
     held: dict[int, int] = {}
-    for _ in range(TRIES):
+    for _ in range(RECOMPUTE_TRIES):
         held[count] = run(count)
         most = max((n for n, size in held.items() if size > room), default=-1)
         least = min((n for n, size in held.items() if size <= room), default=blocks + 1)

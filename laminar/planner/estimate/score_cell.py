@@ -23,21 +23,15 @@ from laminar.planner.estimate.pipeline_recompute import guessed, held_bytes, lea
 from laminar.planner.estimate.score_placement import feasible, scored
 from laminar.planner.estimate.stage_cost import hop_s, parts_of, pipelined_s, plain_bytes, plain_s, share_of, unit
 from laminar.planner.space.cell import Cell, divisors
-from laminar.planner.space.styles import ZERO, Style, styles
-
-HOPELESS = 1.25
-"""A placement that is so much slower than the best is not asked how much it holds."""
-BUSY = 0.955
-"""With state in pieces gradients travel half as far, and slow the work down less: by no more than this. Assumed."""
-UNSURE = 1.015
-"""How much more than there is an estimate of memory may say, for a plan to be worth simulating."""
-FAR = 8
-"""Parts are guessed from those of at most so many times as many samples, or as few."""
-CRAMPED = 1.5
-"""A cell in which nothing is guessed to fit is taken to be so much slower than it is guessed to be."""
-
-SHORT = 0.05
-"""A hop between stages that takes so much of a stage's work, or less, is short."""
+from laminar.planner.space.styles import ZERO_STAGES, Style, styles
+from laminar.planner.tuning import (
+    CRAMPED_CELL,
+    HOPELESS_SCORE,
+    MEMORY_DOUBT,
+    SCALED_SAMPLES,
+    SHARDED_GRADIENTS,
+    SHORT_HOP,
+)
 
 
 class CellScorer:
@@ -51,11 +45,11 @@ class CellScorer:
         pinned = self.request.pin.get("zero")
         if pinned is not None:
             return (pinned,)
-        return ZERO if self.request.allows("zero") and cell.ranks > 1 else (0,)
+        return ZERO_STAGES if self.request.allows("zero") and cell.ranks > 1 else (0,)
 
     def may_fit(self, score: Score) -> bool:
         """As far as an estimate can tell."""
-        return score.peak_bytes <= UNSURE * self.request.room_bytes
+        return score.peak_bytes <= MEMORY_DOUBT * self.request.room_bytes
 
     def recomputes_nothing(self, score: Score) -> bool:
         """Whether nothing has to be recomputed where something may be: the cell in which nothing may has that plan."""
@@ -94,7 +88,7 @@ class CellScorer:
         found: list[Score] = []
         for style, plan in self.model.placer(cell.mesh).plans(graph, wanted):
             for zero in self._zero_steps(cell, style):
-                scores = self._gathered(cell, style, plan, zero, HOPELESS * best_s, roomy)
+                scores = self._gathered(cell, style, plan, zero, HOPELESS_SCORE * best_s, roomy)
                 found += [one for one in scores if not self.recomputes_nothing(one)]
                 if not scores:
                     continue
@@ -120,7 +114,7 @@ class CellScorer:
         for one in [*once, style]:
             with suppress(LaminarError):
                 sharded = placer.pieces(graph, plan, one, zero)
-                if model.stays_bytes(sharded) <= UNSURE * self.request.room_bytes:
+                if model.stays_bytes(sharded) <= MEMORY_DOUBT * self.request.room_bytes:
                     found.append(scored(model, cell, one, zero, sharded, worth_s, roomy))
                     if found[-1].peak_bytes > self.request.room_bytes:
                         continue
@@ -133,7 +127,7 @@ class CellScorer:
         Shards save memory; besides, they save updates and waiting for gradients, but no work, unless blocks are
         recomputed or leave for want of memory.
         """
-        slow = BUSY * (score.seconds - score.behind_s) > best_s or not free
+        slow = SHARDED_GRADIENTS * (score.seconds - score.behind_s) > best_s or not free
         short = score.peak_bytes > self.request.room_bytes or any(score.again) or bool(score.away)
         return slow and not short
 
@@ -183,7 +177,7 @@ class CellScorer:
             return False
         parts = self._parts(cell, style)
         work_s = parts.forward_s.at(self.model.layers) + parts.backward_s.at(self.model.layers)
-        return hop_s(self.model, cell, parts.hop_bytes.at(0)) > SHORT * work_s / cell.stages
+        return hop_s(self.model, cell, parts.hop_bytes.at(0)) > SHORT_HOP * work_s / cell.stages
 
     # --- guesses
 
@@ -226,7 +220,7 @@ class CellScorer:
         parts = self._parts(cell, style)
         seconds, held = (plain_s, plain_bytes) if cell.plain else (pipelined_s, held_bytes)
         stages = [z for z in self.zero_stages(cell) if cell.plain or z < 3] or [1]
-        room = UNSURE * self.request.room_bytes
+        room = MEMORY_DOUBT * self.request.room_bytes
         if cell.recompute and some(self.model):
             if style.keep_products == "some":
                 bare = self._parts(cell, replace(style, keep_products="all"))
@@ -236,7 +230,7 @@ class CellScorer:
         else:
             found = [(held(self.model, cell, parts, z) > room, seconds(self.model, cell, parts, z)) for z in stages]
         cramped, least_s = min(found)
-        return CRAMPED * least_s if cramped else least_s, not cramped
+        return CRAMPED_CELL * least_s if cramped else least_s, not cramped
 
     def _parts(self, cell: Cell, style: Style) -> Parts:
         """Of its share, or in proportion to those of one that was looked at before."""
@@ -249,7 +243,7 @@ class CellScorer:
         near = [o for o in model.parts if _bare(o) == _bare(share)]
         if near:
             best = min(near, key=lambda o: abs(math.log(o.samples / wanted)))
-            if 1 / FAR <= best.samples / wanted <= FAR:
+            if 1 / SCALED_SAMPLES <= best.samples / wanted <= SCALED_SAMPLES:
                 return model.parts[best].scaled(wanted / best.samples)
         return parts_of(model, share).scaled(wanted / each)
 

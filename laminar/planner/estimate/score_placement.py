@@ -170,10 +170,6 @@ def feasible(score: Score, request: Request) -> bool:
     return score.peak_bytes <= request.room_bytes
 
 
-Progress = Callable[[str, float, int], None]
-"""Told what is best so far, its seconds, and how many cells are left."""
-
-
 def no_room(request: Request, least_bytes: float) -> PlanError:
     """Nothing fits: what is needed at least, and the cheapest way out."""
     return PlanError(

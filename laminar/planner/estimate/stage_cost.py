@@ -37,13 +37,10 @@ from laminar.staging.stage_plans import pipeline
 if TYPE_CHECKING:
     from laminar.planner.estimate.graphs_and_prices import Model
 from laminar.planner.estimate.cost_by_depth import NAMES, Line, Parts, Share
+from laminar.planner.tuning import FUSED_KEPT, HIDDEN_BY_STEP
 
 HOPS_HELD = 5
 """Registers of a stage for what passes to others: two for each way in and out, forward and backward; fewer at ends."""
-HIDDEN = 0.8
-"""Share of the work of a step without micro-batches beside which gradients and parameters travel. Assumed."""
-FUSED_KEPT = 0.5
-"""Of what forward keeps, what is left if a compiler may make cheap values again. Assumed."""
 
 
 def share_of(model: Model, cell: Cell, style: Style, zero: int) -> Share:
@@ -258,7 +255,7 @@ def plain_s(model: Model, cell: Cell, parts: Parts, zero: int) -> float:
         kinds = ("all_reduce",) if not zero else ("reduce_scatter", "all_gather", *(("all_gather",) * (zero == 3)))
         moved = sum(exchange_s(model, cell, k, parts.weight_bytes.at(layers)) for k in kinds)
         update_s /= cell.dp if zero else 1
-    return work_s + max(0.0, moved - HIDDEN * work_s) + update_s
+    return work_s + max(0.0, moved - HIDDEN_BY_STEP * work_s) + update_s
 
 
 def plain_bytes(model: Model, cell: Cell, parts: Parts, zero: int) -> float:

@@ -36,20 +36,15 @@ from laminar.planner.estimate.graphs_and_prices import Model
 from laminar.planner.estimate.pipeline_recompute import some
 from laminar.planner.estimate.score_placement import feasible, scored
 from laminar.planner.space.cell import Cell
-from laminar.planner.space.styles import ZERO, Style, styles
-
-GROUPS = 12
-"""Groups for which other ways are tried: those that hold most."""
-TRIES = 3
-"""Plans of one cell and style that are simulated at full depth."""
-WORTH = 0.998
-"""A mix is simulated if it is expected to be below this of the best."""
-LITTLE = 0.02
-"""A group that could save less than this of what is too much is left as it is."""
-SOLVE_S = 0.5
-"""Seconds for the choice."""
-MOST = 2
-"""Cells and styles for which mixes are made."""
+from laminar.planner.space.styles import ZERO_STAGES, Style, styles
+from laminar.planner.tuning import (
+    LITTLE_SAVED,
+    MIXED_PLACEMENTS,
+    STORAGE_GROUPS,
+    STORAGE_MIXES,
+    STORAGE_SOLVE_S,
+    WORTH_SIMULATING,
+)
 
 
 @dataclass(frozen=True)
@@ -101,7 +96,7 @@ def mixes(
     """
     asked = 0
     for cell, style in kept_out(model, cells, scores, best_s):
-        if asked == MOST or left() <= 0:
+        if asked == MIXED_PLACEMENTS or left() <= 0:
             return
         try:
             mix = Mix(model, cell, style)
@@ -123,14 +118,14 @@ class Mix:
         self.model, self.cell, self.style = model, cell, style
         graph, placer = model.small(1, model.keeps[-1]), model.placer(cell.mesh)
         bare = model.planned(1, cell.mesh, style)
-        own = {zero: placer.pieces(graph, bare, style, zero) for zero in ZERO}
+        own = {zero: placer.pieces(graph, bare, style, zero) for zero in ZERO_STAGES}
         known = [model.shallow.get((cell, style, z)) or scored(model, cell, style, z, plan) for z, plan in own.items()]
         self.base = min(known, key=lambda s: s.seconds)
         """The fastest of those that store all tensors in one way."""
         every = [own[self.base.zero], *own.values()]
         if len(cell.mesh.sizes) > 1:
             for over in (Style(("data", "data")), Style(("data", "inner"))):
-                every += [placer.pieces(graph, bare, over, zero) for zero in ZERO if zero]
+                every += [placer.pieces(graph, bare, over, zero) for zero in ZERO_STAGES if zero]
         self.deep: list[Plan] = []
         """Of the whole graph, each with all tensors stored in one way; the base first."""
         seen = set()
@@ -155,7 +150,7 @@ class Mix:
                     inside.add(ref.name)
         roles = [[(name,) for _, name in sorted(by.items())] for by in layers.values()]
         ends = [[(name,)] for name in params if name not in inside]
-        if len(ends) > GROUPS:  # a model without layers: tensors of one shape are of one role
+        if len(ends) > STORAGE_GROUPS:  # a model without layers: tensors of one shape are of one role
             alike: dict[object, list[tuple[str]]] = {}
             for ((name,),) in ends:
                 alike.setdefault((params[name].spec, *(p.inputs[name] for p in self.deep)), []).append((name,))
@@ -169,7 +164,7 @@ class Mix:
                 units = [tuple(g[k][0] for g in small if k < len(g)) for k in range(count)]
                 found.append(Group(tuple(units), small=True))
         found.sort(key=lambda g: -sum(params[n].spec.nbytes for unit in g.units for n in unit))
-        return [*[g for g in found if not g.small][:GROUPS], *[g for g in found if g.small]]
+        return [*[g for g in found if not g.small][:STORAGE_GROUPS], *[g for g in found if g.small]]
 
     def held(self, names: Iterable[str], storage: int) -> float:
         """Bytes of parameters, gradients and state on a rank."""
@@ -184,7 +179,7 @@ class Mix:
 
     def ways(self) -> list[Way]:
         """Leaner ways of each group, and small tensors whole, with what a unit takes and holds more."""
-        found, much = [], LITTLE * max(0.0, self.base.peak_bytes - self.model.request.room_bytes)
+        found, much = [], LITTLE_SAVED * max(0.0, self.base.peak_bytes - self.model.request.room_bytes)
         there = {i.name for i in self.model.small(1, self.model.depths[-1]).inputs}
         at_first = self._shallow({})
         for k, group in enumerate(self.groups):
@@ -242,13 +237,13 @@ class Mix:
         if not ways and not feasible(self.base, request):
             return None  # nothing but blocks to be made again, which the search does by itself
         off, found, tried = 0.0, None, set()
-        for _ in range(TRIES):
+        for _ in range(STORAGE_MIXES):
             chosen = self.chosen(ways, again, request.room_bytes - self.base.peak_bytes - off)
             if chosen is None or chosen[0] in tried:
                 break
             tried.add(chosen[0])
             stored, count, seconds, more = self._read(ways, chosen)
-            if self.base.seconds + seconds > WORTH * best_s:
+            if self.base.seconds + seconds > WORTH_SIMULATING * best_s:
                 break
             stored = self.whole(stored, [w for w in every if w.nbytes >= 0])
             now = self.simulated(stored, count)
@@ -323,7 +318,7 @@ class Mix:
                 choice([none, *((w, n, n * y.seconds, n * y.nbytes) for w, y in mine
                                 for n in range(1, len(group.units) + 1))])  # fmt: skip
         choice([(-1, n, n * again[1], n * again[2]) for n in range(again[0] + 1)])
-        answer = problem.solve(SOLVE_S)
+        answer = problem.solve(STORAGE_SOLVE_S)
         if answer.values is None:
             return None
         out = [0] * (len(ways) + 1)

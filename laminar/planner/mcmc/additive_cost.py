@@ -36,7 +36,7 @@ from laminar.planner.space.axis_prices import PricedAxis
 from laminar.rules.notation import Call, call_of
 from laminar.rules.signing import Blocks, Probed, probed_signatures, resolve
 
-PLACED = ("param", "buffer", "batch")
+MOVABLE_INPUTS = ("param", "buffer", "batch")
 """Inputs whose placement may change; others stay as they are."""
 
 
@@ -228,7 +228,7 @@ class Additive:
         for item in graph.inputs:
             here = plan.inputs[item.name]
             ways = {here: None}
-            if item.kind in PLACED:
+            if item.kind in MOVABLE_INPUTS:
                 ways |= {(B,) * len(self.mesh.sizes): None}
                 for node in graph.users.get(Ref(item.name), []):
                     for i, ref in enumerate(node.ins):
@@ -240,7 +240,7 @@ class Additive:
             pairs = {(nd, nd): None for nd in ways}
             if item.name in trained:  # pieces of state of what lies whole: ZeRO, one parameter at a time
                 pairs |= {(a, b): None for a in ways for b in ways if _refines(b, a)}
-            if item.kind in PLACED:
+            if item.kind in MOVABLE_INPUTS:
                 pairs |= given[item.kind, item.spec]
             pairs |= {(here, plan.state.get(item.name, here)): None}
             how = "state" if item.name in trained else "same" if self._written(item.name) else ""

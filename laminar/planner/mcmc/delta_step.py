@@ -28,7 +28,7 @@ from laminar.ir.codec import Ref
 from laminar.ir.program import Program
 from laminar.planner.mcmc.additive_cost import Additive
 
-AROUND = ("norm", "optimizer")
+BEFORE_UPDATE = ("norm", "optimizer")
 """Tasks behind which the update begins; the second is what grows with the state."""
 
 
@@ -76,7 +76,7 @@ class Edited:
             for v, _ in reads:
                 reading[v].update(t for t in self.tasks[site] if t >= 0)
         self.reading = [sorted(tasks) for tasks in reading]
-        self.update = [index[name] for name in AROUND if name in index]
+        self.update = [index[name] for name in BEFORE_UPDATE if name in index]
         self.lanes: dict[str, Task] = {}
         """By lane, a task of it: what a new exchange looks like."""
         for task in self.load.tasks:

@@ -33,19 +33,19 @@ from laminar.planner.mcmc.metropolis import Chain
 from laminar.planner.space.cell import Cell
 from laminar.staging.stage_plans import pipeline
 
-ROUNDS = (0.03, 0.0, 0.01, 0.0, 0.002, 0.0)
+RESTARTS = (0.03, 0.0, 0.01, 0.0, 0.002, 0.0)
 """Restarts: the temperature a round cools down from, as a share of the cost; 0 stays near."""
-COLD, WARM = 1e-5, 1e-3
+COLDEST, STAYING_NEAR = 1e-5, 1e-3
 """The temperature it cools down to, and that of staying near."""
-HIDDEN = (0.9, 0.9, 0.9, 0.9, 0.0, 0.0)
+HIDDEN_BY_ROUND = (0.9, 0.9, 0.9, 0.9, 0.0, 0.0)
 """By round, the share of the exchanges of gradients and parameters that other work is taken to hide."""
-NEAR = 1.01
+NEAR_STATE = 1.01
 """How much more than the best plan's sum a state may cost to be simulated by delta."""
-EACH = 200
+PROPOSALS_PER_DELTA = 200
 """Proposals of a round near the best for each simulation by delta."""
-FULL = 5000
+PROPOSALS_PER_LOWERING = 5000
 """Proposals of a round for each simulation of a lowered plan."""
-GAIN = 1e-4
+LEAST_GAIN = 1e-4
 """A plan must be faster by this share to be taken: below it lies rounding."""
 
 
@@ -149,7 +149,7 @@ class _Improving:
 
     def run(self, proposals: int) -> Improved:
         """Rounds from the best plan, as many proposals in all."""
-        rounds = min(len(ROUNDS), max(2, proposals // FULL))
+        rounds = min(len(RESTARTS), max(2, proposals // PROPOSALS_PER_LOWERING))
         for k in range(rounds):
             if self.free and not self.over():
                 self.round(k, proposals // rounds + (k < proposals % rounds))
@@ -165,11 +165,11 @@ class _Improving:
         """One restart from the best plan."""
         cost = self.cost
         cost.go(self.best.state)
-        cost.hide(HIDDEN[number])
+        cost.hide(HIDDEN_BY_ROUND[number])
         self.best.cost_s = cost.total_s
-        chain = Chain(cost, self.classes, seed=self.seed * len(ROUNDS) + number)
-        if ROUNDS[number]:
-            self.cooled(chain, ROUNDS[number], proposals)
+        chain = Chain(cost, self.classes, seed=self.seed * len(RESTARTS) + number)
+        if RESTARTS[number]:
+            self.cooled(chain, RESTARTS[number], proposals)
         else:
             self.nearby(chain, proposals)
         self.accepted += chain.accepted
@@ -179,7 +179,7 @@ class _Improving:
         """From afar: the cheapest state on the way down is lowered and simulated."""
         cost = chain.cost
         chain.temperature = warm * cost.total_s
-        fall = (COLD / warm) ** (1 / max(1, proposals))
+        fall = (COLDEST / warm) ** (1 / max(1, proposals))
         least, state = math.inf, list(cost.at)
         for k in range(proposals):
             chain.temperature *= fall
@@ -197,24 +197,24 @@ class _Improving:
         come to the same tick in the same places one is tried.
         """
         cost, best = chain.cost, self.best
-        chain.temperature = WARM * cost.total_s
-        quota = max(1, proposals // EACH)
+        chain.temperature = STAYING_NEAR * cost.total_s
+        quota = max(1, proposals // PROPOSALS_PER_DELTA)
         found: dict[tuple[int, ...], float] = {}
         alike: dict[Any, tuple[int, ...]] = {}
         for k in range(proposals):
             if chain.step():
                 state = tuple(cost.at)
-                if cost.total_s <= NEAR * best.cost_s and state not in found and state not in self.seen:
+                if cost.total_s <= NEAR_STATE * best.cost_s and state not in found and state not in self.seen:
                     found[state] = self.edited_s()
                     alike.setdefault(self.mark(best, state, found[state]), state)
                     quota -= 1
                 cost.go(best.state)
             if not quota or (k % 64 == 0 and self.over()):
                 break
-        for _ in range(max(2, proposals // FULL)):
+        for _ in range(max(2, proposals // PROPOSALS_PER_LOWERING)):
             hopeful = [(found[s] + self.missed_s(best, s), s, mark) for mark, s in alike.items()]
             expected, state, mark = min(hopeful, default=(math.inf, (), None))
-            if expected >= best.seconds * (1 - GAIN) or self.over():
+            if expected >= best.seconds * (1 - LEAST_GAIN) or self.over():
                 break
             del alike[mark]
             if mark not in self.marks:
@@ -264,7 +264,7 @@ class _Improving:
         found = self.simulated(plan)
         if found is None:
             return None
-        if found.seconds < self.best.seconds * (1 - GAIN) and self.fits(found):
+        if found.seconds < self.best.seconds * (1 - LEAST_GAIN) and self.fits(found):
             self.best = _Best(state, plan, found.seconds, 0.0, found)
         return found.seconds
 

@@ -24,9 +24,9 @@ from itertools import accumulate
 
 from laminar.planner.mcmc.additive_cost import Additive, Move, Table
 
-FOLLOW = 0.9
+FOLLOW_NEIGHBOUR = 0.9
 """How often a single move follows a neighbour."""
-TOGETHER = 0.2
+MOVE_CLASS = 0.2
 """How often a whole class moves. Of some mixtures tried on a GPT these two came lowest."""
 
 
@@ -39,8 +39,8 @@ class Chain:
         together: Sequence[tuple[int, ...]] = (),
         seed: int = 0,
         *,
-        follow: float = FOLLOW,
-        share: float = TOGETHER,
+        follow: float = FOLLOW_NEIGHBOUR,
+        share: float = MOVE_CLASS,
     ) -> None:
         """`together` are the classes, `share` how often one of them is moved."""
         self.cost, self.classes, self.rng = cost, list(together), random.Random(seed)

@@ -125,7 +125,8 @@ class Batches:
         for batch in self.open:
             batch.why = batch.why or ("slower" if batch is not best else "")
         spent_s = time.process_time() - self.began
-        account = {**best.plan.account, "batch": self.account(best), "search_s": spent_s}
+        account = {**best.plan.account, "batch": self.account(best), "search_s": spent_s,
+                   "budget_s": self.request.budget_s}  # fmt: skip
         if "certificate" in account:
             sentence = self.sentence(best, account["certificate"]["sentence"])
             proof = account["certificate"]
@@ -214,7 +215,7 @@ class Batches:
         """What is proved about samples a second."""
         most, about = self.most(), self.proved()
         this = f"this one trains {_rated(best.rate)} with {best.samples}"
-        this += ", outside of what was searched" if OUTSIDE in about_steps else ""
+        this += ", outside of what was searched" if NOT_SEARCHED in about_steps else ""
         if most is None:
             return f"Nothing is proved about samples/s; {this}."
         names = _listed([b.samples for b in about])
@@ -226,7 +227,7 @@ class Batches:
         return said + machine + known
 
 
-OUTSIDE = "lies outside of what was searched"
+NOT_SEARCHED = "lies outside of what was searched"
 """What `replan.outside` says of a plan."""
 
 

@@ -27,9 +27,9 @@ from laminar.planner.space.plan_space import Space
 from laminar.planner.space.request import Request
 from laminar.planner.space.styles import Style
 
-KEPT = 4
+REMEMBERED_PLANS = 4
 """Plans that are remembered of one graph on one cluster, the latest."""
-GRAPHS = 8
+REMEMBERED_GRAPHS = 8
 """Graphs on clusters of which any are, the latest."""
 COUNTS = ("again", "blocks", "saves_bytes", "spared", "away", "apart", "behind_s")
 """What a score says besides, as it is."""
@@ -45,8 +45,8 @@ def remember(graph: Graph, request: Request, final: Final) -> None:
     """Keep a plan that was found."""
     key = _key(graph, request)
     others = [one for one in _FOUND.pop(key, []) if one[1].hash != final.plan.hash]
-    _FOUND[key] = [*others[1 - KEPT :], (final.score, final.plan)]
-    while len(_FOUND) > GRAPHS:
+    _FOUND[key] = [*others[1 - REMEMBERED_PLANS :], (final.score, final.plan)]
+    while len(_FOUND) > REMEMBERED_GRAPHS:
         del _FOUND[next(iter(_FOUND))]
 
 
@@ -63,7 +63,8 @@ def across_commands(graph: Graph, cluster: str, optimizer: str = "adamw") -> Ite
     nothing: list[tuple[Score, Plan | Staged]] = []
     known = stored("found", about, lambda rows: [_from_json(row) for row in rows], nothing)
     here = _FOUND.get(key, [])
-    _FOUND[key] = [*(one for one in known if one[1].hash not in {plan.hash for _, plan in here}), *here][-KEPT:]
+    mine = {plan.hash for _, plan in here}
+    _FOUND[key] = [*(one for one in known if one[1].hash not in mine), *here][-REMEMBERED_PLANS:]
     yield
     store("found", about, [_to_json(*one) for one in _FOUND[key]])
 

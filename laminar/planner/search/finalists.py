@@ -29,13 +29,13 @@ from laminar.placement import presets
 from laminar.placement.micro_batch import micro
 from laminar.planner.report.breakdown import binding, held, spent
 
-FINALISTS = 3
+MEASURED_PLANS = 3
 """Plans of a search that take part, besides those with a name."""
 DDP = "torch's own data parallel"
-ROUNDS = 8
+MEASURED_ROUNDS = 8
 """How often each is run, at most."""
-NOBODY: Mapping[str, str] = MappingProxyType({})
-EQUAL = 1.01
+NOBODY_LEFT_OUT: Mapping[str, str] = MappingProxyType({})
+MEASURED_ALIKE = 1.01
 """Plans within this of the fastest are as good as it."""
 
 
@@ -91,7 +91,7 @@ def finalists(plan: Plan | Staged) -> list[Finalist]:
     sides: list[Finalist] = []
     for row, one in zip(names, (plan, *origin.others), strict=False):
         side = Finalist(row["plan"], one, row["step_s"], row["peak_bytes"])
-        if len(sides) < FINALISTS and not any(map(side.is_like, sides)):
+        if len(sides) < MEASURED_PLANS and not any(map(side.is_like, sides)):
             sides.append(side)
     for side in sorted(_named(origin), key=lambda side: side.step_s):
         if not any(map(side.is_like, sides)):
@@ -149,12 +149,12 @@ def fastest(rows: Sequence[Measured | str]) -> int:
         k: row.ratio for k, row in enumerate(rows) if isinstance(row, Measured) and (row.ahead or not stays or k == 0)
     }
     best = min(ratios, key=lambda k: ratios[k])
-    return 0 if ratios.get(0, float("inf")) <= EQUAL * ratios[best] else best
+    return 0 if ratios.get(0, float("inf")) <= MEASURED_ALIKE * ratios[best] else best
 
 
 def settled(
     plan: Plan | Staged, finals: Sequence[Finalist], rows: Sequence[Measured | str],
-    left_out: Mapping[str, str] = NOBODY, **about: Any,
+    left_out: Mapping[str, str] = NOBODY_LEFT_OUT, **about: Any,
 ) -> Plan | Staged:  # fmt: skip
     """The plan that is taken, with all that was measured in its account; at least one has run.
 

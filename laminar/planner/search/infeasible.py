@@ -23,16 +23,9 @@ from laminar.planner.estimate.candidates import Found
 from laminar.planner.search.best_first.search import find
 from laminar.planner.space.cell import divisors
 from laminar.planner.space.request import DIMENSIONS, Request
+from laminar.planner.tuning import MEMORY_FOUND, MEMORY_PROBES, WAY_OUT_S, WAYS_OUT_S
 from laminar.rules.samples import samples_of
 
-TRY_S = 1.0
-"""Processor seconds for one more search."""
-TOTAL_S = 12.0
-"""After so many no further way out is looked for."""
-PROBES = 3
-"""How often fewer bytes are tried."""
-CLOSE = 1.03
-"""Bytes are found to within this."""
 UNLIMITED = 1e30
 
 
@@ -53,10 +46,10 @@ def relaxed(graph: Graph, request: Request, error: PlanError) -> PlanError:
     began = time.process_time()
 
     def tried(other: Request, graph: Graph = graph) -> Found | None:
-        if time.process_time() - began > TOTAL_S:
+        if time.process_time() - began > WAYS_OUT_S:
             return None
         try:
-            return find(graph, replace(other, budget_s=min(request.budget_s, TRY_S)))
+            return find(graph, replace(other, budget_s=min(request.budget_s, WAY_OUT_S)))
         except PlanError:
             return None
 
@@ -133,11 +126,11 @@ def _least(
     high, step_s = float(best.peak_bytes), best.seconds
     if high <= low:
         return None
-    probe = CLOSE * leanest_bytes
-    for _ in range(PROBES):
+    probe = MEMORY_FOUND * leanest_bytes
+    for _ in range(MEMORY_PROBES):
         if not low < probe < high:
             probe = math.sqrt(low * high)
-        if high / low < CLOSE:
+        if high / low < MEMORY_FOUND:
             break
         found = tried(replace(request, memory_bytes=probe, margin=None))
         if found is None:
@@ -145,7 +138,7 @@ def _least(
         else:
             leanest = min(found.finals, key=lambda f: f.peak_bytes)
             high, step_s = float(leanest.peak_bytes), leanest.seconds
-            if probe <= CLOSE * leanest_bytes:
+            if probe <= MEMORY_FOUND * leanest_bytes:
                 break  # what the search saw is what there is
     return WayOut(f"allow memory_bytes={math.ceil(high / 1e3) * 1e3:.6g}", step_s, round(high))
 

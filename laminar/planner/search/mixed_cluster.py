@@ -33,38 +33,31 @@ from laminar.planner.estimate.mixed_pipelines import Guess, Priced, Shop, Side, 
 from laminar.planner.report.breakdown import binding, counted, held, spent
 from laminar.planner.search.best_first.search import find
 from laminar.planner.search.named_over_parts import NamedOverParts, named_over_parts, typed
-from laminar.planner.space.certificate import Certificate, contradicted
+from laminar.planner.space.certificate import Certificate, Contradiction, contradicted, withdrawn
 from laminar.planner.space.plan_space import Space
 from laminar.planner.space.request import Request
+from laminar.planner.tuning import (
+    CROWDED_RANK,
+    EXCESS_MARGIN,
+    GUESSING_BUDGET,
+    HOPEFUL_CELL,
+    LEVEL_STAGES,
+    NEAR_GUESS,
+    PIPELINES_BUDGET,
+    RECUTS,
+    SIMULATED_GUESSES,
+)
 from laminar.staging.coupled_samples import refuse_coupled
 from laminar.staging.stage_plans import pipeline
 
-OUTSIDE = (
+OUTSIDE_MIXED = (
     "samples dealt out unevenly among ranks of different kinds",
     "stages on devices of two kinds, or of different sizes on one kind",
     "parts in another order along the pipe",
     "on several kinds: virtual stages, other schedules, ZeRO 3, rewrites of the graph",
 )
-GUESSES_S = 0.45
-"""Share of the budget for guesses; what is left is for simulations and for parts alone."""
-PIPES_S = 0.7
-"""Share of the budget at which pipelines are done with."""
-HOPEFUL = 1.12
-"""How far beyond the best guess a cell may lie by an ideal machine and still be priced."""
-NEAR = 1.04
-"""How far beyond the best plan a guess may lie and still be simulated."""
-FINALS = 6
-"""Pipelines that are simulated at most."""
-CUTS = 4
-"""How often one is cut at most."""
-TIGHT = 1.15
-"""How much more than its excess a place that holds too much is to give away."""
-LEVEL = 1.015
-"""A slowest stage within this of the mean is good enough."""
-ZERO = (0, 1)
+MIXED_ZERO_STAGES = (0, 1)
 """Parameters in pieces would be gathered for every micro-batch; who wants that pins it."""
-HALF = 0.6
-"""Share of the memory that weights and gradients may take by a rough count, for a cell to be among the first."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +86,7 @@ class MixedSearch:
         self.shop = Shop(graph, request)
         self.rooms = [room_bytes(request, part) for part in self.cluster.parts]
         model = self.shop.model
-        self.outside = list(OUTSIDE)
+        self.outside = list(OUTSIDE_MIXED)
         self.cells: list[Sides] = []
         try:
             refuse_coupled(model.small(1, model.keeps[-1]))
@@ -105,6 +98,8 @@ class MixedSearch:
         self.guesses: list[Guess] = []
         self.looked_at: set[Sides] = set()
         self.finals: list[Piped] = []
+        self.contradictions: list[Contradiction | None] = []
+        """Pipelines against what was proved of them."""
         self.parts: dict[int, Found] = {}
 
     def spent(self) -> float:
@@ -151,21 +146,20 @@ class MixedSearch:
             found = min(self.guesses, key=lambda g: g.seconds)
             best = found if found.seconds < best.seconds else None
         for cell in order:
-            if self.guesses and self.ideal_s(cell) > HOPEFUL * min(g.seconds for g in self.guesses):
+            if self.guesses and self.ideal_s(cell) > HOPEFUL_CELL * min(g.seconds for g in self.guesses):
                 break
             self.price(cell)
 
     def crowded(self, cell: Sides) -> bool:
         """Whether weights and gradients alone are likely to fill a rank, if stages were equal."""
         stays = 3 * sum(i.spec.nbytes for i in self.graph.of_kind("param"))
-        return any(
-            stays / (side.tp * cell.stages) > HALF * room for side, room in zip(cell.sides, self.rooms, strict=True)
-        )
+        sides = zip(cell.sides, self.rooms, strict=True)
+        return any(stays / (side.tp * cell.stages) > CROWDED_RANK * room for side, room in sides)
 
     def price(self, cell: Sides) -> None:
         """A guess for a cell, if there is time; blocks are made again only where it doesn't fit otherwise."""
         pair = [replace(cell, recompute=again) for again in (False, True)]
-        late = self.spent() > (GUESSES_S if self.guesses else PIPES_S)
+        late = self.spent() > (GUESSING_BUDGET if self.guesses else PIPELINES_BUDGET)
         if late or any(c in self.looked_at for c in pair):
             return
         for one in pair:
@@ -176,7 +170,7 @@ class MixedSearch:
         """The best placements of a cell that seem to fit: leaner ones, and ZeRO, only where they have to be."""
         self.looked_at.add(cell)
         pinned = self.request.pin.get("zero")
-        zeros = (pinned,) if pinned is not None else ZERO if self.request.allows("zero") else (0,)
+        zeros = (pinned,) if pinned is not None else MIXED_ZERO_STAGES if self.request.allows("zero") else (0,)
         fits: dict[int, Priced] = {}
         for zero in zeros:
             ways = [
@@ -202,8 +196,8 @@ class MixedSearch:
 
     def confirm(self) -> None:
         """Simulate the best guesses."""
-        for guess in sorted(self.guesses, key=lambda g: g.seconds)[:FINALS]:
-            if guess.seconds > NEAR * self.best_s or (self.spent() > PIPES_S and self.finals):
+        for guess in sorted(self.guesses, key=lambda g: g.seconds)[:SIMULATED_GUESSES]:
+            if guess.seconds > NEAR_GUESS * self.best_s or (self.spent() > PIPELINES_BUDGET and self.finals):
                 break
             found = self.piped(guess)
             if found is not None:
@@ -228,11 +222,11 @@ class MixedSearch:
         slow, full = [1.0] * cell.stages, [1.0] * cell.stages  # by stage: what prices were off by; what is to leave it
         rooms = [self.rooms[k] for k in cell.each]
         best: Piped | None = None
-        for _ in range(CUTS):
+        for _ in range(RECUTS):
             speeds = [_times(seconds[k], slow[s] * full[s]) for s, k in enumerate(cell.each)]
             try:
                 staged = cut(deep, cell.micro_batches, [plans[k] for k in cell.each], speeds)
-                ran = predict_staged(deep, staged, self.cluster, optimizer=self.request.optimizer)
+                ran = self.simulated(cell, deep, staged)
             except PlanError:
                 return best
             over = [peak / room for peak, room in zip(ran.peaks, rooms, strict=True)]
@@ -241,12 +235,19 @@ class MixedSearch:
                 if best is not None and ran.seconds >= best.ran.seconds:
                     return best
                 best = Piped(cell, max(p.zero for p in guess.priced), staged, ran)
-                if max(works) <= LEVEL * sum(works) / len(works):
+                if max(works) <= LEVEL_STAGES * sum(works) / len(works):
                     return best
             said = [sum(speeds[s].get(n, 0.0) for n, at in staged.of.items() if at == s) / full[s] for s in stages]
             slow = [slow[s] * works[s] / said[s] if said[s] else slow[s] for s in stages]
-            full = [full[s] * max(1.0, TIGHT * over[s]) if over[s] > 1 else full[s] for s in stages]
+            full = [full[s] * max(1.0, EXCESS_MARGIN * over[s]) if over[s] > 1 else full[s] for s in stages]
         return best
+
+    def simulated(self, cell: Sides, deep: Graph, staged: Staged, bound_s: float = 0.0) -> StagedPrediction:
+        """A pipeline of a cell in full, held against the bound of its cell, and one of its own if there is any."""
+        ran = predict_staged(deep, staged, self.cluster, optimizer=self.request.optimizer)
+        bound_s = max(bound_s, self.at.get(cell, 0.0))
+        self.contradictions.append(contradicted(cell.told(self.cluster), ran.seconds, bound_s))
+        return ran
 
     def try_named(self) -> None:
         """Simulate pipelines with a name, whatever the budget, unless a bound says that they are not faster."""
@@ -262,10 +263,11 @@ class MixedSearch:
         deep = model.whole(cell.micro_batches)
         for again in (c for c in (cell, one.again) if c is not None):
             try:
-                if not by_speed and self.bounds.even_s(cell, deep) >= self.best_s:
+                even_s = 0.0 if by_speed else self.bounds.even_s(cell, deep)
+                if even_s >= self.best_s:
                     return
                 staged = typed(deep, self.cluster, again, by_speed, model.blocks if again.recompute else None)
-                ran = predict_staged(deep, staged, self.cluster, optimizer=self.request.optimizer)
+                ran = self.simulated(again, deep, staged, even_s)
             except LaminarError:  # nobody can type it either
                 return
             if all(peak <= self.rooms[k] for peak, k in zip(ran.peaks, cell.each, strict=True)):
@@ -315,10 +317,7 @@ class MixedSearch:
                  for k in range(len(self.rooms))]  # fmt: skip
         ruled_out = {c for c, bound_s in self.at.items() if bound_s >= step_s and c not in self.looked_at}
         inner = [f.certificate for f in self.parts.values()]
-        wrong = [c for one in inner for c in one.contradictions]
-        for final in self.finals:
-            words, bound_s = final.cell.told(self.cluster), self.at.get(final.cell, 0.0)
-            wrong += filter(None, [contradicted(words, final.ran.seconds, bound_s)])
+        wrong = (*(c for one in inner for c in one.contradictions), *withdrawn(self.contradictions))
         return Certificate(
             space=self.space.hash,
             step_s=step_s,
@@ -331,7 +330,7 @@ class MixedSearch:
             outside=tuple(self.outside),
             interval=interval(step_s, sigma),
             known="prices of each part's own",
-            contradictions=tuple(wrong),
+            contradictions=wrong,
         )
 
 
@@ -384,7 +383,13 @@ def best_mixed(graph: Graph, request: Request, progress: Callable[[str], None] |
     rows = [{**f.row(), "spent": spent(f.ran)} for f in finals[:3]] + [f.row() for f in finals[3:]]
     alone = {k: found.certificate.step_s for k, found in search.parts.items()}
     k = min(alone, key=lambda k: alone[k], default=None)
-    common = {"request": asked(request), "search_s": time.process_time() - search.began, **counted(graph)}
+    spent_s = time.process_time() - search.began
+    common = {
+        "request": asked(request),
+        "search_s": spent_s,
+        "budget_s": request.budget_s,
+        **counted(graph),
+    }
     if k is not None and alone[k] == search.best_s:
         part, found = request.cluster.parts[k], search.parts[k]
         plan = explained(graph, replace(request, cluster=part), found)

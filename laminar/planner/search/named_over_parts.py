@@ -15,7 +15,7 @@ from laminar.ir.graph import Graph
 from laminar.ir.staged import Staged
 from laminar.placement import presets
 from laminar.planner.estimate.mixed_pipelines import Sides, pipeline_on
-from laminar.planner.space.named_plans import EACH
+from laminar.planner.space.named_plans import NAMED_MICRO_BATCHES
 from laminar.planner.space.request import Request
 from laminar.staging.stage_plans import inner_plan, pipeline
 
@@ -37,7 +37,7 @@ def named_over_parts(request: Request, cells: Sequence[Sides]) -> Iterator[Named
     for cell in sorted({replace(c, recompute=False) for c in cells}, key=lambda c: (c.stages, c)):
         side, each = cell.sides[0], cell.micro_batches / cell.stages
         alike = all((other.dp, other.tp) == (side.dp, side.tp) for other in cell.sides)
-        if alike and each in EACH and (side.dp == 1 or side.tp in (1, node)):
+        if alike and each in NAMED_MICRO_BATCHES and (side.dp == 1 or side.tp in (1, node)):
             again = replace(cell, recompute=True)
             ways = [c for c in (cell, again) if c in known]
             yield NamedOverParts(ways[0], again if len(ways) > 1 else None)

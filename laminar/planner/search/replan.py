@@ -38,22 +38,14 @@ from laminar.planner.estimate.mixed_pipelines import Guess, Priced, Shop, Side, 
 from laminar.planner.estimate.stage_cost import ends_s, parts_of, share_of
 from laminar.planner.report.breakdown import counted
 from laminar.planner.search.mixed_cluster import MixedSearch, cut
-from laminar.planner.space.cell import DEEPEST, Cell, divisors
+from laminar.planner.space.cell import MOST_MICRO_BATCHES, Cell, divisors
 from laminar.planner.space.request import Request
 from laminar.planner.space.styles import Style
+from laminar.planner.tuning import FIXED_SHARE, SCALED_FROM, SECOND_PLAN_S, USED_DEVICES
 from laminar.rules.samples import samples_of
 from laminar.staging.coupled_samples import refuse_coupled
 
-ENOUGH = 0.7
-"""Share of the devices that an arrangement with stages uses at least."""
-SIZE = 2
-"""Samples of a rank for which a micro-batch is simulated."""
-FIXED = (0.25, 0.5)
-"""Of its seconds, what does not grow or shrink with samples: without tensor parallel ranks and with. Assumed; a GPT of
-355M on H100 and A100 has 0.2 to 0.28 and 0.5 to 0.6."""
-CELLS = ("all", "looked_at", "pruned", "unfit", "unfinished")
-HALF_S = 0.5
-"""Processor seconds after which no second plan is simulated in full."""
+CELL_COUNTS = ("all", "looked_at", "pruned", "unfit", "unfinished")
 
 
 @dataclass(frozen=True)
@@ -125,7 +117,7 @@ def outside(plan: Plan | Staged, found: Plan | Staged | None) -> Plan | Staged:
     """A plan that no search covers, beside the best that a search has found: what is proved is about others."""
     account = dict(plan.account)
     step_s = float(account["step_s"])
-    proof: dict[str, Any] = {"space": "", "bound_s": 0.0, "outside": [], "cells": dict.fromkeys(CELLS, 0)}
+    proof: dict[str, Any] = {"space": "", "bound_s": 0.0, "outside": [], "cells": dict.fromkeys(CELL_COUNTS, 0)}
     if found is not None:
         proof |= found.account["certificate"]
     bound_s = min(float(proof["bound_s"]), step_s)
@@ -165,7 +157,8 @@ class Replan:
             return self.finished(*self.mixed())
         best: tuple[Plan | Staged, Prediction | StagedPrediction, str, Option] | None = None
         for option in sorted(self.options(), key=lambda o: o.seconds):
-            if best is not None and (option.seconds >= best[1].seconds or time.process_time() - self.began > HALF_S):
+            late = time.process_time() - self.began > SECOND_PLAN_S
+            if best is not None and (option.seconds >= best[1].seconds or late):
                 break
             self.tried += 1
             found = self.simulated(option)
@@ -217,7 +210,7 @@ class Replan:
                 continue
             most = samples // max(side.dp for side in sides)
             for micro in divisors(samples):
-                if micro & (micro - 1) or not stages <= micro <= min(most, DEEPEST * stages):
+                if micro & (micro - 1) or not stages <= micro <= min(most, MOST_MICRO_BATCHES * stages):
                     continue
                 if any((samples // micro) % side.dp for side in sides):
                     continue
@@ -232,7 +225,7 @@ class Replan:
         units = part.devices // tp
         for dp in divisors(self.model.samples):
             for stages in {units // dp, units // dp - 1}:
-                if stages > 1 and stages * dp >= ENOUGH * units:
+                if stages > 1 and stages * dp >= USED_DEVICES * units:
                     yield stages * dp * tp, part, [Side(stages, dp, tp)]
         falling = [_halves(p.devices // tp) for p in cluster.parts]
         for least in {d for digits in falling for d in digits}:
@@ -257,7 +250,7 @@ class Replan:
         """A side, from the one size of micro-batches that is simulated."""
         model, again = self.model, self.former.recompute
         style = Style.of(side.mesh, "tensor")
-        size = max(d for d in divisors(model.samples) if d <= SIZE)
+        size = max(d for d in divisors(model.samples) if d <= SCALED_FROM)
         times = model.samples // micro // side.dp / size
         cell = Cell(1, micro, 1, side.dp, side.tp, again)
         try:
@@ -266,7 +259,7 @@ class Replan:
             )
         except LaminarError:
             return None
-        fixed = FIXED[side.tp > 1]
+        fixed = FIXED_SHARE[side.tp > 1]
         work_s = known.forward_s.at(model.layers) + known.backward_s.at(model.layers)
         work_s *= fixed + (1 - fixed) * times
         parts = known.scaled(times)
@@ -386,5 +379,5 @@ def _kept(
         return
     sides = [Side(1, d, tp) for k in used for d in parts[k]]
     devices = sum(side.ranks for side in sides)
-    if devices >= ENOUGH * cluster.devices:
+    if devices >= USED_DEVICES * cluster.devices:
         yield devices, cluster if len(used) > 1 else cluster.parts[used[0]], sides

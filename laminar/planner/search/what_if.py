@@ -76,11 +76,11 @@ def what_if(
     former = dict(plan.account.get("request") or {})
     if "memory_bytes" in given or "margin" in given:
         former |= {"memory_bytes": None, "margin": None}
-    options = {**former, **{k: v for k, v in given.items() if k in OPTIONS}}
+    options = {**former, **{k: v for k, v in given.items() if k in ASKED_OPTIONS}}
     if "pin" in given:
         pins = {**former.get("pin", {}), **stored_pins(given["pin"])}
         options["pin"] = {k: v for k, v in pins.items() if v is not None}
-    said += [_said(k, v) for k, v in given.items() if k in OPTIONS]
+    said += [_said(k, v) for k, v in given.items() if k in ASKED_OPTIONS]
     if not said:
         raise PlanError("nothing is changed", allowed="  ".join(CHANGES))
     request = asking(new, **options)  # what makes no sense is an error, not an answer
@@ -97,7 +97,7 @@ def what_if(
     return WhatIf(changed, before, after, tuple(_words(before, after)))
 
 
-OPTIONS = ("memory_bytes", "margin", "pin", "only", "budget_s", "optimizer", "batch")
+ASKED_OPTIONS = ("memory_bytes", "margin", "pin", "only", "budget_s", "optimizer", "batch")
 
 
 def _said(name: str, value: Any) -> str:

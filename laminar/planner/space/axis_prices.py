@@ -18,11 +18,9 @@ from laminar.ir.mesh import Mesh
 from laminar.ir.sbp import Sbp
 from laminar.ir.tensor import TensorSpec
 from laminar.placement.complete import AxisCosts
+from laminar.planner.tuning import FUSED_SHARE
 from laminar.rules.boxing import Step
 from laminar.rules.notation import Call
-
-FUSED_SHARE = 0.5
-"""Of what an elementwise op moves by itself, what it costs beside others in one kernel. Assumed."""
 
 
 class PricedAxis(AxisCosts):

@@ -2,9 +2,9 @@
 
 A cell leaves open how each tensor lies on the mesh; everything else is fixed. Meshes are factorisations of the ranks of
 a stage into two axes, `dp` outside and `tp` inside. With stages or micro-batches `tp` stays within the innermost level
-of the machine, unless it has one level only; a batch at once may also have `tp` over up to `ACROSS` nodes, or over all
-of them. A batch is cut into from one micro-batch per stage to `DEEPEST` per stage, so that every data parallel rank
-gets as many samples of each; there is a power of two of them, or a rank has a power of two of samples.
+of the machine, unless it has one level only; a batch at once may also have `tp` over up to `TP_NODES` nodes, or over
+all of them. A batch is cut into from one micro-batch per stage to `MOST_MICRO_BATCHES` per stage, so that every data
+parallel rank gets as many samples of each; there is a power of two of them, or a rank has a power of two of samples.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from laminar.ir.mesh import Mesh
 from laminar.planner.space.pins import axes_named
 from laminar.planner.space.request import Request
 
-DEEPEST = 16
+MOST_MICRO_BATCHES = 16
 """Micro-batches per stage beyond which the bubble is below a sixteenth."""
-CHUNKS = (1, 2, 3, 4, 6)
+VIRTUAL_STAGES = (1, 2, 3, 4, 6)
 """Virtual stages per place."""
-ACROSS = 8
+TP_NODES = 8
 """Nodes that `tp` may span where it does not span all."""
 
 
@@ -108,7 +108,7 @@ def _cells(request: Request, samples: int, cuts: int, recompute: bool, offload: 
             if dp > 1 and not (request.allows("data") or request.allows("zero")):
                 continue
             for micro in (m for m in _micro_batches(request, samples, stages, dp) if m == 1 or not across):
-                for virtual in CHUNKS if stages > 1 else (1,):
+                for virtual in VIRTUAL_STAGES if stages > 1 else (1,):
                     if virtual != pin.get("virtual", virtual) or stages * virtual > max(cuts, stages):
                         continue
                     if virtual > 1 and micro % stages:
@@ -129,7 +129,7 @@ def _micro_batches(request: Request, samples: int, stages: int, dp: int) -> list
         return [pinned] if samples % pinned == 0 else []
     if not request.allows("pipeline"):
         return [1]
-    some = [m for m in divisors(samples) if stages <= m <= stages * DEEPEST]
+    some = [m for m in divisors(samples) if stages <= m <= stages * MOST_MICRO_BATCHES]
     even = [m for m in some if samples // m % dp == 0 and (_power(m) or _power(samples // m // dp))]
     if stages == 1 and 1 not in even:
         even = [1, *even]  # a batch that does not divide is run at once
@@ -138,7 +138,7 @@ def _micro_batches(request: Request, samples: int, stages: int, dp: int) -> list
 
 def _whole_nodes(tp: int, inner: int, devices: int) -> bool:
     """Whether so many ranks are whole nodes, few of them or all."""
-    return tp % inner == 0 and (tp <= ACROSS * inner or tp == devices)
+    return tp % inner == 0 and (tp <= TP_NODES * inner or tp == devices)
 
 
 def _power(n: int) -> bool:

@@ -25,7 +25,7 @@ from laminar.planner.space.request import Request
 from laminar.planner.space.styles import AxisStyle, Style
 from laminar.staging.stage_plans import pipeline
 
-EACH = (1, 2, 4, 8)
+NAMED_MICRO_BATCHES = (1, 2, 4, 8)
 """Micro-batches for each stage that people try."""
 
 
@@ -65,7 +65,7 @@ def named(request: Request, cells: Sequence[Cell], graph: Graph) -> Iterator[Nam
         if not cell.recompute and not request.place:
             yield from _typed(cell, typed, graph)
     for cell in (c for c in known if not c.plain and c.virtual == 1 and (c.tp in (1, node) or c.dp == 1)):
-        if cell.micro_batches % cell.stages == 0 and cell.micro_batches // cell.stages in EACH:
+        if cell.micro_batches % cell.stages == 0 and cell.micro_batches // cell.stages in NAMED_MICRO_BATCHES:
             style = Style.of(cell.mesh, "tensor")
             for zero in (z for z in zeros if z < 3 and (not z or cell.ranks > 1)):
                 yield Named(cell, style, zero, staged=None if zero or request.place or cell.recompute else _cut(cell))

@@ -32,21 +32,21 @@ from laminar.planner.space.pins import parsed, pattern
 from laminar.planner.space.request import Request, texts
 
 PLACEMENTS = "every tensor in any placement that the rules allow, on one mesh for each stage"
-RECOMPUTE = "where a cell has it: any number of blocks of each stage, the first ones, whole or without their products"
-OFFLOAD = "where a cell without stages has it: any number of blocks wait in the host's memory, evenly spread"
-SETS = (
+RECOMPUTED = "where a cell has it: any number of blocks of each stage, the first ones, whole or without their products"
+OFFLOADED = "where a cell without stages has it: any number of blocks wait in the host's memory, evenly spread"
+BRANCH_PLACEMENTS = (
     "branches with devices of their own: any placement on one axis, or on one across nodes and one inside; none again"
 )
-CUTS = "stages are stretches of the program, cut anywhere, with equal meshes, under any schedule"
-ROWS = (
+STAGE_CUTS = "stages are stretches of the program, cut anywhere, with equal meshes, under any schedule"
+STAGES_IN_A_ROW = (
     "up to {} stages stand in a row: each waits for the one before it, dealt out to places in turn; with several at a "
     "place, gradients of weights are not apart from those of inputs"
 )
-GATHERS = "parameters in pieces: once a step, or for forward and for backward"
+PARAMETER_GATHERS = "parameters in pieces: once a step, or for forward and for backward"
 ALGORITHMS = "of each exchange the cheapest: ring, trees, direct, by switches with trees between them, by shared memory"
-NAMED = 8
+PRINTED_RULES = 8
 """Rules of a file that are printed by name."""
-WORDS = ("placements", "cuts", "in a row", "recompute", "offload", "sets", "gathers", "algorithms")
+SENTENCES = ("placements", "cuts", "in a row", "recompute", "offload", "sets", "gathers", "algorithms")
 """What of a space is a sentence."""
 
 
@@ -87,16 +87,16 @@ class Space:
             "optimizer": request.optimizer,
             "memory_bytes": request.room_bytes,
             "placements": PLACEMENTS,
-            "cuts": CUTS,
-            **({"rows": rows, "in a row": ROWS.format(rows)} if rows else {}),
-            **({"sets": SETS} if more.get("branches") else {}),
+            "cuts": STAGE_CUTS,
+            **({"rows": rows, "in a row": STAGES_IN_A_ROW.format(rows)} if rows else {}),
+            **({"sets": BRANCH_PLACEMENTS} if more.get("branches") else {}),
             **({"pinned": dict(request.place)} if request.place else {}),
-            **({"recompute": RECOMPUTE} if request.recomputes else {}),
-            **({"offload": OFFLOAD} if request.offloads else {}),
+            **({"recompute": RECOMPUTED} if request.recomputes else {}),
+            **({"offload": OFFLOADED} if request.offloads else {}),
             **({"blocks": blocks} if blocks else {}),
             **({"rules": texts(request.rules)} if request.rules and request.allows("rewrite") else {}),
             "zero": [0, 1, 2, 3] if request.allows("zero") else [0],
-            "gathers": GATHERS,
+            "gathers": PARAMETER_GATHERS,
             "algorithms": ALGORITHMS,
             "cells": [[c.stages, c.micro_batches, c.virtual, c.dp, c.tp, int(c.recompute)] for c in cells],
             **more,
@@ -123,11 +123,11 @@ class Space:
                 lines.append(f"    {name.replace('_', '-')}: {' '.join(map(str, values))}")
         if "pipelines" in data:
             lines.append(f"  {len(data['pipelines'])} pipelines over parts that differ, and plans on one part alone")
-        lines += [f"  {key}: {data[key]}" for key in WORDS if key in data]
+        lines += [f"  {key}: {data[key]}" for key in SENTENCES if key in data]
         lines += [f"  pinned: {name} as {placed}" for name, placed in data.get("pinned", {}).items()]
         if data.get("rules"):
-            names = ", ".join(name for name, _ in data["rules"][:NAMED])
-            more = f" and {len(data['rules']) - NAMED} more" if len(data["rules"]) > NAMED else ""
+            names = ", ".join(name for name, _ in data["rules"][:PRINTED_RULES])
+            more = f" and {len(data['rules']) - PRINTED_RULES} more" if len(data["rules"]) > PRINTED_RULES else ""
             lines.append(f"  rewritten by the rules of a file, too: {names}{more}")
         if data.get("rewrites"):
             lines.append(f"  {len(data['rewrites'])} graphs, the captured one and its rewrites")

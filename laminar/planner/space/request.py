@@ -22,11 +22,11 @@ state, gradients and parameters in pieces. `recompute`: activations made again. 
 memory, on GPUs and without stages. `rewrite`: other graphs that compute the same."""
 BATCHES = ("fixed", "free")
 """The batch that was captured; or that, or an equal part of it, whichever trains most samples a second."""
-PINS = ("dp", "tp", "stages", "micro_batches", "virtual", "zero", "recompute", "offload")
+PINNABLE = ("dp", "tp", "stages", "micro_batches", "virtual", "zero", "recompute", "offload")
 """Numbers that can be fixed, as users type them."""
-STORED = {"micro_batches": "microbatches", "micro-batches": "microbatches"}
+STORED_PINS = {"micro_batches": "microbatches", "micro-batches": "microbatches"}
 """What is typed, and the word that requests, accounts and files have for it, which may be typed as well."""
-MARGIN = 0.08
+MEMORY_MARGIN = 0.08
 """Share of a device's memory that a plan leaves free unless asked otherwise: fragments, libraries, other processes."""
 
 
@@ -47,7 +47,8 @@ class Request:
     proposals: int = 0
     """Random moves around the best plan (`planner/mcmc/improve.py`), behind everything else."""
     margin: float | None = None
-    """Share of a device's memory that stays free; unless given `MARGIN`. Where `memory_bytes` is given, it says all."""
+    """Share of a device's memory that stays free; unless given `MEMORY_MARGIN`. Where `memory_bytes` is given, it says
+    all."""
     batch: str = "fixed"
     """See `BATCHES`."""
     rules: tuple[Rule, ...] = ()
@@ -68,8 +69,8 @@ class Request:
         if self.optimizer not in UPDATES:
             raise PlanError(f"no prices for optimizer {self.optimizer!r}", allowed="  ".join(UPDATES))
         for name, value in self.pin.items():
-            if name not in PINS and name not in STORED.values():
-                raise PlanError(f"nothing called {name!r} can be pinned", allowed="  ".join(PINS))
+            if name not in PINNABLE and name not in STORED_PINS.values():
+                raise PlanError(f"nothing called {name!r} can be pinned", allowed="  ".join(PINNABLE))
             least = 0 if name in ("zero", "recompute", "offload") else 1
             if not isinstance(value, int) or value < least:
                 raise PlanError(f"{name} pinned to {value!r}", allowed=f"a whole number of at least {least}")
@@ -86,7 +87,7 @@ class Request:
 
     def less_margin(self, part: Cluster) -> float:
         """The memory of a device of a cluster, less what stays free."""
-        return (1 - (MARGIN if self.margin is None else self.margin)) * part.device.memory_bytes.value
+        return (1 - (MEMORY_MARGIN if self.margin is None else self.margin)) * part.device.memory_bytes.value
 
     def allows(self, dimension: str) -> bool:
         """Whether a dimension may be used."""
@@ -117,7 +118,7 @@ def dimensions(text: str | Sequence[str] | None) -> tuple[str, ...]:
 
 def stored_pins(pin: Mapping[str, Any] | None) -> dict[str, Any]:
     """Pins by the names that requests have for them."""
-    return {STORED.get(name, name): value for name, value in (pin or {}).items()}
+    return {STORED_PINS.get(name, name): value for name, value in (pin or {}).items()}
 
 
 def asking(
@@ -137,7 +138,7 @@ def asking(
     Rules may be given as pairs of name and text, as `texts` gives them.
     """
     read = tuple(r if isinstance(r, Rule) else Rule.of_file(*r) for r in rules)
-    known = {*PINS, *STORED.values()}
+    known = {*PINNABLE, *STORED_PINS.values()}
     place = {k: v for k, v in stored_pins(pin).items() if k not in known and isinstance(v, str)}
     numbers = {k: v for k, v in stored_pins(pin).items() if k not in place}
     return Request(cluster, memory_bytes, budget_s, optimizer, numbers,

@@ -32,23 +32,19 @@ from laminar.lower.step import step_programs
 from laminar.placement import presets
 from laminar.placement.fold import Fold, fold
 from laminar.planner.space.request import Request
+from laminar.planner.tuning import (
+    SAME_STEP,
+    SEARCHED_VARIANTS,
+    SIMULATED_VARIANTS,
+    VARIANT_GAIN,
+    VARIANT_OP_S,
+    VARIANTS_BUDGET,
+)
 from laminar.rewrite.apply import Rule
 from laminar.rewrite.rules import RULES
 from laminar.rewrite.variants import replayed, variants
 from laminar.rules.samples import samples_of
 
-TRIED = 8
-"""Variants that are simulated at most, the graph as captured among them."""
-SHARE, OP_S = 0.2, 5e-4
-"""Fewer where graphs are large, or time is short: what part of the budget they may take, and the processor seconds it
-takes to make and simulate one op of a variant (about; the same number everywhere, so that plans are)."""
-GIVEN = 2
-"""Of those, how many may be searched besides the graph as captured: each costs about what that costs."""
-GAIN = 0.005
-"""A variant must be expected to save this share of a step: plans within half a percent count as equal, and then the one
-without rewrites is simpler."""
-SAME = 1e-3
-"""Differences below this share are none."""
 KEPT = 3
 """Layers of the model on which variants are compared: the first, the last and one that is like all others."""
 
@@ -66,15 +62,15 @@ class Candidate:
 class Variants:
     """The graphs to search for a model on a cluster, the best expected first; the captured one is always there."""
 
-    def __init__(self, graph: Graph, request: Request, given: int = GIVEN) -> None:
+    def __init__(self, graph: Graph, request: Request, given: int = SEARCHED_VARIANTS) -> None:
         self.unexplored = 0
         """Moves that were seen, and variants that were made, and are not among what is given."""
         self.found = [Candidate((), graph, 1.0)]
         folded = fold(graph)
         shallow = folded.small(KEPT)
         price = _Price(graph, request)
-        room = int(SHARE * request.budget_s / OP_S / max(1, len(shallow.nodes)))
-        limit = max(1, min(TRIED, room)) if request.allows("rewrite") else 1
+        room = int(VARIANTS_BUDGET * request.budget_s / VARIANT_OP_S / max(1, len(shallow.nodes)))
+        limit = max(1, min(SIMULATED_VARIANTS, room)) if request.allows("rewrite") else 1
         rules = (*RULES, *request.rules)
         moves = variants(shallow, rules, limit=limit, apart=False)
         small = list(moves)
@@ -83,7 +79,7 @@ class Variants:
         # Where nothing is known nothing is hoped for.
         for expected, k in sorted((h if h > 0 else math.inf, k) for k, h in enumerate(hopes, 1)):
             deep = None
-            if expected <= 1 - GAIN and len(self.found) <= given:
+            if expected <= 1 - VARIANT_GAIN and len(self.found) <= given:
                 steps = _needed(shallow, small[k].applied, rules, price, expected * whole_s)
                 deep = _deep(graph, folded, steps)
             if deep is not None and all(deep[0] != c.steps for c in self.found):
@@ -105,7 +101,7 @@ def _needed(shallow: Graph, applied: Steps, rules: Sequence[Rule], price: _Price
     kinds = {r.name: r.kind for r in rules}
     bare = tuple(s for s in applied if kinds[s.rule])
     made, done = replayed(shallow, bare)
-    return bare if bare and done == bare and price(made) <= (1 + SAME) * seconds else applied
+    return bare if bare and done == bare and price(made) <= (1 + SAME_STEP) * seconds else applied
 
 
 def _deep(graph: Graph, folded: Fold, applied: Steps) -> tuple[Steps, Graph] | None:

@@ -31,17 +31,9 @@ from laminar.placement import presets
 from laminar.placement.complete import Pins, Solved, completed
 from laminar.planner.space.axis_prices import PricedAxis
 from laminar.planner.space.pins import pinned
+from laminar.planner.tuning import HIDDEN_REDUCTION, LEAST_BYTE_S, REDUCED_ONCE, SMALL_PARAMETERS
 
-HIDDEN = 0.9
-"""Share of the gradients' reduction that other work is taken to hide, where it is taken to hide any."""
-ONCE = 0.99
-"""Share of the gradients' reduction that a micro-batch does not pay, if it is done once for all of them. Assumed."""
-STORED_S = 1e-9
-"""What a stored byte costs where nothing else matters."""
-SMALL = 0.005
-"""Share of all parameters that stays whole in all stages of ZeRO, the smallest tensors first: it saves next to nothing
-to cut them, and every piece is a kernel. Assumed."""
-ZERO = (0, 1, 3)
+ZERO_STAGES = (0, 1, 3)
 """Stages of ZeRO that differ: gradients leave a step in pieces wherever state is in pieces."""
 
 
@@ -148,7 +140,7 @@ class Placer:
         self.mesh, self.place = mesh, place or {}
         open_ = [PricedAxis(machine, mesh, a) for a in range(len(mesh.sizes))]
         self.costs = {0.0: open_}
-        for hidden in (HIDDEN, ONCE):
+        for hidden in (HIDDEN_REDUCTION, REDUCED_ONCE):
             self.costs[hidden] = [PricedAxis(machine, mesh, a, hidden, one) for a, one in enumerate(open_)]
         self.solved: dict[Hashable, Solved] = {}
 
@@ -166,7 +158,7 @@ class Placer:
                 )
         for here, fixed in zip(pins, pinned(graph, self.mesh, self.place), strict=True):
             here.inputs.update(fixed)
-        hidden = {"none": 0.0, "hidden": HIDDEN, "once": ONCE}[style.overlap]
+        hidden = {"none": 0.0, "hidden": HIDDEN_REDUCTION, "once": REDUCED_ONCE}[style.overlap]
         names = []
         for axis in range(len(style.axes)):
             # "inner" pins what "data" does; what is hidden makes no difference where nothing is left open.
@@ -178,7 +170,7 @@ class Placer:
         """Seconds of a micro-batch for each byte of parameters that the leanest placement saves, in the mean."""
         (fast_s, most), (lean_s, least) = (
             (plan.account["cost_s"] - byte_s * stored, stored)
-            for byte_s in (0.0, STORED_S)
+            for byte_s in (0.0, LEAST_BYTE_S)
             for plan in [self.plan(graph, style, byte_s)]
             for stored in [stored_bytes(graph, plan)]
         )
@@ -188,7 +180,7 @@ class Placer:
 
     def pieces(self, graph: Graph, plan: Plan, style: Style, zero: int) -> Plan:
         """The plan with a stage of ZeRO."""
-        found = presets.in_pieces(graph, plan, zero, (1,) if "inner" in style.axes else None, SMALL)
+        found = presets.in_pieces(graph, plan, zero, (1,) if "inner" in style.axes else None, SMALL_PARAMETERS)
         found = replace(found, gather_once=zero == 3 and style.gather_once)
         fixed = {n: plan.inputs[n] for here in pinned(graph, self.mesh, self.place) for n in here}
         return replace(found, inputs={**found.inputs, **fixed}) if fixed else found

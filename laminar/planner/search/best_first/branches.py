@@ -39,33 +39,28 @@ from laminar.planner.estimate.graphs_and_prices import Model
 from laminar.planner.space.cell import Cell, divisors
 from laminar.planner.space.fork_join import Region, forward_reads, regions
 from laminar.planner.space.styles import Overlap, Style
+from laminar.planner.tuning import (
+    BRANCH_BUDGET,
+    BRANCH_REGIONS,
+    BRANCH_WAYS,
+    BUSIEST_SET,
+    LIGHT_TRUNK,
+    NEAR_WAY,
+    SECOND_BRANCH,
+    SIMULATED_WAYS,
+)
 from laminar.staging.balance import work_s
 from laminar.staging.stage_plans import arranged
 
-WORTH = 0.1
-"""Share of the work, or of the parameters, that a second branch has at least."""
-SETS = 8
+BRANCH_SETS = 8
 """Sets of devices at most."""
-FEW = 4
+UNEVEN_SETS = 4
 """Sets up to which their sizes may have a factor of three."""
-MICRO = (1, 2, 4, 8)
+BRANCH_MICRO_BATCHES = (1, 2, 4, 8)
 """Micro-batches that are looked at."""
-TRUNK = 0.03
-"""Share of the work outside of branches below which one micro-batch keeps all sets busy."""
-LEVEL = 1.3
-"""How much more than that of the best split the busiest set may have to do."""
-WAYS = 12
-"""Of each region."""
-REGIONS = 2
-SIMULATED = 6
-"""Ways that are simulated at most."""
-NEAR = 1.1
-"""Ways this close to the best one try other placements."""
-BUDGET = 0.1
-"""Share of the time that may go into it where nothing is left."""
-PINS = ("microbatches", "zero")
+BRANCH_PINS = ("microbatches", "zero")
 """Pins that a way can follow; others speak of stages that are alike."""
-EASED = ("recompute", "offload")
+NEVER_IN_BRANCHES = ("recompute", "offload")
 """What sets never do; to pin it to nothing is fine."""
 
 
@@ -139,7 +134,8 @@ class Branches:
 
     def _allowed(self) -> bool:
         request = self.request
-        fixed = {name for name, value in request.pin.items() if name not in PINS and (value or name not in EASED)}
+        others = {name: value for name, value in request.pin.items() if name not in BRANCH_PINS}
+        fixed = {name for name, value in others.items() if value or name not in NEVER_IN_BRANCHES}
         return request.cluster.devices > 1 and request.allows("pipeline") and not fixed and not request.place
 
     # --- which there are
@@ -175,9 +171,9 @@ class Branches:
             total = sum(share.values()) or 1
             for region in everything:
                 second = sorted(sum(share[n] for n in branch) for branch in region.branches)[-2]
-                if second >= WORTH * total:
+                if second >= SECOND_BRANCH * total:
                     worth.append((second / total, region))
-        return list(dict.fromkeys(region for _, region in sorted(worth, key=lambda w: -w[0])))[:REGIONS]
+        return list(dict.fromkeys(region for _, region in sorted(worth, key=lambda w: -w[0])))[:BRANCH_REGIONS]
 
     def _ways(self) -> Iterator[Way]:
         """Of each region those whose busiest set has least to do."""
@@ -193,8 +189,8 @@ class Branches:
                         first = before if self._before(region) else None
                         kept.append((busiest, Way(region, groups, sizes, first, behind, micro)))
             least = min((busiest for busiest, _ in kept), default=0.0)
-            level = sorted((k for k in kept if k[0] <= LEVEL * least), key=lambda k: (k[0], k[1].micro_batches))
-            yield from (way for _, way in level[:WAYS])
+            level = sorted((k for k in kept if k[0] <= BUSIEST_SET * least), key=lambda k: (k[0], k[1].micro_batches))
+            yield from (way for _, way in level[:BRANCH_WAYS])
 
     def _before(self, region: Region) -> set[str]:
         """Ops that must have run before any branch does."""
@@ -218,8 +214,8 @@ class Branches:
         pinned, samples = self.request.pin.get("microbatches"), self.model.samples
         if pinned is not None:
             return [pinned] if samples % pinned == 0 and not (self.coupled and pinned > 1) else []
-        most = 1 if self.coupled or trunk < TRUNK else max(MICRO)
-        return [m for m in MICRO if m <= most and samples % m == 0]
+        most = 1 if self.coupled or trunk < LIGHT_TRUNK else max(BRANCH_MICRO_BATCHES)
+        return [m for m in BRANCH_MICRO_BATCHES if m <= most and samples % m == 0]
 
     def _splits(self, micro: int, branches: int) -> Iterator[tuple[int, ...]]:
         """All devices in sets that share a micro-batch evenly and lie in nodes as the first devices do.
@@ -228,8 +224,8 @@ class Branches:
         """
         cluster, data = self.request.cluster, self.request.allows("data") or self.request.allows("zero")
         even = divisors(self.model.samples // micro) if data else [1]
-        for count in range(2, min(branches, cluster.devices, SETS) + 1):
-            odd = 3 if count <= FEW else 1
+        for count in range(2, min(branches, cluster.devices, BRANCH_SETS) + 1):
+            odd = 3 if count <= UNEVEN_SETS else 1
             for sizes in falling(cluster.devices, count, [d for d in even if d // (d & -d) <= odd]):
                 firsts = [sum(sizes[:k]) for k in range(count)]
                 ends = [((0, n - 1), (first, first + n - 1)) for first, n in zip(firsts, sizes, strict=True)]
@@ -330,10 +326,10 @@ class Branches:
 
     def search(self, best_s: Callable[[], float], left: Callable[[], float]) -> Iterator[Final]:
         """The best plans of ways that may beat what is there, the best first; they need not fit."""
-        until_s = min(0.0, left() - BUDGET * self.request.budget_s)
+        until_s = min(0.0, left() - BRANCH_BUDGET * self.request.budget_s)
         found: list[Tried] = []
         for way in sorted(self.at, key=lambda w: self.at[w]):
-            if len(self.looked_at) == SIMULATED or self.at[way] >= best_s() or (left() < until_s and found):
+            if len(self.looked_at) == SIMULATED_WAYS or self.at[way] >= best_s() or (left() < until_s and found):
                 break
             self.looked_at.add(way)
             options = [self.options(size, way.micro_batches) for size in way.sizes]
@@ -344,7 +340,7 @@ class Branches:
         best: Tried | None = None
         done: set[Way] = set()
         for one in sorted(found, key=self._key):
-            if one.way in done or (best is not None and one.final.seconds > NEAR * best.final.seconds):
+            if one.way in done or (best is not None and one.final.seconds > NEAR_WAY * best.final.seconds):
                 continue
             done.add(one.way)
             better = self._descended(one, lambda: left() > until_s)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from laminar.cost.calibrate import interval
@@ -16,11 +16,9 @@ from laminar.planner.estimate.candidates import Final, Found, Nothing, Score, de
 from laminar.planner.estimate.score_placement import no_room
 from laminar.planner.search.best_first.branches import Branches, Way
 from laminar.planner.search.best_first.graph_search import GraphSearch
-from laminar.planner.space.certificate import Certificate, Contradiction, contradicted
+from laminar.planner.space.certificate import Certificate, Contradiction, contradicted, withdrawn
 from laminar.planner.space.plan_space import Space
-
-EQUAL = 1.005
-"""Plans within this of the best are as good as it: the simplest of them is taken."""
+from laminar.planner.tuning import AS_GOOD
 
 
 @dataclass(frozen=True)
@@ -93,7 +91,7 @@ class GraphSearches:
     ) -> Certificate:
         finals, ways = self.captured.incumbent.finals, self.ways
         seen = self.branches.looked_at if self.branches else set[Way]()
-        wrong = self._contradictions()
+        wrong = withdrawn(self._contradictions())
         bounds = [(s, cell, at_s) for s in sure for cell, at_s in s.bounds.at.items()]
         lowest_s = min(*(s.bounds.lowest_s for s in sure), *(f.seconds for f in finals), *ways.values())
         known = best.account.get("known") or {}
@@ -111,18 +109,20 @@ class GraphSearches:
             outside=outside,
             interval=interval(best.seconds, best.account["sigma"]),
             known="prices " + (", ".join(f"{v:.0%} {k}" for k, v in known.items() if v >= 0.01) or "from peaks"),
-            contradictions=tuple(wrong),
+            contradictions=wrong,
         )
 
-    def _contradictions(self) -> list[Contradiction]:
+    def _contradictions(self) -> Iterator[Contradiction | None]:
         """Plans that were simulated faster than what is proved of them, of their cell, or of branches."""
-        finals = sorted(self.captured.incumbent.finals, key=lambda f: f.seconds)
-        wrong = [one for search in self.all for one in contradictions(search)]
-        if self.ways:
-            lowest_s = min(self.ways.values())
-            apart = [contradicted(described(f.score), f.seconds, lowest_s) for f in finals if f.score.apart]
-            wrong += [one for one in apart if one is not None]
-        return wrong
+        for search in self.all:
+            yield from search.trials.contradictions
+            for final in search.incumbent.finals:
+                bound_s = search.bounds.at.get(final.score.cell)
+                if bound_s is not None and final.score.rewrites == search.steps and search.bounds.about(final):
+                    yield contradicted(described(final.score), final.seconds, bound_s)
+        for final in sorted(self.captured.incumbent.finals, key=lambda f: f.seconds):
+            if self.ways and final.score.apart:
+                yield contradicted(described(final.score), final.seconds, min(self.ways.values()))
 
     # --- where there is none
 
@@ -146,15 +146,5 @@ def simplest(finals: Sequence[Final], earlier_s: float) -> Final:
 
     Nothing that has a name may be faster than what is taken, nor what was found before, be it by a little.
     """
-    most_s = min([EQUAL * finals[0].seconds, earlier_s, *(f.seconds for f in finals if f.usual)])
+    most_s = min([AS_GOOD * finals[0].seconds, earlier_s, *(f.seconds for f in finals if f.usual)])
     return min((f for f in finals if f.seconds <= most_s), key=lambda f: (f.simple, f.seconds))
-
-
-def contradictions(search: GraphSearch) -> list[Contradiction]:
-    """Plans of a search's graph that were simulated faster than what is proved of them or of their cell."""
-    found: list[Contradiction | None] = [*search.named.contradictions]
-    for final in search.incumbent.finals:
-        cell = final.score.cell
-        if final.score.rewrites == search.steps and cell in search.bounds.at and search.bounds.about(final):
-            found.append(contradicted(described(final.score), final.seconds, search.bounds.at[cell]))
-    return [one for one in found if one is not None]

@@ -40,22 +40,17 @@ from laminar.planner.search.earlier_plans import usable
 from laminar.planner.space.cell import Cell, cells
 from laminar.planner.space.plan_space import Space
 from laminar.planner.space.styles import Style
+from laminar.planner.tuning import (
+    EVENED_PLANS,
+    FIRST_MICRO_BATCHES,
+    NEAR_BEST,
+    NEAR_FINALISTS,
+    PROMISING_CELL,
+    UNEVEN_PLACES,
+)
 from laminar.rewrite.variants import carrying
 from laminar.rules.samples import samples_of
 from laminar.staging.coupled_samples import refuse_coupled
-
-FINALISTS = 1
-"""Plans near the best that are simulated at full depth in the end, and as many that have a name."""
-NEAR = 1.03
-"""How far the score of a finalist may be from the best one's."""
-UNEVEN = 1.02
-"""How much more than the mean the slowest place does, for places with several stages to be evened out."""
-EVENED = 2
-"""Plans in which they are."""
-EACH_STAGE = 4
-"""Micro-batches for each stage of the pipeline that is tried first, at most."""
-PROMISING = 1.03
-"""How much slower than the best a cell may be guessed to be, to be looked at."""
 
 
 class GraphSearch:
@@ -161,7 +156,8 @@ class GraphSearch:
         """Where the batch at once has no room for certain: of pipelines as people write them, the one guessed best."""
         node = self.request.cluster.levels[0].size
         usual = [c for c in self.cells if c.stages > 1 and c.virtual == 1 and c.tp in (1, node)]
-        usual = sorted((c for c in usual if c.micro_batches <= EACH_STAGE * c.stages), key=lambda c: c.micro_batches)
+        usual = [c for c in usual if c.micro_batches <= FIRST_MICRO_BATCHES * c.stages]
+        usual.sort(key=lambda c: c.micro_batches)
         most = {(c.stages, c.dp, c.tp, c.recompute): c for c in usual}
         guesses = {c: self.scorer.guess(c) for c in most.values()}
         best = min(guesses, key=guesses.__getitem__, default=None)
@@ -186,7 +182,7 @@ class GraphSearch:
             promise_s, k, cell, turn = heapq.heappop(queue)
             # The first plan is simulated as soon as there is one.
             self.trials.settle(promise_s if self.incumbent.finals else math.inf)
-            if promise_s > PROMISING * self.incumbent.best_s or self.out_of_time():
+            if promise_s > PROMISING_CELL * self.incumbent.best_s or self.out_of_time():
                 break
             if self.bounds.at[cell] >= self.incumbent.best_s or cell in self.looked_at:
                 continue
@@ -255,9 +251,9 @@ class GraphSearch:
         """Those near the best, and those of them with a name, at full depth."""
         incumbent, done = self.incumbent, {f.score for f in self.incumbent.finals}
         near = [s for s in self.trials.scores if feasible(s, self.request) and s not in done]
-        near = sorted((s for s in near if s.seconds <= NEAR * incumbent.best_s), key=lambda s: s.seconds)
+        near = sorted((s for s in near if s.seconds <= NEAR_BEST * incumbent.best_s), key=lambda s: s.seconds)
         usual = [s for s in near if USUAL.issuperset(s.style.words)]
-        for score in dict.fromkeys([*near[:FINALISTS], *usual[:FINALISTS]]):
+        for score in dict.fromkeys([*near[:NEAR_FINALISTS], *usual[:NEAR_FINALISTS]]):
             if self.clock.left() > self.trials.last_s or not incumbent.settled:
                 self.trials.confirm(score)
         self.even_places()
@@ -269,8 +265,9 @@ class GraphSearch:
     def even_places(self) -> None:
         """The best plans, where places have several stages and differ in what they do, with these evened out."""
         mine = [f for f in self.incumbent.finals if f.score.cell.virtual > 1 and f.score.rewrites == self.steps]
-        near = sorted((f for f in mine if f.seconds < NEAR * self.incumbent.best_s), key=lambda f: f.seconds)
-        for one in [f for f in near if isinstance(f.ran, StagedPrediction) and f.ran.uneven > UNEVEN][:EVENED]:
+        near = sorted((f for f in mine if f.seconds < NEAR_BEST * self.incumbent.best_s), key=lambda f: f.seconds)
+        uneven = [f for f in near if isinstance(f.ran, StagedPrediction) and f.ran.uneven > UNEVEN_PLACES]
+        for one in uneven[:EVENED_PLANS]:
             asked = next((s for s in self.trials.done if same_plan(s, one.score)), None)
             if asked is None or self.clock.left() < self.trials.last_s:
                 continue

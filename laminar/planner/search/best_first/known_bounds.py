@@ -17,9 +17,7 @@ from laminar.planner.estimate.candidates import Final
 from laminar.planner.space.cell import Cell
 from laminar.planner.space.plan_space import out_of_row
 from laminar.planner.space.request import Request
-
-PLENTY = 10
-"""How many times what a rank holds at least must fit for memory not to be asked about before the end."""
+from laminar.planner.tuning import PLENTY_OF_MEMORY
 
 
 class BoundKind(IntEnum):
@@ -86,12 +84,12 @@ class KnownBounds:
     def least_bytes(self, cell: Cell) -> float:
         """What a rank holds at least; where the batch at once leaves plenty of room, micro-batches do too."""
         whole = self.model_bounds.least_bytes(Cell(1, 1, 1, self.request.cluster.devices, 1))
-        return whole if PLENTY * whole < self.request.room_bytes else self.model_bounds.least_bytes(cell)
+        return whole if PLENTY_OF_MEMORY * whole < self.request.room_bytes else self.model_bounds.least_bytes(cell)
 
     def roomy(self, cell: Cell) -> float:
         """What a rank holds at least where that fits many times over, else 0."""
         least = self.least_bytes(cell)
-        return least if PLENTY * least < self.request.room_bytes else 0.0
+        return least if PLENTY_OF_MEMORY * least < self.request.room_bytes else 0.0
 
     def about(self, final: Final) -> bool:
         """Whether a plan is one of those that the bound of its cell is about."""

@@ -96,8 +96,6 @@ class NamedTrials:
         self.model, self.request = trials.model, trials.request
         self.bounds = trials.bounds
         self.named_bounds = NamedBounds(self.model, self.bounds.model_bounds, lambda: self.incumbent.best_s)
-        self.contradictions: list[Contradiction] = []
-        """Plans against bounds of their own."""
 
     def run(self, cells: Sequence[Cell]) -> None:
         """All there are among these cells, in the order in which people would try them."""
@@ -121,9 +119,8 @@ class NamedTrials:
 
     def _hold(self, final: Final | None) -> None:
         """What was simulated, against the bound that was asked for last."""
-        found = self.named_bounds.contradicted(final) if final is not None else None
-        if found is not None:
-            self.contradictions.append(found)
+        if final is not None:
+            self.trials.contradictions.append(self.named_bounds.contradicted(final))
 
     def _was_done(self, one: Named) -> bool:
         """Whether it was simulated as the search writes it."""

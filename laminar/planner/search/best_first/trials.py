@@ -23,13 +23,9 @@ from laminar.planner.estimate.score_cell import CellScorer
 from laminar.planner.estimate.score_placement import feasible
 from laminar.planner.search.best_first.incumbent import Incumbent, TimeLeft
 from laminar.planner.search.best_first.known_bounds import KnownBounds
-from laminar.planner.space.certificate import checking, contradicted
+from laminar.planner.space.certificate import Contradiction, checking, contradicted
+from laminar.planner.tuning import SAME_MEMORY, WORTH_SIMULATING
 from laminar.rewrite.variants import carrying
-
-WORTH = 0.998
-"""A score is simulated if it is below this of the best."""
-SAME = 0.98
-"""Two estimates of memory within this are the same."""
 
 
 class Trials:
@@ -57,6 +53,8 @@ class Trials:
         """The least that a simulation at full depth came to, of its score; with micro-batches and without."""
         self.last_s = 0.0
         """Processor seconds of the last simulation."""
+        self.contradictions: list[Contradiction | None] = []
+        """Plans against bounds that were asked for besides."""
 
     @property
     def best_waiting_s(self) -> float:
@@ -79,7 +77,9 @@ class Trials:
             hoped_s = seconds * min(1.0, self.bias.get(score.cell.plain, 1.0))
             if self.outdone(score):
                 continue
-            if hoped_s < WORTH * self.incumbent.best_s and (self.clock.left() > 0 or not self.incumbent.settled):
+            if self.clock.left() <= 0 and self.incumbent.settled:
+                continue
+            if hoped_s < WORTH_SIMULATING * self.incumbent.best_s:
                 self.confirm(score)
 
     def outdone(self, score: Score) -> bool:
@@ -87,7 +87,7 @@ class Trials:
         return any(
             s.seconds  # what was simulated without having been scored says nothing about scores
             and s.cell == score.cell and s.zero == score.zero and s.seconds <= score.seconds
-            and s.peak_bytes <= score.peak_bytes / SAME for s in self.done
+            and s.peak_bytes <= score.peak_bytes / SAME_MEMORY for s in self.done
         )  # fmt: skip
 
     def confirm(self, score: Score) -> Final | None:
@@ -111,7 +111,8 @@ class Trials:
             return None
         final = replace(final, score=now)
         if checking() and self.bounds.about(final):
-            contradicted(described(now), final.seconds, self.bounds.model_bounds.of(now.cell).seconds)
+            bound_s = self.bounds.model_bounds.of(now.cell).seconds
+            self.contradictions.append(contradicted(described(now), final.seconds, bound_s))
         self.incumbent.take(final)
         return final
 
