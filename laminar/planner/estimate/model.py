@@ -19,7 +19,7 @@ from laminar.forecast.pipeline_step import inside
 from laminar.forecast.step import machine
 from laminar.ir.graph import Graph, Node
 from laminar.ir.mesh import Mesh
-from laminar.ir.patterns import COLLECTIVES, PRODUCTS
+from laminar.ir.patterns import WITH_COLLECTIVES, WITHOUT_PRODUCTS
 from laminar.ir.plan import Plan
 from laminar.ir.rewrites import Steps
 from laminar.ir.sbp import local_spec
@@ -230,8 +230,9 @@ class Model:
         every = len(blocks) == (len(self.block_names) if of is None else of)
         text = self.blocks if every else pattern(self.blocks, [self.block_names[b] for b in sorted(blocks)])
         if SPARING in style:
-            return (f"{text}{PRODUCTS}{COLLECTIVES}" if LEAN in style else f"{text}{PRODUCTS}",)
-        return (f"{text}{COLLECTIVES}" if {"sequence", LEAN}.intersection(style) else text,)
+            text += WITHOUT_PRODUCTS
+            return (text + WITH_COLLECTIVES if LEAN in style else text,)
+        return (text + WITH_COLLECTIVES if {"sequence", LEAN}.intersection(style) else text,)
 
     def unfolded(self, score: Score) -> Plan:
         """Its placement on the micro-batch's graph at full depth."""

@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 from laminar.errors import NetError
+from laminar.ir.limits import ALIGN
 from laminar.ir.net import Net, Queue
 
-ALIGN = 64
 KNOWN = 4096
 """Layouts that are remembered."""
 

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from laminar.ir.limits import ALIGN, aligned_bytes
 from laminar.runtime.comm import shm_arena
 from laminar.runtime.pipeline.channels import Wire
 
@@ -27,7 +28,7 @@ Key = tuple[int, int, int]
 
 def slot_bytes(wire: Wire) -> int:
     """Of one register in a ring."""
-    return shm_arena.aligned(wire.edge.max_bytes)
+    return aligned_bytes(wire.edge.max_bytes)
 
 
 def layout(wires: list[Wire], rank: int) -> tuple[dict[Key, tuple[int, int]], int]:
@@ -39,7 +40,7 @@ def layout(wires: list[Wire], rank: int) -> tuple[dict[Key, tuple[int, int]], in
             if dst == rank and src != rank:
                 out[wire.number, src, dst] = at, nbytes
                 at += nbytes
-    return out, at + shm_arena.ALIGN  # the last bytes are a token
+    return out, at + ALIGN  # the last bytes are a token
 
 
 def share(wires: list[Wire], group: Any, wanted: bool = True) -> tuple[dict[Key, Tensor], set[Key]]:

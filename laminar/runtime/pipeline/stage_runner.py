@@ -21,6 +21,7 @@ from torch import Tensor
 
 from laminar.capture.losses import is_mean
 from laminar.capture.torch_ops import DTYPES
+from laminar.ir.limits import ALIGN
 from laminar.ir.mesh import Place
 from laminar.ir.program import Program
 from laminar.ir.tensor import ITEM_BYTES
@@ -30,7 +31,7 @@ from laminar.rules.crossing import Crossing, crossing
 from laminar.runtime.code.eager_step import Adding
 from laminar.runtime.comm.aliases import may_alias
 from laminar.runtime.comm.cross_mesh import Window, identity
-from laminar.runtime.pipeline.channels import ALIGN, Edge, Value
+from laminar.runtime.pipeline.channels import Edge, Value
 
 Feed = Callable[[int, int], Mapping[str, Tensor]]
 """A stage and a micro-batch, to this rank's share of what comes from outside: batch, key, scale."""
