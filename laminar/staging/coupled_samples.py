@@ -165,5 +165,5 @@ def refuse_coupled(graph: Graph) -> None:
             f"{found[0].said}, so micro-batches {'would' if found[0].linear else 'may'} give other numbers",
             at=found[0].where,
             also=f"{len(found) - 1} more such ops" if len(found) > 1 else "",
-            next='couple="microbatch" if it may see one micro-batch at a time, or microbatches=1',
+            next='couple="microbatch" if it may see one micro-batch at a time, or micro_batches=1',
         )

@@ -21,15 +21,16 @@ class Result:
 
     def __init__(
         self,
-        step: int,
+        made: int,
         loss: Tensor,
         norm: Tensor,
         lr: float,
         clock: Callable[[], float],
         skipped: bool,
     ):
-        self.step, self.lr, self.skipped = step, lr, skipped
-        """`step` counts from 0. A skipped step changed nothing: its gradient was not finite."""
+        self.step, self.lr, self.skipped = made + 1, lr, skipped
+        """`made` steps came before; `step` counts from 1, as in events and on the screen. A skipped step changed
+        nothing: its gradient was not finite."""
         self._loss, self._norm, self._clock = loss, norm, clock
         self._metrics: Mapping[str, Any] = {}
 

@@ -360,7 +360,7 @@ def test_a_command_whose_stage_is_lost_ends_and_leaves_nothing(
 ) -> None:
     """`laminar train --plan`: one error that names the rank, and no process is left, not even one that is stopped."""
     recipe, plan, run = str(EXAMPLES / "gpt.py:tiny"), str(tmp_path / "plan.json"), tmp_path / "run"
-    assert main(["plan", recipe, "--stages", str(stages), "--microbatches", "4", "-o", plan]) == 0
+    assert main(["plan", recipe, "--stages", str(stages), "--micro-batches", "4", "-o", plan]) == 0
     command = [sys.executable, "-m", "laminar", "train", recipe, "--plan", plan, "--steps", "1000000", "--timeout", "8"]
     process = subprocess.Popen(
         [*command, "--run-dir", str(run)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
