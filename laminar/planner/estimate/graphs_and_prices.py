@@ -198,9 +198,8 @@ class Model:
         text = self.blocks if every else pattern(self.blocks, [self.block_names[b] for b in sorted(blocks)])
         style = style or Style()
         if style.keep_products == "all":
-            return (
-                f"{text}{WITHOUT_PRODUCTS}{WITH_COLLECTIVES}" if "lean" in style.axes else f"{text}{WITHOUT_PRODUCTS}",
-            )
+            text += WITHOUT_PRODUCTS
+            return (text + WITH_COLLECTIVES if "lean" in style.axes else text,)
         return (f"{text}{WITH_COLLECTIVES}" if {"sequence", "lean"}.intersection(style.axes) else text,)
 
     def unfolded(self, score: Score) -> Plan:
