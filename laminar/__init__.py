@@ -11,6 +11,8 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from laminar.ir.cluster_makers import clusters_made_by
+
 __version__ = "0.1.0"
 
 _WHERE = {
@@ -132,6 +134,14 @@ def _tame_onednn() -> None:
 
 
 _tame_onednn()
+
+
+def _cluster_makers() -> Any:
+    """`Cluster.preset`, `Cluster.detect` and whatever else makes clusters of something else."""
+    return import_module("laminar.profile.detect")
+
+
+clusters_made_by(_cluster_makers)
 
 
 class _Front(ModuleType):

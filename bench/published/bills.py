@@ -23,12 +23,12 @@ from laminar.cost.calibrate import Calibration
 from laminar.cost.comm.price import held_bytes
 from laminar.cost.machine import Machine
 from laminar.cost.ops.families import COMPUTES, describe, family_of
-from laminar.cost.ops.roofline import FREE
 from laminar.cost.schedule import Exchange, Price, schedule
 from laminar.cost.sim.tasks import Lane, Load, Task
 from laminar.ir.cluster import Cluster
 from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh
+from laminar.ir.ops import FREE
 from laminar.ir.program import Instr, Program
 from laminar.lower.kernels import kernels
 from laminar.lower.lower import written

@@ -6,10 +6,10 @@ every rank, or split by token where a stack splits its norms ("sequence parallel
 
 from __future__ import annotations
 
-from laminar.cost.ops.roofline import FREE
 from laminar.ir.codec import Ref
 from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh
+from laminar.ir.ops import FREE
 from laminar.ir.plan import Plan
 from laminar.ir.sbp import B, Split
 from laminar.placement.complete import Pins, completed

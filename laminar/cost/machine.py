@@ -18,9 +18,8 @@ from typing import Any
 from laminar.cost.calibrate import COUNTS, PARTS, Calibration
 from laminar.cost.comm.price import CollectiveCost
 from laminar.cost.ops.families import COMPUTES, family_of
-from laminar.cost.ops.interned import MOVES, Forms, forms_of
+from laminar.cost.ops.interned import Forms, forms_of
 from laminar.cost.ops.price import OpCost
-from laminar.cost.ops.roofline import FREE
 from laminar.cost.ops.strides import follow
 from laminar.cost.ops.table import local_call
 from laminar.cost.schedule import OFFLOAD, Exchange, Groups, Price, Prices
@@ -28,7 +27,8 @@ from laminar.cost.sim.tasks import Drag
 from laminar.ir.cluster import Cluster
 from laminar.ir.codec import Ref
 from laminar.ir.mesh import Mesh
-from laminar.ir.program import HOSTS, Instr, Program, ProgramOutput
+from laminar.ir.ops import COLLECTIVE_OPS, FREE, HOST_COPIES
+from laminar.ir.program import Instr, Program, ProgramOutput
 from laminar.ir.sbp import Split
 from laminar.ir.tensor import TensorSpec
 from laminar.rules.notation import Call
@@ -80,10 +80,10 @@ class Machine(Prices):
         known: dict[int, Price] = {}
         out: list[Price | Exchange] = []
         for n, (instr, lying) in enumerate(zip(program.instrs, follow(forms, calls), strict=True)):
-            if instr.op in MOVES:
+            if instr.op in COLLECTIVE_OPS:
                 out.append(exchanges[n])
                 continue
-            if instr.op in HOSTS:
+            if instr.op in HOST_COPIES:
                 out.append(self.hosted(instr, program.mesh, rank))
                 continue
             price = known.get(id(lying))
@@ -126,7 +126,7 @@ class Machine(Prices):
     def _exchanges(self, forms: Forms, rank: int) -> dict[int, Exchange]:
         """The program's collectives, by line."""
         leaving = {forms.number(o.ref) for o in forms.program.outputs}
-        moves = [i.op in MOVES for i in forms.examples]
+        moves = [i.op in COLLECTIVE_OPS for i in forms.examples]
         known: dict[tuple[int, bool], Exchange] = {}
         out = {}
         for n, form in enumerate(forms.of):
@@ -290,9 +290,9 @@ def fused_work(forms: Forms, groups: Groups, rank: int) -> list[tuple[int, tuple
 
 def kernel_kind(instr: Instr) -> str:
     """How a kernel that begins with such a line is priced."""
-    if instr.op in MOVES:
+    if instr.op in COLLECTIVE_OPS:
         return "moves"
-    if instr.op in HOSTS:
+    if instr.op in HOST_COPIES:
         return "host"
     if instr.op in FREE:
         return "view"

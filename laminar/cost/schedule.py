@@ -19,11 +19,10 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from laminar.cost.ops.interned import MOVES
-from laminar.cost.ops.roofline import FREE
 from laminar.cost.sim.no_gc import uncollected
 from laminar.cost.sim.tasks import Drag, Lane, Load, Task
 from laminar.ir.cluster import Cluster
+from laminar.ir.ops import COLLECTIVE_OPS, FREE
 from laminar.ir.program import Instr, Placed, Program
 from laminar.ir.sbp import Split, local_shape
 
@@ -132,7 +131,7 @@ def classes(program: Program, cluster: Cluster | None = None) -> list[tuple[int,
     placed |= {id(i.placed): i.placed for i in program.inputs} | {id(o.placed): o.placed for o in program.outputs}
     uneven = [p for p in set(placed.values()) if _uneven(p, mesh.sizes)]
     far = cluster is not None and len(cluster.levels) > 1
-    over = tuple(sorted({i.box.axes for i in program.instrs if i.op in MOVES})) if far else ()
+    over = tuple(sorted({i.box.axes for i in program.instrs if i.op in COLLECTIVE_OPS})) if far else ()
     key = (mesh.sizes, over, cluster.unit_devices if over and cluster is not None else ())
     if uneven or key not in _SPREAD:
         everyone = range(mesh.ranks)
@@ -257,7 +256,7 @@ def _lines(w: _Writer, program: Program, prices: Prices, groups: Groups | None) 
         by_class = [prices.kernels(program, groups, g[0]) for g in w.groups]
     met: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
     for instr in program.instrs:
-        if instr.op in MOVES and instr.box.axes not in met:
+        if instr.op in COLLECTIVE_OPS and instr.box.axes not in met:
             met[instr.box.axes] = _meetings(program, instr.box.axes, w.groups)
     waiting = w.waiting = {}
     everyone = range(len(w.groups))
@@ -274,7 +273,7 @@ def _lines(w: _Writer, program: Program, prices: Prices, groups: Groups | None) 
                 for ref in instrs[k].refs:
                     if ref.name in waiting:
                         waiting.pop(ref.name)()
-        if instr.op not in MOVES:
+        if instr.op not in COLLECTIVE_OPS:
             for k in everyone:
                 price = by_class[k][n]
                 assert isinstance(price, Price)

@@ -7,8 +7,8 @@ here and nowhere else; search and lowering see seconds, never bandwidths.
 
 Rank r of a mesh stands on device r, and the last axis of a mesh varies fastest, so it lies innermost.
 
-Not covered: links that fail, traffic of other jobs. `laminar.ir.devices` has the presets and looks at this machine;
-`laminar.ir.mixed` joins clusters of different kinds into one.
+Not covered: links that fail, traffic of other jobs. `laminar.ir.devices` has the presets, `laminar.ir.mixed` joins
+clusters of different kinds into one, and `laminar.profile.detect` looks at this machine.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from laminar.errors import ClusterError
+from laminar.ir.cluster_makers import who_makes_clusters
 from laminar.ir.codec import content_hash
 from laminar.ir.mesh import Mesh
 from laminar.ir.profile import LONGEST_S, checked
@@ -177,9 +178,7 @@ class Cluster:
 
     def without(self, lost: Sequence[int]) -> Cluster:
         """What is left when these devices are gone, numbered anew; mixed, where nodes are left with unequal numbers."""
-        from laminar.ir.mixed import without
-
-        return without(self, lost)
+        return _makers().without(self, lost)
 
     def with_profile(self, profile: Mapping[str, Any]) -> Cluster:
         """The same machine, with what was measured on it."""
@@ -215,16 +214,12 @@ class Cluster:
         `8xh100+8xa100` has two kinds, joined by the slower of what usually joins nodes of each, or as told behind a
         double @: `8xh100+2x4xa100@@eth100`. Devices are numbered part by part.
         """
-        from laminar.ir.devices import preset
-
-        return preset(text)
+        return _makers().preset(text)
 
     @staticmethod
     def detect() -> Cluster:
         """This machine: its GPUs if it has any, else the cores this process may run on."""
-        from laminar.ir.devices import detect
-
-        return detect()
+        return _makers().detect()
 
     @staticmethod
     def named(text: str) -> Cluster:
@@ -281,9 +276,7 @@ class Cluster:
                 next="measure anew with `laminar profile`",
             )
         if "parts" in data:
-            from laminar.ir.mixed import mixed_from
-
-            return mixed_from(data)
+            return _makers().mixed_from(data)
         d = _get(data, "device", "")
         device = Device(
             name=_get(d, "name", "device."),
@@ -321,6 +314,30 @@ class Cluster:
 
 
 DEVICE_FIGURES = ("memory_bytes", "bytes_per_s", "launch_s", "kernel_s")
+
+
+class ClusterMakers(Protocol):
+    """What makes clusters of something else; the module that does is named in `ir/cluster_makers.py`."""
+
+    def preset(self, text: str) -> Cluster:
+        """Of a short name."""
+        ...
+
+    def detect(self) -> Cluster:
+        """Of this machine."""
+        ...
+
+    def mixed_from(self, data: Mapping[str, Any]) -> Cluster:
+        """Of the plain data of one with several kinds of devices."""
+        ...
+
+    def without(self, cluster: Cluster, lost: Iterable[int]) -> Cluster:
+        """Of what is left when devices are lost."""
+        ...
+
+
+def _makers() -> ClusterMakers:
+    return who_makes_clusters()  # type: ignore[no-any-return]
 
 
 def level_json(level: Level) -> dict[str, Any]:

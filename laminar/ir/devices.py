@@ -1,21 +1,18 @@
-"""Machines people have: devices and fabrics by name, and what this machine is.
+"""Machines people have: devices and fabrics by name.
 
 Rates of devices are dense peaks from datasheets; how much of a peak is reached is in `efficiency`, whose
 ends are published best measurements and whose shape is assumed. Rates of links are what
 collectives reach, not what is printed on the cable. A number nobody has measured says so.
 
-`detect` asks the operating system and `nvidia-smi`; it loads no framework and never fails because a device is
-unknown: such a device gets assumed rates, to be replaced by `laminar profile`.
+Nothing here looks at a machine: `laminar.profile.detect` does, and says here what it has found. A device that is not in
+the tables gets assumed rates, to be replaced by `laminar profile`.
 """
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from laminar.errors import ClusterError
 from laminar.ir.cluster import Cluster, Device, Figure, Level
@@ -316,42 +313,14 @@ def _cpus(text: str, nodes: int, each: int, inside: str, across: str, device: De
     return Cluster(text.strip().lower(), device or cpu(), tuple(levels), backend, {}, start)
 
 
-# -- this machine ------------------------------------------------------------------------------
+# -- machines that were looked at ----------------------------------------------------------------
 
 
-def detect() -> Cluster:
-    """This machine: its GPUs if it has any that may be used, else the cores this process may run on."""
-    gpus = _visible(_nvidia_smi())
-    return _from_gpus(gpus) if gpus else _from_cores()
-
-
-def _nvidia_smi() -> list[tuple[str, int]]:
-    """Name and memory in bytes of every GPU; none where there is no such program or it fails."""
-    command = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"]
-    try:
-        text = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return []
-    found = re.findall(r"^\s*(.+?)\s*,\s*(\d+)\s*MiB\s*$", text, re.MULTILINE)
-    return [(name, int(mib) << 20) for name, mib in found]
-
-
-def _visible(gpus: list[tuple[str, int]]) -> list[tuple[str, int]]:
-    """Those that CUDA_VISIBLE_DEVICES leaves."""
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen is None:
-        return gpus
-    names = [c for c in chosen.split(",") if c.strip() not in ("", "-1")]
-    return [gpus[int(c)] if c.strip().isdigit() and int(c) < len(gpus) else gpus[0] for c in names] if gpus else []
-
-
-def _from_gpus(gpus: list[tuple[str, int]]) -> Cluster:
-    """GPUs of the first one's kind: a cluster has devices of one kind."""
-    name, memory = gpus[0]
-    count = sum(g == gpus[0] for g in gpus)
+def gpus(name: str, memory_bytes: int, count: int) -> Cluster:
+    """A machine of GPUs that call themselves so; rates of those that the tables don't have are assumed."""
     text = name.lower()
     family = next((f for f in ("b200", "h200", "h100", "a100", "v100") if f in text), "")
-    size = memory >> 30
+    size = memory_bytes >> 30
     known = {"a100": "a100-80g" if size > 50 else "a100-40g", "v100": "v100-32g" if size > 20 else "v100-16g"}
     plain = family and "pcie" not in text and "nvl" not in text and "mig" not in text
     if plain:
@@ -363,38 +332,11 @@ def _from_gpus(gpus: list[tuple[str, int]]) -> Cluster:
         rates = {dtype: assumed(f.value, note) for dtype, f in base.flops_per_s.items()}
         base = replace(base, name=text, flops_per_s=rates, bytes_per_s=assumed(base.bytes_per_s.value, note))
         family, fabric = family or "a100", "pcie"
-    device = replace(base, memory_bytes=measured(memory, "nvidia-smi"))
+    device = replace(base, memory_bytes=measured(memory_bytes, "nvidia-smi"))
     level, start = _node(family, fabric, count)
     return Cluster(f"{count}x{device.name}", device, (level,), "nccl", {}, start)
 
 
-def _from_cores() -> Cluster:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    info = _read("/proc/cpuinfo")
-    flags = set(re.findall(r"^flags\s*:\s*(.*)$", info, re.MULTILINE)[:1][0].split()) if "flags" in info else set()
-    model = (re.findall(r"^model name\s*:\s*(.*)$", info, re.MULTILINE) or ["unknown processor"])[0]
-    speeds = [float(x) for x in re.findall(r"^cpu MHz\s*:\s*([\d.]+)", info, re.MULTILINE)]
-    ghz = max(speeds) / 1000 if speeds else 2.5
-    per_cycle = 64 if "avx512f" in flags else 32 if "fma" in flags else 16
-    total = _memory_bytes()
-    memory = measured(total / cores, "a core's share of what the system has") if total else None
-    device = cpu(ghz, per_cycle, memory, f"{model}: {ghz:.2f} GHz, {per_cycle} flops a cycle")
-    return _cpus(f"{cores}xcpu", 1, cores, "", "", device)
-
-
-def _memory_bytes() -> int:
-    """What this process may use: the system's memory, or the limit it runs under."""
-    total = re.search(r"^MemTotal:\s*(\d+) kB", _read("/proc/meminfo"), re.MULTILINE)
-    limits = [int(total[1]) * 1024] if total else []
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        text = _read(path).strip()
-        if text.isdigit():
-            limits.append(int(text))
-    return min(limits, default=0)
-
-
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text()
-    except OSError:
-        return ""
+def cores(count: int, device: Device) -> Cluster:
+    """A machine of so many cores."""
+    return _cpus(f"{count}xcpu", 1, count, "", "", device)

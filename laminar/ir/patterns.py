@@ -20,8 +20,8 @@ from functools import lru_cache
 from laminar.errors import PlanError
 from laminar.ir.graph import Graph
 
-COLLECTIVES = "+collectives"
-PRODUCTS = "-products"
+WITH_COLLECTIVES = "+collectives"
+WITHOUT_PRODUCTS = "-products"
 SHOWN = 12
 """Names that an error lists."""
 
@@ -49,7 +49,7 @@ class Picked:
 
     def marks(self, name: str) -> str:
         """What a pattern of this block or value ends in."""
-        return PRODUCTS * (name in self.sparing) + COLLECTIVES * (name in self.exchanging)
+        return WITHOUT_PRODUCTS * (name in self.sparing) + WITH_COLLECTIVES * (name in self.exchanging)
 
     def value_of(self, line: str) -> str | None:
         """The value that a line makes, or helps to make: an op that is written out has lines `name.0`, `name.1`."""
@@ -86,9 +86,9 @@ def pick(graph: Graph, patterns: Sequence[str]) -> Picked:
             )
         (values if single else blocks).update(found)
         _, marks = _parted(pattern)
-        if COLLECTIVES in marks:
+        if WITH_COLLECTIVES in marks:
             exchanging.update(found)
-        if PRODUCTS in marks:
+        if WITHOUT_PRODUCTS in marks:
             sparing.update(found)
     outer = {b for b in blocks if not _within(b, blocks)}
     return Picked(frozenset(outer), frozenset(values), frozenset(exchanging), frozenset(sparing))
@@ -150,7 +150,7 @@ def as_patterns(given: str | Iterable[str] | None) -> tuple[str, ...]:
 def _parted(pattern: str) -> tuple[str, tuple[str, ...]]:
     """A pattern without what it ends in, and that."""
     marks: list[str] = []
-    while mark := next((m for m in (COLLECTIVES, PRODUCTS) if pattern.endswith(m)), None):
+    while mark := next((m for m in (WITH_COLLECTIVES, WITHOUT_PRODUCTS) if pattern.endswith(m)), None):
         pattern = pattern.removesuffix(mark)
         marks.append(mark)
     return pattern, tuple(marks)

@@ -15,18 +15,13 @@ from laminar.errors import PlanError
 from laminar.ir.codec import Ref, content_hash, decode, decode_ref, encode
 from laminar.ir.graph import Constant, refs_in
 from laminar.ir.mesh import Mesh
+from laminar.ir.ops import COLLECTIVES, HOST_COPIES
 from laminar.ir.patterns import Picked
 from laminar.ir.reading import Part
 from laminar.ir.sbp import NdSbp, local_spec, parse_nd, show
 from laminar.ir.tensor import TensorSpec
 
 VERSION = 1
-COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
-LOCAL_STEPS = ("slice", "pad")
-SEND, BRING = "host.send", "host.bring"
-"""Lines that copy values to the host's memory, and back to the device. Both give what they are given, value by value;
-what a line reads beyond that only says what must have arrived before it starts (see `lower/offload.py`)."""
-HOSTS = frozenset((SEND, BRING))
 NOTHING = Picked()
 
 
@@ -161,7 +156,7 @@ class Instr:
     @property
     def hosts(self) -> bool:
         """Whether values go to the host's memory here, or come back."""
-        return self.op in HOSTS
+        return self.op in HOST_COPIES
 
     @property
     def box(self) -> Boxing:

@@ -15,9 +15,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from laminar.cost.ops.families import COMPUTES, family_of
-from laminar.cost.ops.interned import MOVES
 from laminar.ir.codec import Ref
 from laminar.ir.graph import map_refs
+from laminar.ir.ops import COLLECTIVE_OPS
 from laminar.ir.program import BUCKETED_GRADIENTS, Instr, MoveCause, Program
 
 BUCKET_BYTES = 10 << 20
@@ -71,7 +71,7 @@ def _behind(program: Program) -> Callable[[int], int]:
     A compiler works between collectives. What an activation's gradient is made of, and often the activation itself,
     made again for the gradient of a weight, belongs into one kernel: a bucket in between would take it apart.
     """
-    light = [i.op not in MOVES and family_of(i.op) not in (*COMPUTES, "indexing") for i in program.instrs]
+    light = [i.op not in COLLECTIVE_OPS and family_of(i.op) not in (*COMPUTES, "indexing") for i in program.instrs]
 
     def found(k: int) -> int:
         at = k

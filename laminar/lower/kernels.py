@@ -22,9 +22,9 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple
 
-from laminar.cost.ops.interned import APART, Forms, forms_of
-from laminar.cost.ops.roofline import FREE
+from laminar.cost.ops.interned import Forms, forms_of
 from laminar.cost.sim.no_gc import uncollected
+from laminar.ir.ops import ASYNC_OPS, FREE
 from laminar.ir.program import Instr, Program
 from laminar.lower.mincut_recompute import BACKWARD, ELEMENTWISE, FUSES, ROWWISE, SMALL
 
@@ -200,7 +200,7 @@ class _Grouping:
             product = self.facts[self.forms.of[found[made].lines[0]]]
             if product.op == "aten.mm" and self.uses[ins[0]] == 1:
                 return made  # a product that is only made to be widened comes out wide
-        found.append(Kernel(fact.fused, fact.op in APART, fact.size, part))
+        found.append(Kernel(fact.fused, fact.op in ASYNC_OPS, fact.size, part))
         return len(found) - 1
 
     def _between(self, first: int, makers: list[int]) -> bool:
@@ -248,7 +248,7 @@ def _parts(forms: Forms) -> list[int]:
     """Values of collectives that nobody has read yet, each with all of its collective."""
     out = []
     for instr, reads, first in zip(forms.program.instrs, forms.reads, forms.makes, strict=True):
-        moves = cut = instr.op in APART
+        moves = cut = instr.op in ASYNC_OPS
         if flying:
             for v in reads:
                 if v in flying:

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
-from laminar.cost.ops.roofline import FREE
 from laminar.errors import LaminarError, PlacementError
 from laminar.ir.codec import Ref
 from laminar.ir.graph import Graph, Node, map_refs
 from laminar.ir.mesh import Mesh
+from laminar.ir.ops import FREE
 from laminar.ir.patterns import pick
 from laminar.ir.plan import Plan
 from laminar.ir.program import READ_VALUES, Instr, MoveCause, Placed, Program, ProgramInput, ProgramOutput, placed

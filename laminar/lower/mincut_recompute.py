@@ -36,9 +36,9 @@ import numpy as np
 from scipy.sparse import csr_matrix
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
-from laminar.cost.ops.roofline import FREE
 from laminar.ir.codec import Ref
 from laminar.ir.graph import Node, map_refs, refs_in
+from laminar.ir.ops import FREE
 from laminar.ir.program import Instr, Placed, Program, placed
 from laminar.lower.offload import offloaded, without
 from laminar.lower.overlap import drop_unused

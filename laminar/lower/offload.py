@@ -34,12 +34,12 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from laminar.cost.ops.roofline import FREE
 from laminar.errors import PlanError
 from laminar.ir.codec import Ref
 from laminar.ir.graph import map_refs
+from laminar.ir.ops import FREE, HOST_BRING, HOST_COPIES, HOST_SEND
 from laminar.ir.plan import Plan
-from laminar.ir.program import BRING, HOSTS, SEND, Instr, MoveCause, Placed, Program
+from laminar.ir.program import Instr, MoveCause, Placed, Program
 from laminar.lower.overlap import drop_unused
 from laminar.lower.planned_recompute import boundary_bytes, early
 
@@ -121,7 +121,7 @@ def without(program: Program) -> Program:
         return source.get(ref, ref)
 
     for instr in program.instrs:
-        if instr.op in HOSTS:
+        if instr.op in HOST_COPIES:
             source |= {Ref(instr.name, k): now(instr.refs[k]) for k in range(len(instr.outs))}
         elif source.keys().isdisjoint(instr.refs):
             out.append(instr)
@@ -146,13 +146,13 @@ def refuse_stages(plan: Plan) -> None:
 
 def sent_bytes(program: Program, rank: int = 0) -> int:
     """Bytes of a rank that wait in the host's memory, all blocks together."""
-    outs = (p for i in program.instrs if i.op == SEND for p in i.outs if p is not None)
+    outs = (p for i in program.instrs if i.op == HOST_SEND for p in i.outs if p is not None)
     return sum(p.local(program.mesh, rank).nbytes for p in outs)
 
 
 def account(program: Program) -> dict[str, int]:
     """What `Plan.explain` tells about offload."""
-    sends = [i for i in program.instrs if i.op == SEND]
+    sends = [i for i in program.instrs if i.op == HOST_SEND]
     return {
         "blocks": len(sends),
         "tensors": sum(len(i.outs) for i in sends),
@@ -301,7 +301,7 @@ def _send(
     short = block.name.replace(".", "_").removeprefix("%") + ending
     nbytes = sum(p.local(program.mesh).nbytes for p in outs)
     cause = MoveCause("activations to the host")
-    return Instr(f"send_{short}", SEND, reads, reads, ins, outs, "", block.name, "forward", cause, nbytes)
+    return Instr(f"send_{short}", HOST_SEND, reads, reads, ins, outs, "", block.name, "forward", cause, nbytes)
 
 
 def _bring(block: _Block, come: Sequence[Ref], sends: Sequence[Instr]) -> Instr:
@@ -310,7 +310,7 @@ def _bring(block: _Block, come: Sequence[Ref], sends: Sequence[Instr]) -> Instr:
     name = "bring_" + block.name.replace(".", "_").removeprefix("%")
     nbytes = sum(s.bytes for s in sends)
     cause = MoveCause("activations back from the host")
-    return Instr(name, BRING, refs, refs, outs, outs, "", block.name, "backward", cause, nbytes)
+    return Instr(name, HOST_BRING, refs, refs, outs, outs, "", block.name, "backward", cause, nbytes)
 
 
 def _rewired(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from laminar.cost.ops.interned import MOVES
+from laminar.ir.ops import COLLECTIVE_OPS
 from laminar.ir.program import Instr, Program
 from laminar.lower.buckets import SMALL_BYTES
 
@@ -49,7 +49,7 @@ def _issued_early(program: Program) -> list[Instr]:
     last = -1
     for k, instr in enumerate(rest):
         at = k
-        if instr.op in MOVES and instr.name in read:  # gradients are issued where they stand
+        if instr.op in COLLECTIVE_OPS and instr.name in read:  # gradients are issued where they stand
             made = max((ready.get(r.name, -1) for r in instr.refs), default=-1)
             far = instr.bytes < SMALL_BYTES  # costs no memory to hold, only time to wait for
             at = made + 1 if far else max(made + 1, k - WINDOW, last)
@@ -57,14 +57,14 @@ def _issued_early(program: Program) -> list[Instr]:
         ready[instr.name] = at
         slots.append((at, k, instr))
     # At one place collectives that were moved up go first: what stood there does not depend on them.
-    return ahead + [instr for _, _, instr in sorted(slots, key=lambda s: (s[0], s[2].op not in MOVES, s[1]))]
+    return ahead + [instr for _, _, instr in sorted(slots, key=lambda s: (s[0], s[2].op not in COLLECTIVE_OPS, s[1]))]
 
 
 def _read(program: Program) -> set[str]:
     """What some op reads, before it was moved or after."""
     found: set[str] = set()
     for instr in reversed(program.instrs):
-        if instr.op not in MOVES or instr.name in found:
+        if instr.op not in COLLECTIVE_OPS or instr.name in found:
             found.update(r.name for r in instr.refs)
     return found
 
@@ -72,11 +72,11 @@ def _read(program: Program) -> set[str]:
 def _from_inputs(program: Program) -> set[str]:
     """Small collectives that depend on inputs through a few small ops, and those ops: counts of labels and the like."""
     found: set[str] = set()
-    if not any(i.op in MOVES for i in program.instrs):
+    if not any(i.op in COLLECTIVE_OPS for i in program.instrs):
         return found
     makers = {i.name: i for i in program.instrs}
     for instr in program.instrs:
-        if instr.op not in MOVES or instr.bytes >= SMALL_BYTES:
+        if instr.op not in COLLECTIVE_OPS or instr.bytes >= SMALL_BYTES:
             continue
         chain: dict[str, Instr] = {}
         todo = [instr]
@@ -93,7 +93,7 @@ def _from_inputs(program: Program) -> set[str]:
 def overlap(program: Program) -> Program:
     """The same instructions, with independent work between a collective and its first reader."""
     pending = _issued_early(program)
-    if not any(i.op in MOVES for i in pending):
+    if not any(i.op in COLLECTIVE_OPS for i in pending):
         return replace(program, instrs=tuple(pending))
     flying: dict[str, int] = {}
     """Collectives that nobody has waited for, by when they were issued."""
@@ -105,7 +105,7 @@ def overlap(program: Program) -> Program:
     while pending:
         head = pending[-1]
         pick = 0
-        moves = head.op in MOVES
+        moves = head.op in COLLECTIVE_OPS
         if moves and drawn >= SECOND_HALF:
             _landed(flying, head)
         if flying and any(r.name in flying for r in head.refs):
@@ -125,7 +125,7 @@ def overlap(program: Program) -> Program:
         drawn = drawn + 1 if pick and moves else 0
         out.append(instr)
         done.add(instr.name)
-        if instr.op in MOVES:
+        if instr.op in COLLECTIVE_OPS:
             flying[instr.name] = len(out)
     return replace(program, instrs=tuple(out))
 

@@ -25,9 +25,9 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from laminar.cost.ops.families import COMPUTES, family_of
-from laminar.cost.ops.roofline import FREE
 from laminar.ir.codec import Ref
 from laminar.ir.graph import map_refs
+from laminar.ir.ops import FREE
 from laminar.ir.patterns import Picked
 from laminar.ir.program import Instr, Placed, Program
 from laminar.lower.overlap import drop_unused

@@ -21,10 +21,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from laminar.cost.ops.roofline import FREE
 from laminar.errors import PlanError
 from laminar.ir.codec import Ref
 from laminar.ir.graph import Constant, Graph, Input, Node, Output, map_refs
+from laminar.ir.ops import FREE
 from laminar.rules.notation import call_of, calls_in
 
 LIGHT_NUMEL = 1 << 22

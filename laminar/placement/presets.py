@@ -13,11 +13,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from laminar.cost.ops.roofline import FREE
 from laminar.errors import MeshError, PlanError
 from laminar.ir.codec import Ref
 from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh
+from laminar.ir.ops import FREE
 from laminar.ir.patterns import apart, as_patterns, known
 from laminar.ir.plan import Plan
 from laminar.ir.sbp import B, NdSbp, Partial, Sbp, Split, no_rank_empty

@@ -33,9 +33,10 @@ from torch import Tensor
 from laminar.capture import torch_private
 from laminar.capture.torch_ops import DTYPES
 from laminar.cost.ops.strides import strides_of
-from laminar.cost.ops.table import CUT, DRAWS, Entry, parse_key
+from laminar.cost.ops.table import CUT, Entry, parse_key
 from laminar.ir.codec import Ref
 from laminar.ir.mesh import Mesh
+from laminar.ir.ops import DRAWS
 from laminar.ir.program import Instr, Placed
 from laminar.ir.sbp import B, S
 from laminar.ir.tensor import TensorSpec

@@ -16,10 +16,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from laminar.cost.ops.roofline import FREE, flops, op_s
+from laminar.cost.ops.roofline import flops, op_s
 from laminar.errors import RuleError
 from laminar.ir.codec import Ref, content_hash
 from laminar.ir.graph import Graph, Node, map_refs
+from laminar.ir.ops import FREE
 from laminar.ir.rewrites import Applied
 from laminar.ir.tensor import TensorSpec
 from laminar.rewrite.edit import Lookup, NoFit, Writer, is_packed

@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from laminar.cost.ops.roofline import FREE
 from laminar.errors import PlanError
 from laminar.ir.codec import Ref
 from laminar.ir.graph import Graph, Node
 from laminar.ir.mesh import Mesh
+from laminar.ir.ops import FREE
 from laminar.ir.sbp import B, Partial, Sbp
 from laminar.lower.lower import written
 from laminar.placement import presets

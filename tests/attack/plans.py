@@ -28,7 +28,7 @@ from typing import Any
 from laminar.errors import LaminarError, PlanError
 from laminar.ir.graph import Graph, Node
 from laminar.ir.mesh import Mesh
-from laminar.ir.patterns import PRODUCTS
+from laminar.ir.patterns import WITHOUT_PRODUCTS
 from laminar.ir.plan import Plan
 from laminar.ir.staged import Staged
 from laminar.placement import presets
@@ -233,7 +233,7 @@ class Change:
             return self.stored(plan, other, rng)
         if chance < 0.96 or not self.blocks:
             return replace(plan, gather_once=not plan.gather_once)
-        again = () if plan.recompute else (self.blocks + rng.choice(("", PRODUCTS)),)
+        again = () if plan.recompute else (self.blocks + rng.choice(("", WITHOUT_PRODUCTS)),)
         return replace(plan, recompute=again)
 
     def some(self, rng: random.Random, longest: int) -> Sequence[str]:

@@ -7,7 +7,6 @@ from functools import cache
 import pytest
 
 from laminar.cost.ops.interned import Forms
-from laminar.cost.ops.roofline import FREE
 from laminar.cost.ops.strides import local_layouts
 from laminar.cost.ops.table import local_call
 from laminar.forecast.step import machine
@@ -15,6 +14,7 @@ from laminar.ir.cluster import Cluster
 from laminar.ir.codec import Ref
 from laminar.ir.graph import map_refs, refs_in
 from laminar.ir.mesh import Mesh
+from laminar.ir.ops import FREE
 from laminar.ir.program import Instr, Placed, Program, ProgramInput, ProgramOutput
 from laminar.ir.sbp import B
 from laminar.ir.tensor import TensorSpec

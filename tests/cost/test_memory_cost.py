@@ -22,9 +22,9 @@ from laminar import ClusterError, Mesh
 from laminar.cost.memory.allocator import BLOCK, MIDDLE_SEGMENT, SMALL_SEGMENT, Cuda, Plain
 from laminar.cost.memory.inductor_reuse import Life, handed_on
 from laminar.cost.memory.peak import memory
-from laminar.cost.ops.roofline import FREE
 from laminar.cost.ops.strides import KEEPS_ORDER
 from laminar.ir.codec import Ref
+from laminar.ir.ops import FREE
 from laminar.ir.plan import Plan
 from laminar.ir.program import Instr, Placed, Program, ProgramInput, ProgramOutput
 from laminar.ir.sbp import B

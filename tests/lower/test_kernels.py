@@ -6,8 +6,8 @@ from functools import cache
 
 import pytest
 
-from laminar.cost.ops.roofline import FREE
 from laminar.ir.mesh import Mesh
+from laminar.ir.ops import FREE
 from laminar.ir.program import Program
 from laminar.lower.kernels import WRITES_ITSELF, kernels, parts
 from laminar.lower.mincut_recompute import recompute, written_out

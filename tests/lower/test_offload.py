@@ -23,14 +23,14 @@ import laminar
 from laminar import Cluster, Mesh
 from laminar.cli import main
 from laminar.cost.memory.peak import memory
-from laminar.cost.ops.roofline import FREE
 from laminar.errors import ClusterError, PlanError
 from laminar.forecast.step import predict
 from laminar.ir.cluster import Figure
 from laminar.ir.codec import Ref
+from laminar.ir.ops import FREE, HOST_BRING, HOST_SEND
 from laminar.ir.patterns import pick
 from laminar.ir.plan import Plan
-from laminar.ir.program import BRING, SEND, Program
+from laminar.ir.program import Program
 from laminar.lower.kernels import kernels, parts
 from laminar.lower.mincut_recompute import recompute, written_out
 from laminar.lower.offload import BACK, SMALL_SHARE, sent_bytes, without
@@ -109,7 +109,7 @@ def on_device(program: Program) -> list[int]:
             continue
         for n, placed in enumerate(instr.outs):
             assert placed is not None
-            if instr.op == SEND:
+            if instr.op == HOST_SEND:
                 source = instr.refs[n]
                 first, end = at[source.name], max(last[source], arrived[Ref(instr.name)] - 1)
             else:
@@ -126,8 +126,8 @@ def on_device(program: Program) -> list[int]:
 def test_each_block_but_the_last_leaves_and_comes_back_one_ahead(what: str) -> None:
     """In the order of forward, then backwards; each comes back when backward first reads the block behind it."""
     without_it, program = pair(MANY, what)
-    sends = [program.instrs[k] for k in copied(program, SEND)]
-    brings = [program.instrs[k] for k in copied(program, BRING)]
+    sends = [program.instrs[k] for k in copied(program, HOST_SEND)]
+    brings = [program.instrs[k] for k in copied(program, HOST_BRING)]
     assert [i.module for i in sends] == [f"blocks.{k}" for k in range(7)]
     assert [i.module for i in brings] == [f"blocks.{k}" for k in reversed(range(7))]
     assert [i.phase for i in (*sends, *brings)] == ["forward"] * 7 + ["backward"] * 7
@@ -137,7 +137,7 @@ def test_each_block_but_the_last_leaves_and_comes_back_one_ahead(what: str) -> N
     readers = {
         r: k for k, i in reversed([*enumerate(program.instrs)]) if i.name not in first for r in i.refs if not i.hosts
     }
-    starts = {i.module: k for k, i in enumerate(program.instrs) if i.op == BRING}
+    starts = {i.module: k for k, i in enumerate(program.instrs) if i.op == HOST_BRING}
     reads = {i.module: min(k for r, k in readers.items() if r.name == i.name) for i in brings}
     for k in range(6):
         mine, behind = f"blocks.{k}", f"blocks.{k + 1}"
@@ -156,7 +156,7 @@ def test_what_is_sent_is_made_in_its_block_and_read_by_nobody_in_backward(name: 
     first = early(program)
     leaving = {o.ref for o in program.outputs}
     sent: set[Ref] = set()
-    for k in copied(program, SEND):
+    for k in copied(program, HOST_SEND):
         line = program.instrs[k]
         sizes = [p.local(program.mesh).nbytes for p in line.outs if p]
         assert min(sizes) * SMALL_SHARE >= max(sizes)
@@ -183,14 +183,14 @@ def test_at_most_two_blocks_lie_on_the_device(name: str) -> None:
     """Of what travels, at every line, in the program as it is lowered and as it is compiled."""
     _, program = pair(name, "alone")
     for form in (program, recompute(written_out(program))):
-        sizes = [form.instrs[k].bytes for k in copied(form, SEND)]
+        sizes = [form.instrs[k].bytes for k in copied(form, HOST_SEND)]
         assert sizes and max(on_device(form)) <= 2 * max(sizes)
 
 
 def test_a_block_that_is_named_alone_leaves() -> None:
     """Where several are named, the one that backward begins with stays; one alone would be offloaded for nothing."""
     _, program = pair(MANY, "alone", "blocks.3")
-    (send, last), (back,) = copied(program, SEND), copied(program, BRING)
+    (send, last), (back,) = copied(program, HOST_SEND), copied(program, HOST_BRING)
     first = early(program)
     assert back > next(k for k, i in enumerate(program.instrs) if i.name not in first) > last > send
     assert program.instrs[last].refs[-1] == Ref(program.instrs[send].name)
@@ -203,15 +203,15 @@ def test_what_is_held_where_forward_ends_is_less_by_a_block_that_leaves(which: i
     graph = specimen(MANY).graph
     plan = PLANS["alone"](graph)
     kept, away = (laminar.lower(graph, p) for p in (plan, plan.with_offload(f"blocks.{which}")))
-    sends = [away.instrs[k] for k in copied(away, SEND)]
+    sends = [away.instrs[k] for k in copied(away, HOST_SEND)]
     assert memory(kept).peak_activations - memory(away).peak_activations == sends[0].bytes
 
 
 def test_the_last_block_that_is_named_leaves_if_it_does_not_come_straight_back() -> None:
     """With half of the model between its end and backward there is time and use for both ways."""
     _, program = pair(MANY, "alone", r"blocks\.[024]")
-    assert [program.instrs[k].module for k in copied(program, SEND)] == ["blocks.0", "blocks.2", *["blocks.4"] * 2]
-    sizes = [program.instrs[k].bytes for k in copied(program, SEND)]
+    assert [program.instrs[k].module for k in copied(program, HOST_SEND)] == ["blocks.0", "blocks.2", *["blocks.4"] * 2]
+    sizes = [program.instrs[k].bytes for k in copied(program, HOST_SEND)]
     assert max(on_device(program)) <= 2 * max(sizes)
 
 
@@ -222,7 +222,7 @@ def test_values_leave_by_name() -> None:
         if not any(n.name.startswith(pattern[1:-2]) for n in graph.nodes if n.phase == "forward"):
             continue
         without_it, program = pair("gpt.py:tiny", "data", pattern)
-        assert copied(program, SEND), pattern
+        assert copied(program, HOST_SEND), pattern
         same_bits(specimen("gpt.py:tiny"), without_it, program)
 
 
@@ -246,7 +246,7 @@ def test_results_are_those_without_offload_to_the_last_bit(name: str) -> None:
         plain, program = pair(name, what)
         same_bits(specimen(name), plain, program)
         if name != "lstm.py:tiny":
-            assert copied(program, SEND) and boundary_bytes(program) < boundary_bytes(plain)
+            assert copied(program, HOST_SEND) and boundary_bytes(program) < boundary_bytes(plain)
 
 
 @pytest.mark.parametrize("name", ["gpt.py:tiny", "moe.py:tiny", "resnet.py:tiny", slow("t5.py:tiny")])
@@ -390,7 +390,7 @@ def test_what_compiled_steps_make_again_does_not_travel() -> None:
     _, program = pair(MANY, "alone")
     form = recompute(written_out(program))
     assert 0 < sent_bytes(form) < sent_bytes(program)
-    assert not any(i.name.startswith("gelu") for k in copied(form, SEND) for i in form.instrs
+    assert not any(i.name.startswith("gelu") for k in copied(form, HOST_SEND) for i in form.instrs
                    if Ref(i.name) in form.instrs[k].refs)  # fmt: skip
     same_bits(specimen(MANY), written_out(without(program)), form)
 
@@ -635,7 +635,7 @@ def test_blocks_may_be_made_again_beside_blocks_that_are_offloaded() -> None:
     plan = PLANS["data"](one.graph)
     mixed = plan.with_recompute(r"blocks\.[0246]").with_offload(r"blocks\.[1357]")
     program = laminar.lower(one.graph, mixed)
-    assert [program.instrs[k].module for k in copied(program, SEND)] == ["blocks.1", "blocks.3", "blocks.5"]
+    assert [program.instrs[k].module for k in copied(program, HOST_SEND)] == ["blocks.1", "blocks.3", "blocks.5"]
     same_bits(one, laminar.lower(one.graph, plan), program)
 
 

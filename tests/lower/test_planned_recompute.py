@@ -25,8 +25,8 @@ from laminar.api import inputs_of
 from laminar.cli import main
 from laminar.cost.memory.peak import memory
 from laminar.cost.ops.families import COMPUTES, family_of
-from laminar.cost.ops.roofline import FREE
 from laminar.errors import PlanError
+from laminar.ir.ops import FREE
 from laminar.ir.patterns import as_patterns, pick
 from laminar.ir.plan import Plan
 from laminar.ir.program import Program

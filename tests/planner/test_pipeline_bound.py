@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 from scipy.optimize import linprog
 
-from laminar.cost.ops.roofline import FREE
 from laminar.cost.sim.pipeline import execute
 from laminar.errors import LaminarError
 from laminar.ir.cluster import Cluster
 from laminar.ir.graph import Graph
+from laminar.ir.ops import FREE
 from laminar.lower.pipeline_net import Layout, Stage, chain
 from laminar.lower.schedules import SCHEDULES, dag_net
 from laminar.lower.split_stages import light_ops, split

@@ -17,11 +17,12 @@ import laminar
 from laminar import Mesh
 from laminar.cost.ops.families import NAMES, describe
 from laminar.cost.ops.price import OpCost
-from laminar.cost.ops.strides import INTO, contiguous, local_layouts, mark_of
+from laminar.cost.ops.strides import contiguous, local_layouts, mark_of
 from laminar.cost.ops.table import Table, canonical, cpu_section, key_of, parse_key
 from laminar.errors import LaminarError
 from laminar.ir.cluster import Cluster
 from laminar.ir.codec import Ref
+from laminar.ir.ops import WRITE_INTO_PLACE
 from laminar.ir.program import Instr, Program
 from laminar.ir.tensor import TensorSpec
 from laminar.profile import shapes, sweep, time_collectives
@@ -116,7 +117,7 @@ def test_layouts_are_worked_out_as_torch_has_them(name: str) -> None:
 
 def test_the_planner_knows_what_is_written_into_buffers() -> None:
     """The list is written twice, since planning loads no framework: it must be the runtime's."""
-    assert set(INTO) == set(eager_step.OUT_VARIANTS)
+    assert set(WRITE_INTO_PLACE) == set(eager_step.OUT_VARIANTS)
     for program in programs("gpt.py:tiny"):
         _, lying = local_layouts(program)
         told = {name for name, marks in lying.marks.items() if marks and marks[-1] == "!"}

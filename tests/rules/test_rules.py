@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from laminar.capture.torch_ops import find_op
-from laminar.cost.ops.roofline import may_alias
 from laminar.errors import CaptureError
+from laminar.ir.ops import may_share_memory
 from laminar.ir.sbp import Partial
 from laminar.lower.lower import LOCAL_DIM
 from laminar.rules.expand import EXPANSIONS
@@ -86,7 +86,9 @@ def test_a_result_in_memory_of_its_input_is_known_as_one(cases: Cases) -> None:
                 found.add(op)
     assert {"aten.unsafe_split.Tensor", "aten.diagonal", "aten.squeeze.dims", "aten.view_as_real"} <= found
     assert found <= {op for op in RULES if shares(op)}
-    assert {op for op in RULES if shares(op)} == {op for op in RULES if may_alias(op)}, "memory is predicted by names"
+    assert {op for op in RULES if shares(op)} == {op for op in RULES if may_share_memory(op)}, (
+        "memory is predicted by names"
+    )
 
 
 def test_every_rule_is_reached(cases: Cases) -> None:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 import laminar
 from laminar import B, Mesh, S
 from laminar.errors import LaminarError
+from laminar.ir import limits
 from laminar.ir.codec import Ref
 from laminar.ir.program import Boxing, Instr, Placed, Program, ProgramInput, ProgramOutput
 from laminar.ir.tensor import TensorSpec
@@ -59,7 +60,7 @@ def inputs(program: Program, whole: dict[str, Any], step: int) -> dict[str, torc
 
 def run_steps(rank: int, ranks: int, folder: str) -> None:
     torch.set_num_threads(1)
-    p2p_collectives.DIRECT_BYTES, shm_arena.SMALL_BYTES = 256, 256
+    limits.DIRECT_BYTES, limits.SMALL_RING_BYTES = 256, 256
     join_process_group(rank, ranks, f"{folder}/rendezvous")
     cases = pickle.loads(Path(folder, "cases").read_bytes())
     out = {}

@@ -67,7 +67,7 @@ class Answer:
         return max(0.0, self.seconds - self.start_s - self.finish_s)
 
 
-FREE = Answer(0.0, "free", 0.0, "none")
+NO_TIME = Answer(0.0, "free", 0.0, "none")
 
 
 # -- the choice --------------------------------------------------------------------------------
@@ -220,7 +220,7 @@ class CollectiveCost:
         if kind not in KINDS:
             raise ClusterError(f"{kind!r} is no collective", allowed="  ".join(KINDS))
         if t.ranks == 1 or nbytes <= 0:
-            return FREE
+            return NO_TIME
         terms = formula(self.cluster, kind, nbytes, t, resident)
         seconds, source, sigma = self._seconds(kind, nbytes, t, resident, terms)
         part = seconds / terms.seconds if terms.seconds else 0.0

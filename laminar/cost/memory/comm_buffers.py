@@ -13,20 +13,14 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from laminar.cost.ops.roofline import may_alias
-from laminar.cost.ops.strides import INTO
-from laminar.cost.ops.table import DRAWS
 from laminar.errors import ClusterError
 from laminar.ir.codec import Ref
+from laminar.ir.limits import ALIGN, DIRECT_BYTES, RINGS, SMALL_RING_BYTES, aligned_bytes
+from laminar.ir.ops import DRAWS, WRITE_INTO_PLACE, may_share_memory
 from laminar.ir.program import Instr, Program
 from laminar.ir.sbp import Split, chunk
 from laminar.ir.tensor import ITEM_BYTES
 
-LINE = 64
-"""Bytes to which pieces of a buffer are aligned."""
-SMALL_BYTES = 1 << 16
-RINGS = {"small": 16, "large": 2}
-DIRECT_BYTES = 1 << 17
 BACKENDS = ("shared", "gloo", "nccl", "null")
 Shape = tuple[int, ...]
 
@@ -54,11 +48,6 @@ class Buffers:
     lying: dict[Ref, str] = field(default_factory=dict)
     """Values that lie in a home; the empty name means somewhere in what is fixed."""
     needs: dict[str, Need] = field(default_factory=dict)
-
-
-def aligned(nbytes: int) -> int:
-    """Rounded up to whole cache lines."""
-    return -(-nbytes // LINE) * LINE
 
 
 def buffers_of(program: Program, rank: int, backend: str, compiled: bool) -> Buffers:
@@ -98,7 +87,7 @@ class _Layout:
         for areas in self.arenas.values():
             counters = len([k for k in areas if k not in RINGS]) + sum(RINGS[k] for k in areas if k in RINGS)
             total = sum(n * RINGS.get(name, 1) for name, n in areas.items())
-            self.out.fixed.append(aligned(12 * counters) + total + LINE)
+            self.out.fixed.append(aligned_bytes(12 * counters) + total + ALIGN)
         if self.scratch:
             self.out.fixed += [self.scratch] * 2
 
@@ -126,19 +115,21 @@ class _Layout:
         for k, ref in enumerate(instr.refs):
             self.out.lying[Ref(instr.name, k)] = instr.name
             maker = self.makers.get(ref.name)
-            fits = maker is not None and maker.op in INTO and self.uses[ref] == 1 and ref not in self.out.lying
+            fits = (
+                maker is not None and maker.op in WRITE_INTO_PLACE and self.uses[ref] == 1 and ref not in self.out.lying
+            )
             if fits and not self.compiled:
                 self.out.lying[ref] = instr.name
         if self.backend == "shared" and n > 1:
             # The region also has room for the sum of this rank's part; the terms are the bucket itself.
             item = self._item(instr)
-            extra = aligned(total) - total + aligned(chunk(total // item, n, 0)[1] * item)
+            extra = aligned_bytes(total) - total + aligned_bytes(chunk(total // item, n, 0)[1] * item)
             self.arenas.setdefault(instr.box.axes, {})[instr.name] = extra
 
     def _local_gradients(self) -> None:
         for out in self.program.outputs:
             maker = self.makers.get(out.ref.name)
-            fits = out.kind == "grad" and maker is not None and maker.op in INTO and self.uses[out.ref] == 1
+            fits = out.kind == "grad" and maker is not None and maker.op in WRITE_INTO_PLACE and self.uses[out.ref] == 1
             if fits and out.ref not in self.out.lying:
                 self.out.homes[out.ref.name] = out.placed.local(self.mesh, self.rank).nbytes
                 self.out.lying[out.ref] = out.ref.name
@@ -154,9 +145,9 @@ class _Layout:
             return Need("place", holds=True) if instr.kind == "all_reduce" else Need("finish", holds=True)
         if instr.kind == "all_reduce":
             if self.backend == "shared":
-                halved = n > 2 and before > SMALL_BYTES
-                own = aligned(chunk(before // self._item(instr), n, 0)[1] * self._item(instr))
-                self._ring(instr, aligned(before) + own if halved else before)
+                halved = n > 2 and before > SMALL_RING_BYTES
+                own = aligned_bytes(chunk(before // self._item(instr), n, 0)[1] * self._item(instr))
+                self._ring(instr, aligned_bytes(before) + own if halved else before)
             return Need("place") if self._donated(instr.refs[0]) else Need("start")
         if instr.kind == "all_to_all" or self.backend == "nccl":
             return self._packed(instr, before, after)
@@ -194,12 +185,12 @@ class _Layout:
     def _donated(self, ref: Ref) -> bool:
         """Whether a reduction may work where its input lies."""
         maker = self.makers.get(ref.name)
-        return maker is not None and not maker.kind and not may_alias(maker.op) and self.uses[ref] == 1
+        return maker is not None and not maker.kind and not may_share_memory(maker.op) and self.uses[ref] == 1
 
     def _ring(self, instr: Instr, nbytes: int) -> None:
-        ring = "small" if nbytes <= SMALL_BYTES else "large"
+        ring = "small" if nbytes <= SMALL_RING_BYTES else "large"
         areas = self.arenas.setdefault(instr.box.axes, {})
-        areas[ring] = max(areas.get(ring, 0), aligned(max(nbytes, 1)))
+        areas[ring] = max(areas.get(ring, 0), aligned_bytes(max(nbytes, 1)))
 
     def _rows(self, instr: Instr) -> None:
         """Rows in which small or strided pieces travel, and the scratch in which terms of a sum arrive."""
@@ -219,13 +210,13 @@ class _Layout:
                 sizes = [rest * blocks * chunk(whole[dim] // blocks, len(ranks), r)[1] for r in range(len(ranks))]
             plain = blocks == 1 and all(n == 1 for n in whole[:dim])
             if plain and max(sizes) * item >= DIRECT_BYTES:
-                row += aligned(sizes[at] * item)
+                row += aligned_bytes(sizes[at] * item)
             else:
                 totals = [t + n for t, n in zip(totals, sizes, strict=True)]
         if sum(totals):
             self.out.fixed.append(sum(totals) * item)
         if not gather:
-            self.scratch = max(self.scratch, (row + aligned(totals[at] * item)) * (len(ranks) - 1))
+            self.scratch = max(self.scratch, (row + aligned_bytes(totals[at] * item)) * (len(ranks) - 1))
 
     # -- slots ---------------------------------------------------------------------------------
 
@@ -235,7 +226,7 @@ class _Layout:
         busy: list[int] = []
         lives = _lives(self.program)
         for name, (first, last) in lives.items():
-            nbytes = sum(map(aligned, self._after(self.makers[name])))
+            nbytes = sum(map(aligned_bytes, self._after(self.makers[name])))
             free = [k for k, until in enumerate(busy) if until < first and sizes[k] >= nbytes]
             if not free:
                 sizes.append(nbytes)
@@ -259,7 +250,7 @@ def _lives(program: Program) -> dict[str, tuple[int, int]]:
         if instr.kind:
             escaped |= read
         last.update(dict.fromkeys(read, k))
-        if may_alias(instr.op):
+        if may_share_memory(instr.op):
             roots[instr.name] = read
     escaped |= _union(roots.get(o.ref.name, set()) for o in program.outputs)
     return {name: (k, last[name]) for name, k in gathers.items() if name not in escaped}

@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 from laminar.cost.memory.comm_buffers import Buffers, buffers_of
 from laminar.cost.memory.inductor_reuse import NEVER_IN_PLACE, arranged
-from laminar.cost.ops.interned import MOVES, forms_of
-from laminar.cost.ops.roofline import FREE
+from laminar.cost.ops.interned import forms_of
 from laminar.cost.ops.strides import follow
-from laminar.cost.ops.table import DRAWS, local_call
-from laminar.ir.program import HOSTS, Instr, Program
+from laminar.cost.ops.table import local_call
+from laminar.ir.ops import COLLECTIVE_OPS, DRAWS, FREE, HOST_COPIES
+from laminar.ir.program import Instr, Program
 
 TWO_PASSES = frozenset("native_layer_norm_backward native_group_norm_backward batch_norm_backward".split())
 """Ops that a compiler makes two kernels of, along rows and across them: what they read outlives the first."""
@@ -168,8 +168,8 @@ def _fact(instr: Instr, program: Program, rank: int) -> Fact:
         drawn=local[0][1].numel if instr.op in DRAWS and instr.outs[0] else 0,
         cat=instr.op == "aten.cat",
         looks=(instr.op in FREE or instr.op.startswith("aten.squeeze")) and bool(instr.refs),
-        moves=instr.op in MOVES,
-        hosts=instr.op in HOSTS,
+        moves=instr.op in COLLECTIVE_OPS,
+        hosts=instr.op in HOST_COPIES,
         boxes=bool(instr.kind),
         short=short,
     )

@@ -29,7 +29,8 @@ from laminar.cost.memory.comm_buffers import Need
 from laminar.cost.memory.inductor_reuse import Life, handed_on
 from laminar.cost.memory.liveness import Run, Script
 from laminar.errors import ClusterError
-from laminar.ir.program import BRING, SEND, Program
+from laminar.ir.ops import HOST_BRING, HOST_SEND
+from laminar.ir.program import Program
 
 DRAWN_BYTES = 32
 """What a keyed draw takes for each number at most, before its result: four times 64 bits (`capture/kernels.py`)."""
@@ -125,7 +126,7 @@ def memory(
 
 def _host_bytes(program: Program, rank: int) -> int:
     """What offloaded values take in the host's memory, all at once."""
-    sent = (p for i in program.instrs if i.op == SEND for p in i.outs if p)
+    sent = (p for i in program.instrs if i.op == HOST_SEND for p in i.outs if p)
     return sum(p.local(program.mesh, rank).nbytes for p in sent)
 
 
@@ -360,7 +361,7 @@ class _Play:
     def _copy(self, line: int) -> None:
         """To the host: what is sent is held until it has arrived, and takes nothing there. Back: it has memory from the
         start."""
-        back, first = self.program.instrs[line].op == BRING, self.script.forms.makes[line]
+        back, first = self.program.instrs[line].op == HOST_BRING, self.script.forms.makes[line]
         fact = self.script.fact(line)
         sizes = {k: nbytes for k, nbytes, _ in fact.outs} if back else {}
         for k in range(fact.makes):

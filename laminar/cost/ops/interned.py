@@ -12,13 +12,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from laminar.ir.codec import Ref
-from laminar.ir.program import COLLECTIVES, HOSTS, Instr, Program
-
-MOVES = frozenset(f"box.{kind}" for kind in COLLECTIVES)
-"""Ops of lines in which ranks talk to each other: `Instr.moves` without a call, for loops over all lines."""
-
-APART = MOVES | HOSTS
-"""Those, and copies to the host and back: lines that go on beside what follows."""
+from laminar.ir.program import Instr, Program
 
 
 class Forms:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from laminar.ir.ops import FREE
 from laminar.rules.notation import Call
 
 
@@ -55,29 +56,6 @@ def _share(call: Call) -> float:
     """The share of its samples that a call of what runs as it is has on one rank."""
     split, first = call.args[-4], len(call.args[0]) if call.op.endswith("backward") else 0
     return call.ins[first + split[0]].shape[0] / max(call.args[-1], 1) if split else 1.0
-
-
-FREE = frozenset(
-    f"aten.{name}"
-    for name in """view _unsafe_view reshape t permute transpose.int unsqueeze squeeze squeeze.dim expand slice.Tensor
-    select.int split.Tensor split_with_sizes unbind.int alias detach""".split()
-)
-"""Ops that only look at memory in another way."""
-
-VIEWS = FREE | frozenset(
-    f"aten.{name}"
-    for name in """squeeze.dims diagonal unfold unsafe_split.Tensor unsafe_split_with_sizes view_as_complex view_as_real
-    as_strided view.dtype""".split()
-)
-"""Ops whose result is memory of what they read; those beyond the free ones are rare, and priced like others."""
-MAY_ALIAS = ("aten.clone", "aten.contiguous", "aten._to_copy", "aten.to.", "aten.lift", "laminar.")
-"""Ops, besides views, whose result may be the memory of what they read."""
-
-
-def may_alias(op: str) -> bool:
-    """Whether the result of an op may lie where its input lies, by name: `runtime/comm/aliases.py` asks torch as
-    well."""
-    return op in VIEWS or op.startswith(MAY_ALIAS)
 
 
 def op_s(call: Call, device: Device = ASSUMED) -> float:

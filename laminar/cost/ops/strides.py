@@ -21,16 +21,13 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from laminar.cost.ops.interned import Forms, forms_of
-from laminar.cost.ops.roofline import FREE
 from laminar.ir.codec import Ref
 from laminar.ir.mesh import Mesh
-from laminar.ir.program import HOSTS, Program
+from laminar.ir.ops import FREE, HOST_COPIES, WRITE_INTO_PLACE
+from laminar.ir.program import Program
 from laminar.rules.notation import Call
 
 Strides = tuple[int, ...]
-
-INTO = ("aten.mm", "aten.bmm", "aten.addmm", "aten.embedding_dense_backward")
-"""Ops that can write their result where they are told."""
 
 KEEPS_ORDER = frozenset(
     f"aten.{n}"
@@ -205,7 +202,7 @@ def placed(forms: Forms) -> set[int]:
     leaving = {forms.number(o.ref) for o in outputs}
     wanted = {forms.number(o.ref) for o in outputs if o.kind == "grad"}
     reduces = [i.kind == "all_reduce" for i in forms.examples]
-    writes = [i.op in INTO for i in forms.examples]
+    writes = [i.op in WRITE_INTO_PLACE for i in forms.examples]
     for form, reads, first in zip(forms.of, forms.reads, forms.makes, strict=True):
         if reduces[form] and (len(reads) > 1 or first in leaving):
             wanted.update(reads)
@@ -230,7 +227,7 @@ def _made(call: Call, given: list[Strides]) -> list[Strides] | None:
         return usual
     if call.op in FREE or call.op.startswith("aten.squeeze"):
         return _view(call, given[0])
-    if call.op in HOSTS:  # as they lay, packed if they had gaps
+    if call.op in HOST_COPIES:  # as they lay, packed if they had gaps
         pairs = zip(call.outs, given, usual, strict=False)
         return [st if o and mark_of(o.shape, st) not in ("s", "e") else plain for o, st, plain in pairs]
     if call.op in KEEPS_ORDER:

@@ -27,12 +27,12 @@ from typing import Any
 from laminar.errors import LaminarError
 from laminar.ir.codec import Dtype, Ref
 from laminar.ir.mesh import Mesh
+from laminar.ir.ops import DRAWS
 from laminar.ir.program import Instr
 from laminar.ir.sbp import Split
 from laminar.ir.tensor import TensorSpec
 from laminar.rules.notation import SIZED, Call, local_args, one_call
 
-DRAWS = ("laminar.uniform", "laminar.normal")
 KEY = TensorSpec((2,), "i64")
 CUT = "cut"
 """Last argument of a draw whose result is one rank's piece: it goes the way through index tables."""

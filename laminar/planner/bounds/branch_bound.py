@@ -20,9 +20,9 @@ from itertools import pairwise
 
 from laminar.cost.machine import ALONE
 from laminar.cost.ops.families import COMPUTES, family_of
-from laminar.cost.ops.roofline import FREE
 from laminar.forecast.pipeline_step import CONTROL_S, MEETING_S
 from laminar.ir.graph import Graph, Node
+from laminar.ir.ops import FREE
 from laminar.ir.tensor import TensorSpec
 from laminar.lower.mincut_recompute import written_out
 from laminar.lower.stage_programs import Part, stages

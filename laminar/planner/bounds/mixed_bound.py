@@ -24,9 +24,9 @@ import numpy as np
 
 from laminar.cost.machine import ALONE
 from laminar.cost.ops.families import COMPUTES, family_of
-from laminar.cost.ops.roofline import FREE
 from laminar.forecast.pipeline_step import MEETING_S
 from laminar.ir.graph import Graph
+from laminar.ir.ops import FREE
 from laminar.lower.split_stages import split
 from laminar.planner.bounds.one_device import ONE_DEVICE, Alone, kernel_s
 from laminar.planner.estimate.mixed_pipelines import Shop, Sides

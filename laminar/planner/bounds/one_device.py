@@ -14,7 +14,7 @@ from __future__ import annotations
 from laminar.cost.machine import Machine, fused_work, kernel_kind
 from laminar.cost.ops.interned import Forms
 from laminar.ir.mesh import Mesh
-from laminar.ir.patterns import PRODUCTS, pick
+from laminar.ir.patterns import WITHOUT_PRODUCTS, pick
 from laminar.ir.program import Program
 from laminar.lower.kernels import kernels
 from laminar.lower.mincut_recompute import recompute, written_out
@@ -66,9 +66,9 @@ class Alone:
             none_s = least_s = taken(())
             family = self.model.blocks if cell.recompute else None
             if family:
-                least_s = min(none_s, *(taken((family + how,)) for how in ("", PRODUCTS)))
+                least_s = min(none_s, *(taken((family + how,)) for how in ("", WITHOUT_PRODUCTS)))
                 if len(self.model.keeps) == 1:
-                    each = [[taken((block + how,)) for how in ("", PRODUCTS)] for block in self._blocks(family)]
+                    each = [[taken((block + how,)) for how in ("", WITHOUT_PRODUCTS)] for block in self._blocks(family)]
                     least_s = min(least_s, none_s - sum(max(0.0, none_s - min(ways)) for ways in each))
             self._seconds[key] = least_s
         return self._seconds[key]

@@ -42,8 +42,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 
-from laminar.cost.ops.roofline import FREE
 from laminar.ir.graph import Graph
+from laminar.ir.ops import FREE
 from laminar.lower.split_stages import LINEAR, light_ops, repeated
 from laminar.placement.fold import Fold
 from laminar.planner.tuning import BOUND_PRECISION

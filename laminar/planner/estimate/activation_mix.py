@@ -27,8 +27,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from laminar.forecast.step import Prediction, held_by, predict, timed
+from laminar.ir.ops import HOST_SEND
 from laminar.ir.plan import Plan
-from laminar.ir.program import SEND
 from laminar.lower.step import step_programs
 from laminar.planner.space.styles import Style
 
@@ -67,7 +67,7 @@ def ways_of(model: Model, kept: Score, whole: Score | None) -> Ways:
                     ends[block] = max(ends.get(block, 0), int(times.end[k]))
         forward_s = (max(ends.values()) - min(ends.values())) / 1e9 / (len(ends) - 1) if len(ends) > 1 else 0.0
         held = held_by(program, groups, request.cluster, prices.optimizer).peak_bytes
-        sent = sum(p.local(plan.mesh).nbytes for i in program.instrs if i.op == SEND for p in i.outs if p)
+        sent = sum(p.local(plan.mesh).nbytes for i in program.instrs if i.op == HOST_SEND for p in i.outs if p)
         return times.step / 1e9, float(held), forward_s, float(sent)
 
     kept_s, kept_bytes, forward_s, _ = run(plan)

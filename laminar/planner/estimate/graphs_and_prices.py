@@ -19,7 +19,7 @@ from laminar.forecast.pipeline_step import inside
 from laminar.forecast.step import machine
 from laminar.ir.graph import Graph, Node
 from laminar.ir.mesh import Mesh
-from laminar.ir.patterns import COLLECTIVES, PRODUCTS
+from laminar.ir.patterns import WITH_COLLECTIVES, WITHOUT_PRODUCTS
 from laminar.ir.plan import Plan
 from laminar.ir.sbp import local_spec
 from laminar.placement.fold import Fold, fold
@@ -197,8 +197,9 @@ class Model:
         text = self.blocks if every else pattern(self.blocks, [self.block_names[b] for b in sorted(blocks)])
         style = style or Style()
         if style.keep_products == "all":
-            return (f"{text}{PRODUCTS}{COLLECTIVES}" if "lean" in style.axes else f"{text}{PRODUCTS}",)
-        return (f"{text}{COLLECTIVES}" if {"sequence", "lean"}.intersection(style.axes) else text,)
+            text += WITHOUT_PRODUCTS
+            return (text + WITH_COLLECTIVES if "lean" in style.axes else text,)
+        return (f"{text}{WITH_COLLECTIVES}" if {"sequence", "lean"}.intersection(style.axes) else text,)
 
     def unfolded(self, score: Score) -> Plan:
         """Its placement on the micro-batch's graph at full depth."""

@@ -19,9 +19,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from laminar.cost.ops.roofline import FREE
 from laminar.errors import PlanError
 from laminar.ir.graph import Graph, Node
+from laminar.ir.ops import FREE
 from laminar.ir.patterns import pick
 from laminar.ir.plan import Plan
 from laminar.ir.planned import Planned

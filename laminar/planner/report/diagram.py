@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 
 from laminar.cost.machine import Machine
 from laminar.cost.ops.families import COMPUTES, family_of
-from laminar.cost.ops.roofline import FREE
 from laminar.errors import LaminarError
 from laminar.forecast.step import machine
 from laminar.ir.cluster import Cluster
 from laminar.ir.codec import Ref
 from laminar.ir.graph import Graph, Node
+from laminar.ir.ops import FREE
 from laminar.ir.plan import Plan
 from laminar.ir.planned import Planned
 from laminar.ir.sbp import NdSbp, show

@@ -15,7 +15,7 @@ from typing import Any
 
 from laminar.errors import PlanError
 from laminar.ir.graph import Graph
-from laminar.ir.patterns import PRODUCTS
+from laminar.ir.patterns import WITHOUT_PRODUCTS
 from laminar.ir.planned import Planned, graph_for
 from laminar.planner.report.classify import Form, form
 
@@ -150,7 +150,7 @@ def torchtitan(found: Form) -> Flags:
 
 def sparing(found: Form) -> bool:
     """Whether products are kept of what is made again."""
-    return any(PRODUCTS in p for p in found.recompute)
+    return any(WITHOUT_PRODUCTS in p for p in found.recompute)
 
 
 def _flags(style: str, out: list[str], notes: list[str], obstacles: list[str]) -> Flags:

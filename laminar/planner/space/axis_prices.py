@@ -13,8 +13,8 @@ import numpy as np
 
 from laminar.cost.machine import ALONE, Machine
 from laminar.cost.ops.families import COMPUTES, family_of
-from laminar.cost.ops.roofline import FREE
 from laminar.ir.mesh import Mesh
+from laminar.ir.ops import FREE
 from laminar.ir.sbp import Sbp
 from laminar.ir.tensor import TensorSpec
 from laminar.placement.complete import AxisCosts

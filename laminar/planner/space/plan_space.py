@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from laminar.cost.ops.roofline import FREE
 from laminar.errors import PlanError
 from laminar.ir.codec import content_hash
 from laminar.ir.graph import Graph
-from laminar.ir.patterns import COLLECTIVES, PRODUCTS
+from laminar.ir.ops import FREE
+from laminar.ir.patterns import WITH_COLLECTIVES, WITHOUT_PRODUCTS
 from laminar.ir.plan import Plan
 from laminar.ir.planned import Planned
 from laminar.ir.staged import Staged
@@ -203,7 +203,7 @@ class Space:
         """Whether a pattern names whole blocks, or those without products or with what ranks exchange."""
         family = str(self.data.get("blocks", ""))
         before = re.escape(family.removesuffix("*"))
-        text = text.removesuffix(COLLECTIVES).removesuffix(PRODUCTS)
+        text = text.removesuffix(WITH_COLLECTIVES).removesuffix(WITHOUT_PRODUCTS)
         return bool(family) and (text == family or re.fullmatch(rf"{re.escape(before)}\(?[\d|]+\)?", text) is not None)
 
     def _set_apart(self, plan: Plan | Staged, graph: Graph | None) -> Member | None:

@@ -26,7 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laminar.ir.program import BRING, Instr
+from laminar.ir.ops import HOST_BRING
+from laminar.ir.program import Instr
 
 
 class HostLink:
@@ -123,7 +124,7 @@ class Bring:
 def exchange_of(instr: Instr, device: torch.device) -> Send | Bring:
     """Who copies for a line."""
     link = link_of(device)
-    return Bring(link) if instr.op == BRING else Send(len(instr.outs), link)
+    return Bring(link) if instr.op == HOST_BRING else Send(len(instr.outs), link)
 
 
 def packed(t: Tensor) -> Tensor:

@@ -36,7 +36,8 @@ from laminar.capture.torch_ops import DTYPES, constant_tensor, find_op
 from laminar.capture.torch_private import compiled_graph
 from laminar.events import emit
 from laminar.ir.codec import Dtype, Ref
-from laminar.ir.program import BRING, Instr, Program
+from laminar.ir.ops import HOST_BRING
+from laminar.ir.program import Instr, Program
 from laminar.lower.mincut_recompute import TRAFFIC, recompute, written_out
 from laminar.lower.planned_recompute import early
 from laminar.runtime.code.cuda_graph import RecordedGraph
@@ -369,7 +370,7 @@ class _Cutter:
 
     def _brought(self, ref: Ref) -> bool:
         """Whether a value has come back from the host, into memory that nobody else knows."""
-        return ref.name in self.makers and self.makers[ref.name].op == BRING
+        return ref.name in self.makers and self.makers[ref.name].op == HOST_BRING
 
     def _outs(self, name: str) -> int:
         return len(self.makers[name].outs)

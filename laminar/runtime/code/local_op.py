@@ -17,6 +17,7 @@ from laminar.capture import kernels, torch_private
 from laminar.capture.torch_ops import DENSE, LAZY, dense, find_op, resolved, spread, unplain
 from laminar.ir.codec import Ref
 from laminar.ir.mesh import Mesh
+from laminar.ir.ops import DRAWS
 from laminar.ir.program import Instr
 from laminar.ir.sbp import Split, chunk, local_indices
 from laminar.rules.notation import Call, local_args
@@ -47,8 +48,6 @@ BOUND |= {name: dense(find_op(name)) for name in DENSE} | {name: resolved(find_o
 
 SQUEEZES = ("aten.squeeze", "aten.squeeze.dim", "aten.squeeze.dims")
 """Ops that would also drop a dim of which a rank happens to hold one row: they run as reshapes."""
-
-DRAWS = ("laminar.uniform", "laminar.normal")
 
 
 def offset_of(placed: Any, dim: int, mesh: Mesh, rank: int) -> int:

@@ -13,8 +13,9 @@ from typing import Any
 
 from laminar.capture import torch_private
 from laminar.capture.torch_ops import find_op
-from laminar.cost.ops.roofline import may_alias as by_name
-from laminar.ir.program import LOCAL_STEPS, Instr
+from laminar.ir.ops import LOCAL_BOXING
+from laminar.ir.ops import may_share_memory as by_name
+from laminar.ir.program import Instr
 
 UNSAID = ("aten.unsafe_", "aten._unsafe_", "aten.reshape", "aten._reshape")
 """Ops that may give back memory of their input, whatever their schemas say."""
@@ -31,4 +32,4 @@ def shares(op: str) -> bool:
 
 def result_may_alias(instr: Instr) -> bool:
     """Whether what a line makes may lie where what it reads lies. Of exchanges only local steps are asked."""
-    return instr.kind in LOCAL_STEPS if instr.kind else instr.hosts or shares(instr.op)
+    return instr.kind in LOCAL_BOXING if instr.kind else instr.hosts or shares(instr.op)

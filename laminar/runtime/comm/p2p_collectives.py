@@ -23,16 +23,13 @@ import torch
 from torch import Tensor
 
 from laminar.capture.torch_private import foreach_copy
+from laminar.ir import limits
+from laminar.ir.limits import ALIGN
 from laminar.ir.program import Program
 from laminar.ir.sbp import chunk
 from laminar.runtime.comm.aliases import result_may_alias
 from laminar.runtime.comm.boxing_ops import Box
 from laminar.runtime.comm.process_group import ProcessGroup
-from laminar.runtime.comm.shm_arena import ALIGN
-
-DIRECT_BYTES = 1 << 17
-"""Pieces of at least this size travel on their own. Estimated from single messages and copies on two ranks; for a
-whole step of a GPT, 128 kB, 400 kB and never differed by no more than the noise of a busy machine."""
 
 
 def windows(x: Tensor, dim: int, blocks: int, lengths: Sequence[int]) -> list[Tensor]:
@@ -51,7 +48,7 @@ class PackedPieces:
     def __init__(self, shapes: Sequence[Sequence[tuple[int, ...]]], plain: Sequence[bool], item_bytes: int) -> None:
         """`shapes[i][r]` is tensor i's piece of rank r; `plain[i]` says that its pieces are contiguous."""
         sizes = [[torch.Size(s).numel() for s in each] for each in shapes]
-        self.alone = [i for i, n in enumerate(sizes) if plain[i] and max(n) * item_bytes >= DIRECT_BYTES]
+        self.alone = [i for i, n in enumerate(sizes) if plain[i] and max(n) * item_bytes >= limits.DIRECT_BYTES]
         self.packed = [i for i in range(len(sizes)) if i not in self.alone]
         ranks = range(len(shapes[0]))
         self.rows = [[sizes[i][r] for i in self.packed] for r in ranks]

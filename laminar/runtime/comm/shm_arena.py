@@ -34,12 +34,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from laminar.errors import PeerError
+from laminar.ir import limits
+from laminar.ir.limits import ALIGN, RINGS, aligned_bytes
 
-ALIGN = 64
-"""Bytes of a cache line: every tensor begins at a multiple of it."""
-SMALL_BYTES = 1 << 16
-"""Exchanges below this size use the ring of small segments."""
-RINGS = {"small": 16, "large": 2}
 READY, MIDDLE, DONE = range(3)
 SPINS = 100
 """How often to look before sleeping. Assumed, not measured."""
@@ -47,11 +44,6 @@ NAP_S = 0.2
 """How long to sleep before seeing whether the others are still there."""
 SYS_FUTEX, FUTEX_WAIT, FUTEX_WAKE = 202, 0, 1
 """Of Linux on x86-64."""
-
-
-def cache_aligned(nbytes: int) -> int:
-    """Rounded up to whole cache lines."""
-    return -(-nbytes // ALIGN) * ALIGN
 
 
 @dataclass
@@ -63,8 +55,8 @@ class ArenaNeeds:
 
     def transient(self, nbytes: int) -> None:
         """An exchange that goes through a ring."""
-        ring = "small" if nbytes <= SMALL_BYTES else "large"
-        self.rings[ring] = max(self.rings[ring], cache_aligned(max(nbytes, 1)))
+        ring = "small" if nbytes <= limits.SMALL_RING_BYTES else "large"
+        self.rings[ring] = max(self.rings[ring], aligned_bytes(max(nbytes, 1)))
 
 
 class ShmArena:
@@ -129,7 +121,7 @@ class ShmArena:
 
     def take(self, nbytes: int) -> Segment:
         """The next segment of the ring, once what went on there has come to its end."""
-        ring = "small" if nbytes <= SMALL_BYTES else "large"
+        ring = "small" if nbytes <= limits.SMALL_RING_BYTES else "large"
         segments = self.rings[ring]
         self._turn[ring] = (self._turn[ring] + 1) % len(segments)
         segment = segments[self._turn[ring]]
@@ -157,9 +149,9 @@ def _futex(address: int, what: int, value: int, timeout: Any) -> None:
 
 def arena_layout(wants: ArenaNeeds) -> tuple[dict[str, tuple[int, int, int]], int]:
     """First counter, offset and size of everything, and the size of a region; its last bytes are a token."""
-    names = {n: cache_aligned(b) for n, b in wants.buckets.items()}
+    names = {n: aligned_bytes(b) for n, b in wants.buckets.items()}
     names |= {f"{ring} {k}": wants.rings[ring] for ring, n in RINGS.items() for k in range(n) if wants.rings[ring]}
-    places, at = {}, cache_aligned(4 * 3 * len(names))
+    places, at = {}, aligned_bytes(4 * 3 * len(names))
     for k, (name, nbytes) in enumerate(names.items()):
         places[name] = (3 * k, at, nbytes)
         at += nbytes

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from laminar.capture.torch_private import foreach_copy
+from laminar.ir import limits
+from laminar.ir.limits import aligned_bytes
 from laminar.ir.sbp import chunk
-from laminar.runtime.comm import shm_arena as arenas
 from laminar.runtime.comm.boxing_ops import Box
 from laminar.runtime.comm.p2p_collectives import carve, windows
-from laminar.runtime.comm.shm_arena import DONE, MIDDLE, READY, Segment, ShmArena, cache_aligned
+from laminar.runtime.comm.shm_arena import DONE, MIDDLE, READY, Segment, ShmArena
 
 REDUCE: dict[str, Any] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
@@ -35,7 +36,7 @@ def reduce_into(terms: Sequence[Tensor], op: str, out: Tensor) -> Tensor:
 
 def bucket_bytes(numel: int, ranks: int, dtype: torch.dtype) -> int:
     """How much of a region a reduction in two halves takes: the terms, and the sum of this rank's part."""
-    return cache_aligned(numel * dtype.itemsize) + cache_aligned(chunk(numel, ranks, 0)[1] * dtype.itemsize)
+    return aligned_bytes(numel * dtype.itemsize) + aligned_bytes(chunk(numel, ranks, 0)[1] * dtype.itemsize)
 
 
 class _Halves:
@@ -45,7 +46,7 @@ class _Halves:
         self.segment, self.op, at = segment, op, segment.arena.at
         ranks = range(segment.arena.ranks)
         spans = [chunk(numel, len(ranks), r) for r in ranks]
-        above = cache_aligned(numel * dtype.itemsize) // dtype.itemsize
+        above = aligned_bytes(numel * dtype.itemsize) // dtype.itemsize
         all_ = [segment.of(r, dtype) for r in ranks]
         self.flat = all_[at][:numel]
         self.terms = [x.narrow(0, *spans[at]) for x in all_]
@@ -131,7 +132,7 @@ class ShmAllReduce(_Transient):
     @staticmethod
     def is_halved(nbytes: int, ranks: int) -> bool:
         """Few ranks, or few bytes: everybody sums everything."""
-        return ranks > 2 and nbytes > arenas.SMALL_BYTES
+        return ranks > 2 and nbytes > limits.SMALL_RING_BYTES
 
     @staticmethod
     def need(numel: int, ranks: int, dtype: torch.dtype) -> int:

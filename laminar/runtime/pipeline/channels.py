@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from laminar.errors import NetError
+from laminar.ir.limits import ALIGN
 from laminar.ir.net import Net, Queue
-from laminar.runtime.comm.shm_arena import ALIGN
 
 REMEMBERED_LAYOUTS = 4096
 """Layouts that are remembered."""

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from laminar.ir.limits import ALIGN, aligned_bytes
 from laminar.runtime.comm import shm_arena
 from laminar.runtime.pipeline.channels import QueueRoute
 
@@ -27,7 +28,7 @@ RingKey = tuple[int, int, int]
 
 def slot_bytes(wire: QueueRoute) -> int:
     """Of one register in a ring."""
-    return shm_arena.cache_aligned(wire.route.max_bytes)
+    return aligned_bytes(wire.route.max_bytes)
 
 
 def ring_layout(wires: list[QueueRoute], rank: int) -> tuple[dict[RingKey, tuple[int, int]], int]:
@@ -39,7 +40,7 @@ def ring_layout(wires: list[QueueRoute], rank: int) -> tuple[dict[RingKey, tuple
             if dst == rank and src != rank:
                 out[wire.number, src, dst] = at, nbytes
                 at += nbytes
-    return out, at + shm_arena.ALIGN  # the last bytes are a token
+    return out, at + ALIGN  # the last bytes are a token
 
 
 def share_rings(wires: list[QueueRoute], group: Any, wanted: bool = True) -> tuple[dict[RingKey, Tensor], set[RingKey]]:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from laminar.capture.losses import is_mean
 from laminar.capture.torch_ops import DTYPES
+from laminar.ir.limits import ALIGN
 from laminar.ir.mesh import Place
 from laminar.ir.program import Program
 from laminar.ir.tensor import ITEM_BYTES
@@ -30,7 +31,6 @@ from laminar.rules.crossing import Crossing, crossing
 from laminar.runtime.code.eager_step import Adding
 from laminar.runtime.comm.aliases import result_may_alias
 from laminar.runtime.comm.cross_mesh import Window, reduction_identity
-from laminar.runtime.comm.shm_arena import ALIGN
 from laminar.runtime.pipeline.channels import Route, Value
 
 Feed = Callable[[int, int], Mapping[str, Tensor]]
