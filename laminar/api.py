@@ -7,13 +7,14 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from laminar.errors import LaminarError, PlanError, RecipeError
 from laminar.ir.cluster import Cluster
 from laminar.ir.graph import RNG, SCALE, Graph
 from laminar.ir.mesh import Mesh
 from laminar.ir.plan import Plan, runs_ddp
+from laminar.ir.rewrites import carried_sites
 from laminar.ir.sbp import Sbp
 from laminar.ir.staged import Staged
 from laminar.placement import presets
@@ -23,6 +24,10 @@ from laminar.rewrite.variants import rewritten
 from laminar.staging.stage_plans import again as restaged
 from laminar.staging.stage_plans import pipeline
 from laminar.train.options import DEFAULTS, JobOptions
+
+if TYPE_CHECKING:
+    from laminar.planner.space.request import Request
+    from laminar.runtime.check.prove_rule_files import ProvedRules
 
 
 @dataclass(frozen=True)
@@ -154,6 +159,7 @@ def plan(
     proposals: int = 0,
     margin: float | None = None,
     batch: str = "fixed",
+    rules: str | Path | ProvedRules | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Plan | Staged:
     """The fastest plan for a graph on a cluster that a search finds, and how far it can be from the best there is.
@@ -170,6 +176,8 @@ def plan(
     only          dimensions that may be used: "data", "tensor", "pipeline", "zero", "recompute", "offload", "rewrite"
     optimizer     whose update and state are priced
     proposals     so many random moves are tried around the best plan, if it has no stages (300,000 take some 10 s)
+    rules         a file of rewrite rules as TASO and FlexFlow publish them (JSON): those that hold on random numbers
+                  are searched with beside Laminar's own. `plan.account["rules"]` counts them, and those the plan uses
     progress      told in words whenever a better plan is found
 
     `plan.step_s` is simulated, `plan.bound_s` is below the simulated time of every plan in the space that was
@@ -182,15 +190,42 @@ def plan(
 
     machine = Cluster.preset(cluster) if isinstance(cluster, str) else cluster
     request = asking(machine, memory_bytes, budget_s, optimizer, pin, only, proposals, margin, batch)
-    found = best(graph, request, progress)
-    if not found.rewrites:
-        return found
-    from laminar.runtime.check.prove_rewrites import proof
+    if rules is None:
+        return _proved(graph, best(graph, request, progress), request, {}, progress)
+    if not request.allows("rewrite"):
+        raise PlanError("rules of a file rewrite the graph, and this search may not", allowed="  ".join(request.only),
+                        next="leave out rules, or add rewrite to what may be used")  # fmt: skip
+    if len(machine.parts) > 1:
+        raise PlanError(f"{machine.name} has several kinds of devices, and no graph is rewritten for such clusters",
+                        next="leave out rules, or plan for one kind of device")  # fmt: skip
+    from laminar.runtime.check.prove_rule_files import ProvedRules, proved_rules
 
-    shown = proof(found.origin.graph if found.origin else graph, found)
-    if not shown.holds:
-        found = best(graph, replace(request, only=tuple(d for d in request.only if d != "rewrite")), progress)
-    return replace(found, account={**found.account, "proof": str(shown)})
+    read = rules if isinstance(rules, ProvedRules) else proved_rules(rules)
+    request = replace(request, rules=read.new)
+    found = _proved(graph, best(graph, request, progress), request, read.errors, progress)
+    return replace(found, account={**found.account, "rules": {**read.counts(), "used": carried_sites(found.rewrites)}})
+
+
+def _proved(
+    graph: Graph, found: Plan | Staged, request: Request, errors: Mapping[str, float], progress: Any
+) -> Plan | Staged:
+    """A plan whose rewrites hold when run on random numbers: the one found, or without rules of a file, or without any.
+
+    `errors` are those of the rules of a file.
+    """
+    from laminar.planner.search.entry import best
+
+    shown = None
+    while found.rewrites:
+        from laminar.runtime.check.prove_rewrites import proof
+
+        shown = proof(found.origin.graph if found.origin else graph, found, errors)
+        if shown.holds:
+            break
+        plainer = {"rules": ()} if request.rules else {"only": tuple(d for d in request.only if d != "rewrite")}
+        request = replace(request, **plainer)
+        found = best(graph, request, progress)
+    return found if shown is None else replace(found, account={**found.account, "proof": str(shown)})
 
 
 def replan(
@@ -229,6 +264,7 @@ def replan(
         optimizer=former.get("optimizer", "adamw"),
         only=former.get("only"),
         margin=margin,
+        rules=former.get("rules", ()),
     )
     return planned_anew(own(plan, graph), plan, request)
 

@@ -14,7 +14,7 @@ import os
 import re
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from laminar import cli_cost
 from laminar.cli_ask import parse_changes, questions, told, working
@@ -28,6 +28,9 @@ from laminar.placement.presets import NAMES
 from laminar.planner.report.throughput import work_of
 from laminar.planner.space.request import PINS, STORED
 
+if TYPE_CHECKING:
+    from laminar.runtime.check.prove_rule_files import ProvedRules
+
 EXAMPLES = """\
 examples
   laminar plan examples/gpt.py:deep --cluster 8xh100 -o plan.json               search
@@ -39,6 +42,7 @@ examples
   laminar plan examples/gpt.py:deep --cluster 8xh100 --why blocks.3.mlp.down.weight --what-if 'memory=40GB; link=0.5'
   laminar plan examples/gpt.py:deep --cluster 8xh100 --flags megatron --png plan.png
   laminar plan examples/gpt.py:small --cluster here.json --measure              run the best candidates on this machine
+  laminar plan examples/gpt.py:deep --cluster 8xh100 --rules rules.json            with a TASO or FlexFlow rule file
   laminar plan examples/gpt.py:tiny --mesh dp=2,tp=2 --preset tensor -o plan.json
   laminar plan examples/gpt.py:tiny --mesh tp=2 --place 'blocks.*up.weight=tp:S(0)' -o plan.json
   laminar plan examples/gpt.py:tiny --stages 2 --micro-batches 4 -o plan.json
@@ -109,7 +113,7 @@ def do_plan(args: argparse.Namespace) -> int:
         return _stages(args, parse_mesh(args.mesh) if args.mesh else None)
     if args.cluster and not told:
         return _search(args)
-    for name in ("memory", "margin", "batch", "budget", "pin", "only", "proposals", "compare", "measure"):
+    for name in ("memory", "margin", "batch", "budget", "pin", "only", "proposals", "rules", "compare", "measure"):
         if getattr(args, name) or (name == "margin" and args.margin is not None):
             raise PlanError(f"--{name} is for a search", next="leave out --mesh, --preset, --place and --stages")
     return _made(args)
@@ -131,6 +135,7 @@ def _search(args: argparse.Namespace) -> int:
         from laminar.launch.measure_plans import refuse_elsewhere, taken
 
         refuse_elsewhere(cluster)
+    rules = _rules(args)
     with working("capturing", args.json):
         graph = graph_of(args.recipe, 1, args.precision, _kind(cluster))
     asked: dict[str, Any] = {
@@ -146,9 +151,10 @@ def _search(args: argparse.Namespace) -> int:
 
         def search() -> Plan | Staged:
             with across_commands(graph, cluster.hash):
-                return plan(graph, cluster, **asked, progress=lambda text: say(f"searching, {text}"))
+                return plan(graph, cluster, **asked, rules=rules, progress=lambda text: say(f"searching, {text}"))
 
         about = {"graph": graph.hash, "cluster": cluster.hash, **asked}
+        about |= {"rules": [rules.file, rules.content]} if rules is not None else {}
         found = search() if args.measure else kept("plans", about, search, lambda p: p.to_json(), plan_of)
     if args.measure:
         with working("measuring", args.json):
@@ -159,7 +165,33 @@ def _search(args: argparse.Namespace) -> int:
         account["flops"] *= found.account["batch"]["samples"] / found.account["batch"]["captured"]
     account |= {"cluster_file": args.cluster} if args.cluster.endswith(".json") else {}
     found = replace(found, account=account)
-    return told(args, found, lambda: graph, cluster, {"graph": graph.hash, **found.account})
+    data: dict[str, Any] = {"graph": graph.hash, **found.account}
+    if rules is not None:
+        data["rules"] = {**data["rules"], "each": [verdict.to_json() for verdict in rules.verdicts]}
+        if not args.json:
+            print(f"{rules}\n  {_taken(found.account['rules']['used'])}\n")
+    return told(args, found, lambda: graph, cluster, data)
+
+
+def _rules(args: argparse.Namespace) -> ProvedRules | None:
+    """The rules of `--rules`, proved."""
+    if args.rules is None:
+        return None
+    from laminar.runtime.check.prove_rule_files import proved_rules
+
+    with working("proving rules", args.json) as say:
+        return proved_rules(args.rules, lambda done, of: say(f"proving rules {_bar(done, of)}"))
+
+
+def _bar(done: int, of: int, width: int = 20) -> str:
+    """How far something is, as a bar."""
+    filled = width * done // of
+    return f"[{'#' * filled}{'.' * (width - filled)}] {done}/{of}"
+
+
+def _taken(used: dict[str, int]) -> str:
+    """Which of the rules a plan uses."""
+    return "the plan uses " + (", ".join(f"{name} x{n}" for name, n in used.items()) or "none of them")
 
 
 def _rank_that_measures(args: argparse.Namespace) -> int:
@@ -271,6 +303,9 @@ def options(p: argparse.ArgumentParser) -> None:
         "rewrite, separated by commas (default: all)")  # fmt: skip
     add("--proposals", type=int, default=0, metavar="N",
         help="afterwards try N random changes to the best plan (default: 0; 300000 take about 10 s)")  # fmt: skip
+    add("--rules", metavar="FILE",
+        help="also search with the rewrite rules of a TASO or FlexFlow JSON file: those that hold on random "
+        "numbers")  # fmt: skip
     add("--compare", action="store_true", help="show every candidate that was evaluated")
     add("--measure", action="store_true",
         help="run the best candidates and the named plans on this machine, and take the fastest")  # fmt: skip

@@ -22,7 +22,7 @@ from laminar.ir.mesh import Mesh
 from laminar.ir.patterns import apart, as_patterns
 from laminar.ir.planned import Origin, Planned, account_of, reading_account, searched
 from laminar.ir.reading import Part
-from laminar.ir.rewrites import Steps, described, rewrites_from, rewrites_json
+from laminar.ir.rewrites import Steps, carried, described, rewrites_from, rewrites_json
 from laminar.ir.sbp import NdSbp, check, parse_nd, show
 
 VERSION = 1
@@ -235,6 +235,7 @@ class Plan(Planned):
             lines += ["", "parameters in pieces are gathered once a step: what forward has gathered stays for backward"]
         if self.rewrites:
             lines += ["", f"rewritten before it is spread: {described(self.rewrites)}"]
+            lines += [f"  {name}, from a file: {text}" for name, text in carried(self.rewrites).items()]
         if "proof" in account:
             lines.append(f"  {account['proof']}")
         if "eager" in account:

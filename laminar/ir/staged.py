@@ -22,7 +22,7 @@ from laminar.ir.mesh import Mesh, Place
 from laminar.ir.plan import Plan
 from laminar.ir.planned import Origin, Planned, account_of, reading_account, searched
 from laminar.ir.reading import Part
-from laminar.ir.rewrites import Steps, described, rewrites_from, rewrites_json
+from laminar.ir.rewrites import Steps, carried, described, rewrites_from, rewrites_json
 
 VERSION = 1
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zero-bubble-level", "backward-first")
@@ -186,6 +186,7 @@ class Staged(Planned):
         ]
         if self.rewrites:
             lines.append(f"rewritten before it is cut: {described(self.rewrites)}")
+            lines += [f"  {name}, from a file: {text}" for name, text in carried(self.rewrites).items()]
         if "proof" in self.account:
             lines.append(f"  {self.account['proof']}")
         for s, stage in enumerate(self.stages):

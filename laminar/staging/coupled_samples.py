@@ -7,7 +7,6 @@ hook that clamps gradients.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
@@ -79,8 +78,8 @@ def _mixing(graph: Graph) -> list[Coupled]:
     forward: dict[str, Coupled] = {}
     backward: dict[str, Coupled] = {}
     for instr in program.instrs:
-        reader = re.match(r".* for %([^.\s]+)", instr.why)  # an op that is written out has lines like batch_norm_0.2
-        node = graph.by_name.get(reader[1]) if reader else None
+        reader = instr.cause.reader if instr.cause else ""  # an op that is written out has lines like batch_norm_0.2
+        node = graph.by_name.get(reader.partition(".")[0])
         if not instr.moves or node is None:
             continue
         if instr.phase == "forward" and not _is_mean(graph, node):

@@ -211,9 +211,8 @@ def _runs(job: Any) -> str:
     program = getattr(job, "program", None)
     if program is None:
         return ""  # and so is torch's own data parallel
-    lines = {k: v for k, v in program.to_json().items() if k != "plan"}
     state = {name: str(nd) for name, nd in {**job.plan.inputs, **job.plan.state}.items()}
-    return content_hash({"program": lines, "state": state})
+    return content_hash({"program": program.runs_hash, "state": state})
 
 
 def _warmed(job: Any, batches: list[Any]) -> tuple[list[float], float]:

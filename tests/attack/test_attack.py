@@ -20,7 +20,7 @@ from laminar.forecast.step import predict
 from laminar.ir.mesh import Mesh
 from laminar.placement import presets
 from laminar.planner.bounds.cell_bound import Bounds
-from laminar.planner.search.branches import Branches
+from laminar.planner.search.best_first.branches import Branches
 from laminar.planner.space.cell import Cell
 from laminar.planner.space.plan_space import Member, Space
 from laminar.planner.space.request import Request
@@ -122,7 +122,7 @@ def _claiming(bound: float, step: float) -> Callable[[pytest.MonkeyPatch], None]
     """A search that says more than it knows: of what it found, a share as its bound, and as the best with a name."""
 
     def wrong(patch: pytest.MonkeyPatch) -> None:
-        patch.setattr(run, "claim_of", lambda p: Claim(bound * p.step_s, step * p.step_s, p.space))
+        patch.setattr(run, "claim_of", lambda p, *_: Claim(bound * p.step_s, step * p.step_s, p.space))
 
     return wrong
 

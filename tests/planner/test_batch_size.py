@@ -26,7 +26,7 @@ from laminar.ir.staged import Staged, load_plan
 from laminar.placement.micro_batch import micro
 from laminar.planner.estimate.candidates import Found, Nothing
 from laminar.planner.search.batch_size import Batches, fitted, own
-from laminar.planner.search.best_first import find, promised, sought
+from laminar.planner.search.best_first.search import find, promised, sought
 from laminar.planner.search.one_batch import tried
 from laminar.planner.space.cell import divisors
 from laminar.planner.space.request import Request, asking

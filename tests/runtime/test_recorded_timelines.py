@@ -101,7 +101,7 @@ def test_labels_are_those_of_the_program(two: Ranks) -> None:
         if instr is not None:
             assert (span.op, span.module, span.phase) == (instr.op, instr.module, instr.phase)
             assert span.family == instr.kind if instr.moves else span.family
-    assert {s.cause for s in found.spans if s.kind == "communication"} <= {i.cause for i in program.collectives}
+    assert {s.cause for s in found.spans if s.kind == "communication"} <= {i.reason for i in program.collectives}
     assert found.meta["axes"] == {i.name: "dp" for i in program.collectives}
     spread = found.meta["spread_ns"]
     assert all(low <= middle <= high for low, middle, high in spread.values()) and "optimizer" in spread

@@ -15,7 +15,7 @@ from laminar.planner.estimate.candidates import Final, Found, described
 from laminar.planner.report.breakdown import assumed, binding, chances, counted, held, spent
 from laminar.planner.report.classify import form
 from laminar.planner.report.traffic import accounted
-from laminar.planner.space.request import Request
+from laminar.planner.space.request import Request, texts
 
 LOOKED_AT = 40
 """Plans of a search that its account lists."""
@@ -81,4 +81,5 @@ def asked(request: Request) -> dict[str, Any]:
         "optimizer": request.optimizer,
         "pin": {**request.pin, **request.place},
         "only": list(request.only),
+        **({"rules": texts(request.rules)} if request.rules else {}),
     }

@@ -7,13 +7,14 @@ device's memory that it leaves free. Everything is checked here, by name, before
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from laminar.cost.machine import UPDATES
 from laminar.errors import PlanError
 from laminar.ir.cluster import Cluster
+from laminar.rewrite.apply import Rule
 
 DIMENSIONS = ("data", "tensor", "pipeline", "zero", "recompute", "offload", "rewrite")
 """`data`: the batch in parts. `tensor`: any other split of tensors. `pipeline`: stages and micro-batches. `zero`:
@@ -49,6 +50,8 @@ class Request:
     """Share of a device's memory that stays free; unless given `MARGIN`. Where `memory_bytes` is given, it says all."""
     batch: str = "fixed"
     """See `BATCHES`."""
+    rules: tuple[Rule, ...] = ()
+    """Rewrite rules of a file, searched with beside Laminar's own."""
 
     def __post_init__(self) -> None:
         if self.budget_s < 0 or self.proposals < 0:
@@ -100,6 +103,11 @@ class Request:
         return self.allows("offload") and self.pin.get("offload", 1) > 0 and self.cluster.device.kind == "gpu"
 
 
+def texts(rules: Iterable[Rule]) -> list[list[str]]:
+    """Rules of a file as plain data: name and text."""
+    return [[rule.name, rule.text] for rule in rules]
+
+
 def dimensions(text: str | Sequence[str] | None) -> tuple[str, ...]:
     """`only` as users write it: "data,tensor", a list, or nothing for all."""
     if text is None:
@@ -122,10 +130,15 @@ def asking(
     proposals: int = 0,
     margin: float | None = None,
     batch: str = "fixed",
+    rules: Iterable[Rule | Sequence[str]] = (),
 ) -> Request:
-    """A request from what users write: pins of numbers and of tensors in one table, dimensions in one text."""
+    """A request from what users write: pins of numbers and of tensors in one table, dimensions in one text.
+
+    Rules may be given as pairs of name and text, as `texts` gives them.
+    """
+    read = tuple(r if isinstance(r, Rule) else Rule.of_file(*r) for r in rules)
     known = {*PINS, *STORED.values()}
     place = {k: v for k, v in stored_pins(pin).items() if k not in known and isinstance(v, str)}
     numbers = {k: v for k, v in stored_pins(pin).items() if k not in place}
     return Request(cluster, memory_bytes, budget_s, optimizer, numbers,
-                   dimensions(only), place, proposals, margin, batch)  # fmt: skip
+                   dimensions(only), place, proposals, margin, batch, read)  # fmt: skip

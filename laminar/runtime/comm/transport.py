@@ -260,14 +260,14 @@ class Groups:
         `in_order` promises that its lines will run one after the other as they stand, so that a gathered
         tensor's memory may be used again behind its last reader.
         """
-        for axes in sorted({i.args[1] for i in program.collectives}):
+        for axes in sorted({i.box.axes for i in program.collectives}):
             if axes not in self._groups:
                 self._groups[axes] = self._joined(axes)
         self._given, self._leaving = {}, p2p_collectives.leaving(program)
         self._yards = {}
         if self.device.type != "cpu":
             return
-        for axes in sorted({i.args[1] for i in program.collectives}):
+        for axes in sorted({i.box.axes for i in program.collectives}):
             self._open_yard(axes, program)
         if in_order:
             by_name = {i.name: i for i in program.instrs}
@@ -321,7 +321,7 @@ class Groups:
             return
         leaving = {o.ref for o in program.outputs if o.kind not in PASSING}
         for instr in program.collectives:
-            if instr.args[1] != axes:
+            if instr.box.axes != axes:
                 continue
             dtype = DTYPES[instr.ins[0].spec.dtype]
             boxes = [Box.of(instr, self.mesh, self.rank, i) for i in range(len(instr.refs))]
@@ -346,18 +346,18 @@ class Groups:
 
     def bucket(self, instr: Instr, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> Bucket:
         """The buffer of a merged all-reduce."""
-        yard = self._yards.get(instr.args[1])
+        yard = self._yards.get(instr.box.axes)
         return Bucket(shapes, dtype, self.device, yard.buckets.get(instr.name) if yard else None)
 
     def exchange(self, instr: Instr, rank: int, copy: bool, bucket: Bucket | None, fill: Sequence[int]) -> Exchange:
         """The exchange of one collective."""
-        group = self._groups[instr.args[1]]
-        yard = self._yards.get(instr.args[1])
+        group = self._groups[instr.box.axes]
+        yard = self._yards.get(instr.box.axes)
         found = self._shared(yard, instr, copy, bucket, fill) if yard else None
         if found is not None:
             return found
         if instr.kind == "all_reduce":
-            return AllReduce(group, instr.args[4], copy, bucket, fill)
+            return AllReduce(group, instr.box.reduction, copy, bucket, fill)
         boxes = [Box.of(instr, self.mesh, self.rank, i) for i in range(len(instr.refs))]
         box = boxes[0]
         if instr.kind in ("all_gather", "reduce_scatter") and self.device.type == "cpu" and "gloo" in group.backend:
@@ -378,7 +378,7 @@ class Groups:
         self, yard: Yard, instr: Instr, copy: bool, bucket: Bucket | None, fill: Sequence[int]
     ) -> Exchange | None:
         """The exchange through shared memory, if there is a way."""
-        dtype, op = DTYPES[instr.ins[0].spec.dtype], instr.args[4]
+        dtype, op = DTYPES[instr.ins[0].spec.dtype], instr.box.reduction
         boxes = [Box.of(instr, self.mesh, self.rank, i) for i in range(len(instr.refs))]
         if instr.kind == "all_gather":
             return shm_collectives.Gather(yard, boxes, dtype, self._given.get(instr.name))
