@@ -99,7 +99,15 @@ def _bar(axis: Any, at: float, median: float, low: float, high: float, colour: s
     """A bar from 1 on, with its quartiles and its number."""
     axis.bar(at, median - 1, 0.25, bottom=1, color=colour, zorder=2)
     axis.plot([at, at], [low, high], color="#222222", linewidth=0.9, zorder=3)
-    axis.text(at, max(median, high) * 1.06, f"{median:.3g}", ha="center", fontsize=6.8, rotation=90, va="bottom")
+    axis.text(
+        at,
+        max(median, high) * 1.06,
+        f"{median:.2f}" if median < 10 else f"{median:.1f}",
+        ha="center",
+        fontsize=6.8,
+        rotation=90,
+        va="bottom",
+    )
 
 
 def plan(path: Path) -> None:
