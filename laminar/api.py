@@ -28,6 +28,7 @@ from laminar.train.options import DEFAULTS, JobOptions
 if TYPE_CHECKING:
     from laminar.planner.space.request import Request
     from laminar.runtime.check.prove_rule_files import ProvedRules
+    from laminar.train.protocol import TrainingJob
 
 
 @dataclass(frozen=True)
@@ -417,7 +418,7 @@ def _verify_staged(model: Any, loss: Any, batches: list[Any], plan: Staged, dtyp
     from laminar.runtime.check.probe_rules import probe
     from laminar.runtime.check.verify import verify_stages, weighted
     from laminar.train.check_graph import against_eager
-    from laminar.train.engine import Leaves
+    from laminar.train.leaves import Leaves
 
     whole, leaves = capture(model, loss, batches[0]), Leaves.of(batches[0])
     refuse_other(plan, samples_of(whole))
@@ -452,7 +453,7 @@ def micro_batches(batch: Any, count: int | Sequence[int]) -> list[Any]:
     import json
 
     from laminar.capture.batches import unflatten
-    from laminar.train.engine import Leaves, Sized
+    from laminar.train.leaves import Leaves, Sized
 
     leaves = Leaves.of(batch if isinstance(count, int) else Sized(batch, count))
     parts = leaves.split(count if isinstance(count, int) else len(count))
@@ -461,7 +462,7 @@ def micro_batches(batch: Any, count: int | Sequence[int]) -> list[Any]:
 
 def for_plan(plan: Plan | Staged, batch: Any) -> Any:
     """As many samples of a batch as a plan is for, the first ones, where its batch was free and is a part of this."""
-    from laminar.train.engine import Leaves
+    from laminar.train.leaves import Leaves
 
     known = plan.account.get("batch", {}).get("samples", 0)
     samples = Leaves.of(batch).samples if known else 0
@@ -491,8 +492,8 @@ def parallelize(
     check: bool = DEFAULTS.check,
     unguarded: Sequence[str] = DEFAULTS.unguarded,
     measure: bool = True,
-) -> Any:
-    """A `Job` that trains `model` on all ranks as if they were one.
+) -> TrainingJob:
+    """A job that trains `model` on all ranks as if they were one.
 
     model          any `nn.Module`; rank 0's weights are taken, and stay in it as this rank's parts. DDP, Accelerate
                    and torch.compile around it are taken off
@@ -550,7 +551,7 @@ def parallelize(
     plan = plan_for.loaded(plan)
     if world is None and isinstance(plan, Plan | Staged) and "batch" in plan.account:
         from laminar.planner.search.batch_size import refuse_other
-        from laminar.train.engine import Leaves
+        from laminar.train.leaves import Leaves
 
         parts = 1 if isinstance(plan, Staged) else micro_batches
         refuse_other(plan, Leaves.of(batch).split(parts)[0].samples, parts)

@@ -18,7 +18,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from laminar.ir.codec import content_hash
@@ -245,8 +244,7 @@ def _hold_still(job: Any) -> None:
 def _took(job: Any, batches: list[Any], calls: int) -> tuple[float, str]:
     """Seconds of a step on this rank, from when all ranks are ready; or what went wrong."""
     _wait(job)
-    if dist.is_initialized():
-        dist.barrier()
+    job.peers.barrier()
     start = time.perf_counter()
 
     def steps() -> None:

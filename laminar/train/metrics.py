@@ -132,19 +132,14 @@ def _wide(value: Any) -> Any:
     return value.double() if isinstance(value, Tensor) else value
 
 
-class Logs:
-    """What every job does for numbers of the user's own."""
-
-    steps: int
-
-    def log(self, **values: Any) -> None:
-        """Numbers of your own, such as `job.log(accuracy=0.9)`, into the events of the run, with the step's number."""
-        numbers = {}
-        for name, value in values.items():
-            try:
-                numbers[name] = float(value)
-            except (TypeError, ValueError):
-                raise LaminarError(
-                    f"{name} is a {type(value).__name__}, not a number", next="log a number or a scalar tensor"
-                ) from None
-        emit("log", step=self.steps, values=numbers)
+def log_numbers(step: int, values: Mapping[str, Any]) -> None:
+    """Numbers of a user's own into the events of the run, with the step's number."""
+    numbers = {}
+    for name, value in values.items():
+        try:
+            numbers[name] = float(value)
+        except (TypeError, ValueError):
+            raise LaminarError(
+                f"{name} is a {type(value).__name__}, not a number", next="log a number or a scalar tensor"
+            ) from None
+    emit("log", step=step, values=numbers)

@@ -228,18 +228,23 @@ class Groups:
         share: bool = True,
         timeout_s: float = 600.0,
         ranks: Sequence[int] | None = None,
+        group: Any = None,
     ) -> None:
         """`share`: exchange through shared memory where ranks have it; `timeout_s` is how long to wait there.
 
         `ranks`: which ranks of the world the mesh is made of; all of them in order unless said. Only they make this.
+        `group`: the process group of the world; torch's default one unless said.
         """
         if not dist.is_initialized():
             raise MeshError("no process group", next="start under torchrun, or call dist.init_process_group first")
-        world = dist.get_world_size()
+        self._all = dist.group.WORLD if group is None else group
+        world = dist.get_world_size(group)
         if ranks is None and mesh.ranks != world:
             raise MeshError(f"{mesh} has {mesh.ranks} ranks, the world has {world}",
                             next=f"start {mesh.ranks} processes, or use a mesh of {world}")  # fmt: skip
-        self._begin(mesh, tuple(range(world) if ranks is None else ranks), dist.get_rank(), device, share, timeout_s)
+        numbers = dist.get_process_group_ranks(self._all)
+        members = tuple(numbers[r] for r in (range(world) if ranks is None else ranks))
+        self._begin(mesh, members, dist.get_rank(), device, share, timeout_s)
 
     def _begin(
         self, mesh: Mesh, world: tuple[int, ...], at: int, device: torch.device | str, share: bool, timeout_s: float
@@ -284,7 +289,7 @@ class Groups:
         """Leave the process groups that were made here, with their threads; no exchange may be under way."""
         for talk in self._groups.values():
             group = getattr(talk, "group", None)
-            if group is not None and group is not dist.group.WORLD:
+            if group is not None and group is not self._all:
                 dist.destroy_process_group(group)
         self._groups, self._yards = {}, {}
 
@@ -303,8 +308,8 @@ class Groups:
             if members in done:
                 continue
             done.add(members)
-            if len(members) == dist.get_world_size():
-                group = dist.group.WORLD
+            if len(members) == dist.get_world_size(self._all):
+                group = self._all
             elif len(self.world) == dist.get_world_size():
                 group = dist.new_group([self.world[r] for r in members])
             elif self.rank in members:  # those outside of this mesh are not here to take part
