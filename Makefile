@@ -19,7 +19,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 VISION := $(shell grep '^torchvision==' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint bench attack fuzz fuzz-models prove sweep
+.PHONY: help setup demo test lint bench pictures attack fuzz fuzz-models prove sweep
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
@@ -62,6 +62,9 @@ fuzz: setup ## random plans and edited files; PLANS=1000 says how many, SEED=...
 
 fuzz-models: setup ## random models against plain PyTorch; PROGRAMS=1000 says how many, SEED=... which
 	$(BIN)/python -m tests.fuzz.models --programs $(PROGRAMS) --jobs $(JOBS) $(if $(SEED),--seed $(SEED))
+
+pictures: setup ## draw the pictures of the README from bench/results
+	$(BIN)/python docs/pictures/make.py
 
 bench: setup ## run every benchmark, one JSON line per result
 	@set -e; for file in $(filter-out $(PARTS),$(sort $(wildcard bench/*.py))); do echo "# $$file" >&2; $(BIN)/python $$file; done

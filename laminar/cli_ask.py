@@ -105,8 +105,8 @@ def parse_changes(text: str) -> dict[str, Any]:
                 pin = None if value == "any" else int(value) if value.isdigit() else value
                 out.setdefault("pin", {})[name] = pin
         except (ValueError, argparse.ArgumentTypeError):
-            what = "an amount of memory" if name == "memory" else "a number"
-            raise PlanError(f"{name} is {what}, not {value!r}", next="write --what-if 'memory=40GB; tp=8'") from None
+            of = " of bytes" if name == "memory" else ""
+            raise PlanError(f"{name} is a number{of}, not {value!r}", next="write --what-if 'memory=40GB; tp=8'") from None
     if isinstance(out.get("cluster"), str):
         out["cluster"] = cli_cost.cluster_of(out["cluster"])
     return out

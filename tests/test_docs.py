@@ -1,14 +1,24 @@
-"""What README and docs tell people to type: commands are those that the command line takes, blocks of Python run.
+"""What README and docs say to type is true: every block of Python runs, commands run or are read by the real parser.
 
-Blocks of a page run one after the other in one namespace, as a reader would paste them, behind the things that the text
-takes for granted (a model, a loss, batches). Commands that take long are only read by the parser.
+A page's blocks of Python run one after the other in one namespace, as a reader would paste them, after a prelude with
+what the text takes for granted (a model, a loss, batches). Its shell blocks run in the page's order in a folder that
+holds nothing but the examples. A block that takes too long, needs a launcher or another machine is marked in the
+source of the page, with the reason:
+
+    <!-- parsed only: trains on two ranks -->
+
+It is not run then, but read: verbs, options and their values by the parser, recipes in their files, targets of make.
+Blocks called `text` are formulas and output, not commands.
 """
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shlex
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,44 +33,94 @@ from tests.support.rank_pool import Ranks
 from tests.support.room_map import rows
 
 ROOT = Path(__file__).parent.parent
-PAGES = ["README.md", "examples/README.md", *(f"docs/{p.name}" for p in sorted((ROOT / "docs").glob("*.md")))]
-CHEAP = [
-    "laminar capture examples/gpt.py:tiny --report",
-    "laminar plan    examples/gpt.py:tiny --mesh dp=2,tp=2 --preset tensor_parallel -o plan.json",
-    "laminar explain plan.json",
-]
+PAGES = ["README.md", "examples/README.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md"))]
+SLOW = ("docs/use/plan.md", "docs/use/pipelines.md")
+"""Pages whose Python takes several searches, or two ranks."""
+SHOWN = ("docs/use/add_a_rule.md",)
+"""Pages whose Python is quoted from the package and the tests instead of being pasted: it has to stand there."""
+MARK = re.compile(r"<!-- parsed only: (.+) -->\n$")
 
 
-def commands(page: str) -> list[str]:
-    """Lines that begin with our command, or with torchrun's for it."""
+@dataclass(frozen=True)
+class Fenced:
+    """A block of a page."""
+
+    page: str
+    language: str
+    text: str
+    why_not: str
+    """Why it is only parsed; empty if it runs."""
+
+
+def fenced(page: str) -> Iterator[Fenced]:
+    """All blocks of a page, in order."""
     text = (ROOT / page).read_text()
-    return [line.strip() for line in text.splitlines() if re.match(r" {4}(laminar (?!/)|torchrun )[^/]", line)]
+    for found in re.finditer(r"^```(\w*)\n(.*?)^```", text, flags=re.S | re.M):
+        mark = MARK.search(text[: found.start()])
+        yield Fenced(page, found[1], found[2], mark[1] if mark else "")
+
+
+def lines(page: str) -> Iterator[tuple[str, bool]]:
+    """Commands of a page, and whether they run."""
+    for block in fenced(page):
+        if block.language in ("sh", "console"):
+            for line in block.text.replace("\\\n", " ").splitlines():
+                if line.strip():
+                    yield line.strip().removeprefix("$ "), not block.why_not
+
+
+# --- commands -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_blocks_have_a_language_that_is_known(page: str) -> None:
+    """Python and shell are executed; the rest is called text. Indented blocks would be executed by nobody."""
+    assert {b.language for b in fenced(page)} <= {"python", "sh", "console", "text"}
+    outside = re.sub(r"^```.*?^```", "", (ROOT / page).read_text(), flags=re.S | re.M)
+    assert not re.findall(r"^ {4}(?:laminar|python|make|torchrun) .*", outside, flags=re.M)
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_command_is_one_that_exists(page: str) -> None:
-    """Verbs, options and their values; recipes that are in their files."""
-    for line in commands(page):
+    """Verbs, options and their values; recipes that are in their files; targets of make; modules of ours."""
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.M)
+    for line, _ in lines(page):
         words = shlex.split(line, comments=True)
-        words = words[words.index("laminar") + 1 :]
-        try:
-            found = parser().parse_args(words)
-        except SystemExit:
-            pytest.fail(f"{page}: {line}")
-        recipe = getattr(found, "recipe", None)
-        if recipe is not None:
-            path, _, function = recipe.partition(":")
-            assert f"def {function}(" in (ROOT / path).read_text(), f"{page}: {line}"
+        if words[0] == "make":
+            assert words[1] in targets, f"{page}: {line}"
+        elif "laminar" in words:
+            _parses(page, line, words[words.index("laminar") + 1 :])
+        else:
+            assert words[0] == "python", f"{page}: {line}"
+            module = words[words.index("-m") + 1] if "-m" in words else words[1]
+            assert (
+                module == "pytest" or (ROOT / module).exists() or (ROOT / (module.replace(".", "/") + ".py")).exists()
+            )
 
 
-def test_the_first_commands_run_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a folder that holds nothing but the examples."""
+def _parses(page: str, line: str, words: list[str]) -> None:
+    try:
+        found = parser().parse_args(words)
+    except SystemExit:
+        pytest.fail(f"{page}: {line}")
+    recipe = getattr(found, "recipe", None)
+    if recipe is not None:
+        path, _, function = recipe.partition(":")
+        assert f"def {function}(" in (ROOT / path).read_text(), f"{page}: {line}"
+
+
+RUN = [page for page in PAGES if any(runs and line.startswith("laminar") for line, runs in lines(page))]
+
+
+@pytest.mark.parametrize("page", RUN)
+def test_commands_run_as_written(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a folder that holds nothing but the examples, in the order of the page."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
-    written = (ROOT / "README.md").read_text()
-    for line in CHEAP:
-        assert line in written
-        assert main(shlex.split(line)[1:]) == 0, line
+    for line, runs in lines(page):
+        words = shlex.split(line, comments=True)
+        if runs and words[0] == "laminar":
+            assert main(words[1:]) == 0, line
 
 
 # --- blocks of Python -----------------------------------------------------------------------------------
@@ -103,7 +163,7 @@ def top5(model: Any, batch: Any) -> Tensor:
     return (model(batch["x"]).topk(5, -1).indices == batch["y"][:, None]).any(-1).float().mean()
 
 
-def given(plain: bool = False) -> dict[str, Any]:
+def prelude(plain: bool = False) -> dict[str, Any]:
     """What pages take for granted."""
     torch.manual_seed(0)
     data = [{"x": torch.randn(8, 8), "y": torch.randint(5, (8,))} for _ in range(4)]
@@ -117,36 +177,67 @@ def given(plain: bool = False) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def blocks(page: str) -> list[str]:
-    """Fenced blocks of Python."""
-    return re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), flags=re.S | re.M)
+def python(page: str) -> list[str]:
+    """Blocks of Python that run."""
+    return [b.text for b in fenced(page) if b.language == "python" and not b.why_not]
 
 
 def ran(page: str, names: dict[str, Any], only: slice = slice(None)) -> dict[str, Any]:
-    for number, block in enumerate(blocks(page)[only]):
+    for number, block in enumerate(python(page)[only]):
         exec(compile(block, f"{page}, block {number}", "exec"), names)
     return names
 
 
-def test_the_blocks_about_training_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def training(page: str) -> None:
     """All of the page, in its order."""
-    monkeypatch.chdir(tmp_path)
-    found = ran("docs/train.md", given())
-    assert (tmp_path / "timeline.json").is_file() and found["job"].steps > 8
-    recipe = found["tiny"]()
+    found = ran(page, prelude())
+    assert Path("timeline.json").is_file() and found["job"].steps > 8
+
+
+def recipes(page: str) -> None:
+    """The function is a recipe."""
+    recipe = ran(page, prelude())["tiny"]()
     assert isinstance(recipe, laminar.Recipe) and recipe.metrics and len(recipe.callbacks) == 1
 
 
-def test_the_blocks_about_cost_run() -> None:
+def predictions(page: str) -> None:
     """A prediction, taken apart."""
-    names = given(plain=True)
+    names = prelude(plain=True)
     names["plan"] = laminar.plans.data_parallel(names["graph"], names["mesh"])
-    assert ran("docs/cost.md", names)["found"].seconds > 0
+    assert ran(page, names)["found"].seconds > 0
+
+
+def readme(page: str) -> None:
+    """The first block is for a model of transformers; the others for any."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=31, n_positions=8, n_embd=8, n_layer=1, n_head=2))
+    ids = torch.randint(31, (2, 8))
+    first = {"model": model, "optimizer": torch.optim.AdamW(model.parameters()),
+             "batches": [{"input_ids": ids, "labels": ids}]}  # fmt: skip
+    ran(page, first, slice(0, 1))
+    assert Path("checkpoint/model.safetensors").is_file()
+    names = ran(page, prelude(plain=True), slice(1, None))
+    assert names["report"].ok and names["plan"].name
+
+
+HOW: dict[str, Callable[[str], None]] = {
+    "README.md": readme, "docs/use/train.md": training, "docs/use/command_line.md": recipes,
+    "docs/use/predict.md": predictions,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if python(page) and page not in (*SLOW, *SHOWN)])
+def test_blocks_of_python_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page with Python that nobody runs fails here."""
+    monkeypatch.chdir(tmp_path)
+    HOW[page](page)
 
 
 def _pipelines(folder: str) -> int:
     os.chdir(folder)
-    return len(ran("docs/pipelines.md", given(plain=True))["plan"].recompute)
+    return len(ran("docs/use/pipelines.md", prelude(plain=True))["plan"].recompute)
 
 
 @pytest.mark.slow
@@ -155,31 +246,57 @@ def test_the_blocks_about_pipelines_run(two: Ranks, tmp_path: Path) -> None:
     assert two.run(_pipelines, str(tmp_path)) == [1, 1]
 
 
-def test_the_blocks_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first is for a model of transformers; the others for any."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    monkeypatch.chdir(tmp_path)
-    torch.manual_seed(0)
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=31, n_positions=8, n_embd=8, n_layer=1, n_head=2))
-    ids = torch.randint(31, (2, 8))
-    first = {"model": model, "optimizer": torch.optim.AdamW(model.parameters()),
-             "batches": [{"input_ids": ids, "labels": ids}]}  # fmt: skip
-    ran("README.md", first, slice(0, 1))
-    assert (tmp_path / "checkpoint/model.safetensors").is_file()
-    names = ran("README.md", given(plain=True), slice(1, None))
-    assert names["report"].ok and names["plan"].name
-
-
 @pytest.mark.slow
 def test_the_blocks_about_the_search_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Several searches."""
     monkeypatch.chdir(tmp_path)
     recipe = laminar.load_recipe(f"{ROOT}/examples/gpt.py:tiny")
-    names = given(plain=True)
+    names = prelude(plain=True)
     names |= {"graph": laminar.capture(recipe.model(), recipe.loss, next(iter(recipe.data()))),
               "cluster": laminar.Cluster.preset("8xh100")}  # fmt: skip
-    ran("docs/search.md", names)
+    ran("docs/use/plan.md", names)
+
+
+def _bodies(text: str) -> set[str]:
+    """Statements and definitions of a text, without comments and layout."""
+    return {ast.unparse(node) for node in ast.walk(ast.parse(text)) if isinstance(node, ast.stmt)}
+
+
+def test_the_blocks_about_rules_are_quoted_from_the_code() -> None:
+    """They are lines of the table of rules and of the cases that judge it."""
+    there: set[str] = set()
+    for path in (*(ROOT / "laminar" / "rules").glob("*.py"), ROOT / "tests" / "support" / "rule_cases.py"):
+        there |= _bodies(path.read_text())
+    for block in python(SHOWN[0]):
+        for node in ast.parse(block).body:
+            assert ast.unparse(node) in there, ast.unparse(node)
+
+
+# --- text -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    """To a file that is there, and to a heading of it."""
+    text = (ROOT / page).read_text()
+    for target in re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r'src="([^"]+)"', text):
+        if target.startswith("http"):
+            continue
+        path, _, heading = target.partition("#")
+        file = (ROOT / page).parent / path if path else ROOT / page
+        assert file.exists(), f"{page}: {target}"
+        if heading:
+            titles = re.findall(r"^#+ (.*)$", file.read_text(), flags=re.M)
+            assert heading in {re.sub(r"[^\w\s-]", "", t.lower()).replace(" ", "-") for t in titles}, (
+                f"{page}: {target}"
+            )
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_files_that_a_page_names_are_there(page: str) -> None:
+    """In the package, or from the root of the repository."""
+    for path in set(re.findall(r"`((?:\w+/)+\w+\.(?:py|md|txt|jsonl))(?::\w+)?`", (ROOT / page).read_text())):
+        assert (ROOT / path).exists() or (ROOT / "laminar" / path).exists(), f"{page}: {path}"
 
 
 def test_the_map_of_the_package_is_what_is_there() -> None:

@@ -358,7 +358,7 @@ class _Axis:
                 tensor=f"%{node.name}",
                 at=node.where,
                 allowed="   ".join(map(str, every)),
-                next="change one placement, or add a rule (docs/add_a_rule.md)",
+                next="change one placement, or add a rule (docs/use/add_a_rule.md)",
             )
         return kept
 

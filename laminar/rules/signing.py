@@ -127,7 +127,7 @@ def resolve(
             tensor=f"%{node.name}",
             at=node.where,
             allowed="   ".join(map(str, allowed)),
-            next="change one placement, or add a rule (docs/add_a_rule.md)",
+            next="change one placement, or add a rule (docs/use/add_a_rule.md)",
         )
     return result  # type: ignore[no-any-return]
 

@@ -1,7 +1,7 @@
 """The rules themselves: one line per op where one line says it, a small function where it doesn't.
 
 Names are ATen overloads as they stand in a captured graph (functional, no `.default`). To add one,
-see docs/add_a_rule.md; every entry here is checked against arithmetic by tests/rules/test_rules.py.
+see docs/use/add_a_rule.md; every entry here is checked against arithmetic by tests/rules/test_rules.py.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ def _needing_all(graph: Graph, node: Node, ref: Ref, lies: Sbp, ranks: int) -> I
 
 
 def _trained(graph: Graph) -> Graph:
-    """Without what is made for metrics alone: those of a batch are the means of its parts' (docs/train.md)."""
+    """Without what is made for metrics alone: those of a batch are the means of its parts' (docs/use/train.md)."""
     outputs = tuple(o for o in graph.outputs if o.kind != "metric" or o.name in ("loss_total", "loss_weight"))
     if len(outputs) == len(graph.outputs):
         return graph

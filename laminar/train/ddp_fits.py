@@ -6,7 +6,7 @@ same where samples have nothing to do with each other, nothing is drawn, no buff
 over samples, or a total and its weight (`laminar.Loss`). A mean over labels is none of these: labels may be left out
 (`ignore_index`), and another number of them on every rank in a later batch.
 
-What a job of DDP refuses later on is told in docs/search.md: it can't be known before.
+What a job of DDP refuses later on is told in docs/use/train.md: it can't be known before.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ def value_of(result: Any) -> Tensor:
 
 
 def plain(program: Program, parts: int = 1, ulps: int = 0, draw: int = 0) -> Trained:
-    """An ordinary loop. In `parts`: gradients are accumulated, as docs/train.md says.
+    """An ordinary loop. In `parts`: gradients are accumulated, as docs/use/train.md says.
 
     `ulps`: every floating parameter is moved by so many units in the last place of what the program rounds to, up or
     down as `draw` says.
