@@ -11,6 +11,8 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from laminar.ir.answers import answered_by
+
 __version__ = "0.1.0"
 
 _WHERE = {
@@ -29,6 +31,7 @@ _WHERE = {
     "Loss": "laminar.capture.losses",
     "Mesh": "laminar.ir.mesh",
     "MeshError": "laminar.errors",
+    "NoPlanFits": "laminar.errors",
     "NoRuleError": "laminar.errors",
     "NonFiniteError": "laminar.errors",
     "OptimizerError": "laminar.errors",
@@ -81,6 +84,7 @@ __all__ = [
     "Loss",
     "Mesh",
     "MeshError",
+    "NoPlanFits",
     "NoRuleError",
     "NonFiniteError",
     "OptimizerError",
@@ -134,6 +138,14 @@ def _tame_onednn() -> None:
 _tame_onednn()
 
 
+def _planner_answers() -> Any:
+    """The planner answers questions about plans: `plan.explain()`, `plan.why(...)`."""
+    return import_module("laminar.planner.answers").ANSWERS
+
+
+answered_by(_planner_answers)
+
+
 class _Front(ModuleType):
     """This module, with `capture` and `lower` naming the functions though rooms are called so too.
 
@@ -185,6 +197,7 @@ if TYPE_CHECKING:
         LaminarError,
         MeshError,
         NonFiniteError,
+        NoPlanFits,
         NoRuleError,
         OptimizerError,
         OutOfMemoryError,

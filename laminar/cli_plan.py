@@ -24,7 +24,7 @@ from laminar.ir.plan import Plan
 from laminar.ir.sbp import parse
 from laminar.ir.staged import SCHEDULES, Staged, plan_of
 from laminar.launch.command import PRECISIONS
-from laminar.planner.report.throughput import work_of
+from laminar.planner.report.throughput import with_work
 
 PRESETS = ["data_parallel", "zero1", "zero2", "zero3", "tensor_parallel"]
 EXAMPLES = """\
@@ -147,13 +147,15 @@ def _search(args: argparse.Namespace) -> int:
     if args.measure:
         with working("measuring", args.json):
             found = taken(args.recipe, found)
-    account = {**found.account, **work_of(graph, args.precision, cluster), "recipe": args.recipe}
-    if "batch" in found.account:
-        account |= {key: found.account[key] for key in ("samples", "tokens") if key in found.account}
-        account["flops"] *= found.account["batch"]["samples"] / found.account["batch"]["captured"]
-    account |= {"cluster_file": args.cluster} if args.cluster.endswith(".json") else {}
+    account = replace(with_work(found.account, graph, args.precision, cluster), recipe=args.recipe)
+    if account.batch is not None and account.work is not None:
+        share = account.batch.samples / account.batch.captured
+        work = replace(account.work, flops=account.work.flops * share)
+        account = replace(account, samples=found.account.samples, tokens=found.account.tokens, work=work)
+    if args.cluster.endswith(".json"):
+        account = replace(account, cluster_file=args.cluster)
     found = replace(found, account=account)
-    return told(args, found, lambda: graph, cluster, {"graph": graph.hash, **found.account})
+    return told(args, found, lambda: graph, cluster, {"graph": graph.hash, **account.to_json()})
 
 
 def _rank_that_measures(args: argparse.Namespace) -> int:
@@ -191,14 +193,14 @@ def _made(args: argparse.Namespace) -> int:
             plan = plans.tensor_parallel(graph, mesh, **kept)
         else:
             plan = plans.data_parallel(graph, mesh, **kept)
-        account = {**plan.account, **work_of(graph, args.precision, cluster), "recipe": args.recipe}
+        account = replace(with_work(plan.account, graph, args.precision, cluster), recipe=args.recipe)
         plan = replace(plan, account=account)
         if cluster is not None:
-            from laminar.forecast.step import accounted
+            from laminar.forecast.step import with_prediction
 
-            plan = accounted(graph, plan, cluster)
+            plan = with_prediction(graph, plan, cluster)
             if args.cluster.endswith(".json"):
-                plan = replace(plan, account={**plan.account, "cluster_file": args.cluster})
+                plan = replace(plan, account=replace(plan.account, cluster_file=args.cluster))
     if args.program:
         from laminar.lower.lower import lower
 
@@ -207,7 +209,9 @@ def _made(args: argparse.Namespace) -> int:
         program = lower(graph, plan)
         print(json.dumps({"plan": plan.hash, "program": program.to_json()}) if args.json else program)
         return 0
-    return told(args, plan, lambda: graph, cluster, {"graph": graph.hash, "mesh": mesh.to_json(), **plan.account})
+    return told(
+        args, plan, lambda: graph, cluster, {"graph": graph.hash, "mesh": mesh.to_json(), **plan.account.to_json()}
+    )
 
 
 def _stages(args: argparse.Namespace, mesh: Mesh | None) -> int:
@@ -230,15 +234,17 @@ def _stages(args: argparse.Namespace, mesh: Mesh | None) -> int:
             graph, stages, args.microbatches, args.virtual, inner, differ, schedule=args.schedule, window=window,
             stash=args.stash, couple=args.couple, recompute=args.recompute, offload=args.offload,
         )  # fmt: skip
-        account = {**plan.account, **work_of(graph, args.precision, cluster, args.microbatches), "recipe": args.recipe}
+        account = with_work(plan.account, graph, args.precision, cluster, args.microbatches)
+        account = replace(account, recipe=args.recipe)
         if cluster is not None:
             from laminar.forecast.pipeline_step import predict_staged
 
-            account |= predict_staged(graph, plan, cluster).account()
-            account |= {"cluster_file": args.cluster} if args.cluster.endswith(".json") else {}
+            account = replace(account, step=predict_staged(graph, plan, cluster).figures())
+            if args.cluster.endswith(".json"):
+                account = replace(account, cluster_file=args.cluster)
         plan = replace(plan, account=account)
     whole = partial(graph_of, args.recipe, 1, args.precision, _kind(cluster))
-    return told(args, plan, whole, cluster, {"graph": graph.hash, "ranks": plan.ranks, **plan.account})
+    return told(args, plan, whole, cluster, {"graph": graph.hash, "ranks": plan.ranks, **plan.account.to_json()})
 
 
 def _kind(cluster: Any) -> str:

@@ -36,6 +36,7 @@ from itertools import accumulate
 
 from laminar.cost.ops.roofline import FREE
 from laminar.errors import PlanError
+from laminar.ir.account import OffloadSaving
 from laminar.ir.codec import Ref
 from laminar.ir.graph import map_refs
 from laminar.ir.plan import Plan
@@ -150,16 +151,16 @@ def sent_bytes(program: Program, rank: int = 0) -> int:
     return sum(p.local(program.mesh, rank).nbytes for p in outs)
 
 
-def account(program: Program) -> dict[str, int]:
+def offload_saving(program: Program) -> OffloadSaving:
     """What `Plan.explain` tells about offload."""
     sends = [i for i in program.instrs if i.op == SEND]
-    return {
-        "blocks": len(sends),
-        "tensors": sum(len(i.outs) for i in sends),
-        "bytes": sent_bytes(program),
-        "kept_bytes": boundary_bytes(program),
-        "whole_bytes": boundary_bytes(without(program)),
-    }
+    return OffloadSaving(
+        blocks=len(sends),
+        tensors=sum(len(i.outs) for i in sends),
+        bytes=sent_bytes(program),
+        kept_bytes=boundary_bytes(program),
+        whole_bytes=boundary_bytes(without(program)),
+    )
 
 
 def _blocks(program: Program) -> list[_Block]:

@@ -22,14 +22,14 @@ from laminar.forecast.pipeline_step import predict_staged
 from laminar.forecast.step import predict
 from laminar.ir.cluster import Cluster
 from laminar.ir.graph import Graph
-from laminar.ir.planned import difference
 from laminar.ir.sbp import Split
 from laminar.ir.staged import Staged, load_plan
 from laminar.placement import presets
 from laminar.placement.complete import completed
 from laminar.placement.micro_batch import micro
-from laminar.planner.report.breakdown import OWN, binding, chances, spent
 from laminar.planner.report.classify import form
+from laminar.planner.report.step_breakdown import OWN, binding, chances, spent
+from laminar.planner.report.words import difference
 from laminar.planner.search.entry import best
 from laminar.planner.search.what_if import faster_links, resized
 from laminar.planner.space.request import asking
@@ -476,10 +476,10 @@ def test_questions_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureF
 
 def test_plans_of_which_no_parts_are_known_are_not_compared_by_parts(found: laminar.Plan) -> None:
     """Of the first few it is told what they spend their time on; the others would all spend less on everything."""
-    rows = found.account["runners_up"]
-    bare = {**rows[-1], "plan": "one of many", "step_s": 2 * rows[-1]["step_s"]}
-    bare.pop("spent", None)
-    lines = replace(found, account={**found.account, "runners_up": [*rows, bare, bare]}).explain().splitlines()
+    rows = found.account.runners_up
+    bare = replace(rows[-1], plan="one of many", step_s=2 * rows[-1].step_s, spent={})
+    account = replace(found.account, runners_up=(*rows, bare, bare))
+    lines = replace(found, account=account).explain().splitlines()
     (at,) = [k for k, line in enumerate(lines) if line.startswith("  one of many: ")]  # once, if it is written twice
     assert not lines[at + 1].startswith("    ") and any(" ms more on " in line for line in lines)
-    assert difference(rows[0]["spent"], {}, 1.0) == difference({}, rows[0]["spent"], 1.0) == ""
+    assert difference(rows[0].spent, {}, 1.0) == difference({}, rows[0].spent, 1.0) == ""

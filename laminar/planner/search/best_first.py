@@ -31,6 +31,7 @@ from laminar.cost.sim.no_gc import uncollected
 from laminar.errors import LaminarError, PlanError
 from laminar.forecast.pipeline_step import StagedPrediction, predict_staged
 from laminar.forecast.step import predict
+from laminar.ir.certificate import Certificate, Contradiction
 from laminar.ir.graph import Graph
 from laminar.ir.plan import Plan
 from laminar.ir.rewrites import Steps
@@ -49,7 +50,7 @@ from laminar.planner.search.branches import Branches
 from laminar.planner.search.earlier_plans import remember, usable
 from laminar.planner.search.named_trials import NamedTrials
 from laminar.planner.space.cell import Cell, cells
-from laminar.planner.space.certificate import Certificate, Contradiction, checking, contradicted
+from laminar.planner.space.contradictions import checking, contradicted
 from laminar.planner.space.plan_space import Space, out_of_row
 from laminar.planner.space.request import Request
 from laminar.planner.space.rewrites import Variants
@@ -152,6 +153,8 @@ class _Search:
         self.bounds: Bounds = Bounds(self.model, captured.bounds.rows if captured else None)
         self.looker = Looker(self.model)
         self.outside = ["stages of different meshes"]
+        self.coupled_samples = False
+        """Whether some op needs all samples of a batch, so that micro-batches are out of the question."""
         self.branches: Branches | None = None
         """Of the captured graph."""
         self.scores: list[Score] = []
@@ -190,6 +193,7 @@ class _Search:
             refuse_coupled(self.model.small(1, self.model.keeps[-1]))
         except LaminarError as error:
             samples = 1
+            self.coupled_samples = True
             self.outside.append(f"micro-batches: {str(error).splitlines()[0]}")
         blocks, cuts = self.model.blocks is not None, self.model.cuts if samples > 1 else 1
         return cells(self.request, samples, cuts, blocks, pipeline_recompute.some(self.model))
@@ -270,8 +274,7 @@ class _Search:
         """
         if self.branches is not None:
             return
-        coupled = any(text.startswith("micro-batches:") for text in self.outside)
-        self.branches = Branches(self.model, self.bounds, coupled)
+        self.branches = Branches(self.model, self.bounds, self.coupled_samples)
         for final in self.branches.search(lambda: self.best_s, self.left):
             self.apart.append(final.score)
             if feasible(final.score, self.request):
@@ -529,8 +532,7 @@ class _Search:
         style, held = (*one.style, TYPED), float(max(ran.peaks))
         score = Score(one.cell, style, one.zero, None, ran.seconds, held, rewrites=self.steps)
         if feasible(score, self.request):
-            account = {**plan.account, **ran.account(), "sigma": ran.sigma}
-            self.finals.append(Final(score, replace(plan, name="searched"), ran.seconds, max(ran.peaks), account, ran))
+            self.finals.append(Final(score, replace(plan, name="searched"), ran))
             if self.best_s == ran.seconds:
                 self.progress(f"{ran.seconds * 1e3:.3f} ms: {described(score)}")
 
@@ -544,9 +546,8 @@ class _Search:
         if moved.seconds < best.seconds:
             ran = predict(self.model.graph, moved.plan, self.request.cluster, optimizer=self.request.optimizer)
             score = replace(best.score, style=("free",) * len(cell.mesh.sizes), plan=None, seconds=ran.seconds)
-            account = {**ran.account(), "sigma": ran.sigma}
             plan = replace(moved.plan, name="searched")
-            self.finals.append(Final(score, plan, ran.seconds, ran.memory.peak_bytes, account, ran))
+            self.finals.append(Final(score, plan, ran))
             self.progress(f"{ran.seconds * 1e3:.3f} ms: {described(score)}")
 
     def raise_bound(self) -> None:
@@ -574,9 +575,8 @@ class _Search:
                 plan, found, mix = pipeline_recompute.plain(model, score, plan, self.best_s)
                 if score.again:
                     score = replace(score, again=(mix.again,), spared=mix.spared, away=mix.away)
-                account = {**found.account(), "sigma": found.sigma}
                 plan = carrying(plan, self.captured, self.steps)
-                return Final(score, plan, found.seconds, found.memory.peak_bytes, account, found)
+                return Final(score, plan, found)
             deep = model.whole(cell.micro_batches)
             # Where hops are slow, cuts that are less even and send less may be better.
             ways: list[pipeline_recompute.Cut] = (
@@ -586,10 +586,9 @@ class _Search:
             tried = [pipeline_recompute.pipelined(model, score, deep, plan, way, self.best_s) for way in ways]
             staged, ran, again = min(tried, key=lambda t: (max(t[1].peaks) > request.room_bytes, t[1].seconds))
             score = replace(score, again=again)
-            account = {**staged.account, **ran.account(), "sigma": ran.sigma}
             if self.steps:
                 staged = carrying(staged, micro(self.captured, cell.micro_batches), self.steps)
-            return Final(score, staged, ran.seconds, max(ran.peaks), account, ran)
+            return Final(score, staged, ran)
         except LaminarError:
             return None
 
@@ -634,7 +633,7 @@ class _Search:
         bound_s = 0.0 if wrong else min(*(s.bound_s for s in sure), *(f.seconds for f in finals), *ways.values())
         seen = self.branches.looked_at if self.branches else set()
         bounds = [(s, cell, at_s) for s in sure for cell, at_s in s.at.items()]
-        known = best.account.get("known") or {}
+        known = best.ran.figures().known
         certificate = Certificate(
             space=about.hash,
             step_s=best.seconds,
@@ -647,21 +646,21 @@ class _Search:
             unfinished=sum(at_s < best.seconds and c not in s.looked_at for s, c, at_s in bounds)
             + sum(at_s < best.seconds and way not in seen for way, at_s in ways.items()),
             outside=tuple(outside),
-            interval=interval(best.seconds, best.account["sigma"]),
+            interval=interval(best.seconds, best.ran.sigma),
             known="prices " + (", ".join(f"{v:.0%} {k}" for k, v in known.items() if v >= 0.01) or "from peaks"),
             contradictions=tuple(wrong),
         )
-        account = {
-            **best.plan.account,
-            **{name: value for name, value in best.account.items() if name != "sigma"},
-            "bound_s": bound_s,
-            "certificate": certificate.to_json(),
-            "space": dict(about.data),
-            "choice": best.row(),
-            "runners_up": [f.row() for f in finals if f is not best],
-            "search_s": time.process_time() - self.began,
-            "budget_s": self.request.budget_s,
-        }
+        account = replace(
+            best.plan.account,
+            step=best.ran.figures(),
+            bound_s=bound_s,
+            certificate=certificate,
+            space=about.data,
+            choice=best.row(),
+            runners_up=tuple(f.row() for f in finals if f is not best),
+            search_s=time.process_time() - self.began,
+            budget_s=self.request.budget_s,
+        )
         remember(self.captured, self.request, best)
         scores = tuple(sorted((x for s in (self, *others) for x in (*s.scores, *s.apart)), key=lambda x: x.seconds))
         return Found(replace(best.plan, account=account), certificate, tuple(finals), scores, about)

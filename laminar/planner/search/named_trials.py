@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from laminar.ir.certificate import Contradiction
 from laminar.ir.plan import Choice, Plan
 from laminar.planner.bounds.cell_bound import Bounds
 from laminar.planner.bounds.plan_bound import plan_bound_s
@@ -20,7 +21,7 @@ from laminar.planner.estimate.model import Model, Score
 from laminar.planner.estimate.named_plans import Named
 from laminar.planner.estimate.score import scored
 from laminar.planner.space.cell import Cell
-from laminar.planner.space.certificate import Contradiction, contradicted
+from laminar.planner.space.contradictions import contradicted
 from laminar.staging.stage_plans import inner_plan
 
 

@@ -3,25 +3,15 @@
 The space (`planner/space/plan_space.py`) says which plans were meant. The bound is below the simulated time of every
 plan in it. Cells whose own bound is above the plan that was found are out of the question; those that are left, looked
 at or not, set the bound.
-
-Every plan that a search simulates is held against what was proved of its cell. One that is faster shows that the proof
-is wrong, and a wrong proof is worth nothing: the certificate is withdrawn, with an event and a sentence that says so.
-With LAMINAR_CHECK_BOUNDS=1 in the environment the search stops there instead, and asks for the best bound of every
-cell that it simulates a plan of.
 """
 
 from __future__ import annotations
 
-import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from laminar.errors import LaminarError, PlanError
-from laminar.events import emit
-from laminar.ir.planned import Planned
-
-ROUNDING = 1e-6
-"""What is simulated is counted in nanoseconds, what is proved in floating point."""
+from laminar.ir.reading import Part
+from laminar.ir.records import Record
 
 
 @dataclass(frozen=True)
@@ -36,24 +26,8 @@ class Contradiction:
         return f"{self.plan} is simulated at {self.step_s * 1e3:.6g} ms, below its bound of {self.bound_s * 1e3:.6g} ms"
 
 
-def checking() -> bool:
-    """Whether a contradiction is to end the search."""
-    return os.environ.get("LAMINAR_CHECK_BOUNDS", "") not in ("", "0")
-
-
-def contradicted(plan: str, step_s: float, bound_s: float) -> Contradiction | None:
-    """Whether a simulated plan lies below a bound; ends the search if that is wanted."""
-    if step_s >= bound_s * (1 - ROUNDING):
-        return None
-    found = Contradiction(plan, step_s, bound_s)
-    if checking():
-        raise LaminarError(f"a bound is wrong: {found}", next="report it, with the model and the cluster")
-    emit("certificate_withdrawn", plan=plan, step_s=step_s, bound_s=bound_s)
-    return found
-
-
 @dataclass(frozen=True)
-class Certificate:
+class Certificate(Record):
     """No plan of the space is simulated to be faster than `bound_s`."""
 
     space: str
@@ -67,13 +41,15 @@ class Certificate:
     unfinished: int
     outside: tuple[str, ...] = ()
     """What the space leaves out, in words."""
-    interval: tuple[float, float] = (0.0, 0.0)
+    interval: tuple[float, float] | None = None
     """Of the plan's seconds on the machine, 90 %."""
     known: str = ""
     """What prices rest on."""
     contradictions: tuple[Contradiction | str, ...] = ()
     """Plans that show the bound to be wrong: nothing is proved then, and `bound_s` is 0."""
-    said: str = ""
+    covers_plan: bool = True
+    """Whether the plan itself lies in the space."""
+    said: str = field(default="", compare=False)
     """The sentence, where somebody else wrote it: about samples a second, or about a plan outside of the space."""
 
     @property
@@ -81,23 +57,29 @@ class Certificate:
         """How far the plan is from the bound, as a share of its own time."""
         return 1 - self.bound_s / self.step_s if self.step_s else 0.0
 
+    @property
+    def against_machine(self) -> str:
+        """How far off predictions may be, as a sentence; nothing where that is not known."""
+        if self.interval is None:
+            return ""
+        low, high = (100 * (x / self.step_s - 1) for x in self.interval)
+        return f" Against the machine: {low:+.0f} to {high:+.0f} % (90 %), {self.known}."
+
     def __str__(self) -> str:
         if self.said:
             return self.said
-        low, high = (100 * (x / self.step_s - 1) for x in self.interval)
-        machine = f"Against the machine: {low:+.0f} to {high:+.0f} % (90 %), {self.known}."
         if self.contradictions:
             return (
                 f"Nothing is proved about this plan, {self.step_s * 1e3:.4g} ms: the certificate is withdrawn, because "
-                f"{self.contradictions[0]}. Please report it, with the model and the cluster. {machine}"
+                f"{self.contradictions[0]}. Please report it, with the model and the cluster.{self.against_machine}"
             )
         return (
             f"No plan in space {self.space[:8]} is simulated faster than {self.bound_s * 1e3:.4g} ms; "
-            f"this one {self.step_s * 1e3:.4g} ms (gap {100 * self.gap:.1f} %). {machine}"
+            f"this one {self.step_s * 1e3:.4g} ms (gap {100 * self.gap:.1f} %).{self.against_machine}"
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data."""
+        """Plain data, with the sentence for whoever reads the file."""
         return {
             "space": self.space,
             "step_s": self.step_s,
@@ -106,27 +88,34 @@ class Certificate:
             "cells": {"all": self.cells, "looked_at": self.looked_at, "pruned": self.pruned, "unfit": self.unfit,
                       "unfinished": self.unfinished},
             "outside": list(self.outside),
+            **({"interval": list(self.interval), "known": self.known} if self.interval else {}),
+            **({} if self.covers_plan else {"covers_plan": False}),
             **({"withdrawn": [str(c) for c in self.contradictions]} if self.contradictions else {}),
             "sentence": str(self),
         }  # fmt: skip
 
+    @classmethod
+    def from_part(cls, part: Part) -> Certificate:
+        """Read; the sentence is taken as it is written."""
+        cells, interval = part["cells"], part.get("interval", None)
+        return cls(
+            space=part["space"].text(),
+            step_s=part["step_s"].number(),
+            bound_s=part["bound_s"].number(),
+            cells=cells["all"].whole(),
+            looked_at=cells["looked_at"].whole(),
+            pruned=cells["pruned"].whole(),
+            unfit=cells["unfit"].whole(),
+            unfinished=cells["unfinished"].whole(),
+            outside=tuple(text.text() for text in part["outside"].rows()),
+            interval=None if interval.value is None else _pair(interval),
+            known=part.get("known", "").text(),
+            contradictions=tuple(text.text() for text in part.get("withdrawn", []).rows()),
+            covers_plan=part.get("covers_plan", True).flag(),
+            said=part["sentence"].text(),
+        )
 
-def certificate(plan: Planned) -> Certificate:
-    """What was proved about the space that a plan was searched in."""
-    found = plan.account.get("certificate")
-    if not isinstance(found, dict) or "sentence" not in found:
-        raise PlanError("this plan does not come from a search", next="laminar.plan(graph, cluster) searches")
-    cells = found["cells"]
-    return Certificate(
-        space=found["space"],
-        step_s=found["step_s"],
-        bound_s=found["bound_s"],
-        cells=cells["all"],
-        looked_at=cells["looked_at"],
-        pruned=cells["pruned"],
-        unfit=cells["unfit"],
-        unfinished=cells["unfinished"],
-        outside=tuple(found["outside"]),
-        contradictions=tuple(found.get("withdrawn", ())),
-        said=found["sentence"],
-    )
+
+def _pair(part: Part) -> tuple[float, float]:
+    low, high = part.rows(2)
+    return low.number(), high.number()
