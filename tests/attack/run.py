@@ -93,7 +93,9 @@ class Pair:
         """One search, and all that it claims; whether it found anything."""
         self.report.memory_bytes = request.memory_bytes
         found = self.searched(request)
-        attack = Attack(self.graph, request, [] if found is None else [claim_of(found)], self.rng, self.report)
+        attack = Attack(
+            self.graph, request, [] if found is None else [claim_of(found, self.graph, request)], self.rng, self.report
+        )
         attack.found = [] if found is None else [found]
         attack.presets()
         if found is not None:
@@ -172,9 +174,11 @@ def space_of(graph: Graph, request: Request) -> Space:
     return Space.of(graph, request, promised(graph, request)[1])
 
 
-def claim_of(found: Plan | Staged) -> Claim:
-    """What a search says."""
-    assert found.bound_s is not None and found.step_s is not None
+def claim_of(found: Plan | Staged, graph: Graph, request: Request) -> Claim:
+    """What a search says; of a plan from outside of what was searched, only that no plan with a name is faster."""
+    assert found.step_s is not None
+    if found.bound_s is None:
+        return Claim(0.0, found.step_s, space_of(graph, request))
     return Claim(found.bound_s, found.step_s, found.space)
 
 

@@ -122,7 +122,7 @@ def _claiming(bound: float, step: float) -> Callable[[pytest.MonkeyPatch], None]
     """A search that says more than it knows: of what it found, a share as its bound, and as the best with a name."""
 
     def wrong(patch: pytest.MonkeyPatch) -> None:
-        patch.setattr(run, "claim_of", lambda p: Claim(bound * p.step_s, step * p.step_s, p.space))
+        patch.setattr(run, "claim_of", lambda p, *_: Claim(bound * p.step_s, step * p.step_s, p.space))
 
     return wrong
 

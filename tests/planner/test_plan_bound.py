@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 import pytest
+import torch
+from torch import nn
 
 import laminar
 from laminar.errors import LaminarError
@@ -156,3 +158,15 @@ def test_a_plan_below_a_bound_of_its_own_takes_the_certificate_away(monkeypatch:
     monkeypatch.setattr(NamedTrials, "ruled_out", lambda self, one, as_typed=False: setattr(self, "bound_s", 1e3))
     found = find(deep(), Request(Cluster.preset("2xh100"), budget_s=0.0))
     assert found.certificate.contradictions and not found.certificate.bound_s
+
+
+def test_zero_2_is_found_where_only_it_fits() -> None:
+    """It is mostly ZeRO 1 to the letter, but where the batch can't be shared its gradients make products share rows."""
+    model = nn.Sequential(*(nn.Linear(512, 512, device="meta") for _ in range(3)))
+    x = torch.zeros(2, 512, device="meta")
+    graph = laminar.capture(model, lambda m, b: (m(b["x"]) - b["y"]).square().mean(), {"x": x, "y": x})
+    cluster = Cluster.preset("4xa100")
+    typed = laminar.plans.zero(graph, laminar.Mesh({"dp": 4}), 2)
+    alone = predict(graph, typed, cluster)
+    found = laminar.plan(graph, cluster, budget_s=0, memory_bytes=1.0001 * alone.memory.peak_bytes)
+    assert found.step_s is not None and found.step_s <= alone.seconds

@@ -50,8 +50,10 @@ class Named:
 
 def named(request: Request, cells: Sequence[Cell], graph: Graph) -> Iterator[Named]:
     """All there are among these cells, those that most people would try first; `graph` is the folded one."""
-    zeros = (0, 1, 3) if request.allows("zero") else (0,)
-    zeros = (request.pin["zero"],) if "zero" in request.pin else zeros
+    typed = (0, 1, 2, 3) if request.allows("zero") else (0,)
+    typed = (request.pin["zero"],) if "zero" in request.pin else typed
+    # As the search writes them 1 and 2 are one program: a gradient leaves it as the state takes it.
+    zeros = tuple(z for z in typed if z != 2 or 1 not in typed)
     node = request.cluster.levels[0].size
     known = [c for c in cells if c.tp == 1 or request.allows("tensor")]
     for cell in sorted((c for c in known if c.plain), key=lambda c: (c.recompute, c.tp > 1, c.dp > 1)):
@@ -61,7 +63,7 @@ def named(request: Request, cells: Sequence[Cell], graph: Graph) -> Iterator[Nam
             if 3 in zeros and cell.ranks > 1 and not cell.recompute:
                 yield Named(cell, (*style, KEPT), 3)
         if not cell.recompute and not request.place:
-            yield from _typed(cell, zeros, graph)
+            yield from _typed(cell, typed, graph)
     for cell in (c for c in known if not c.plain and c.virtual == 1 and (c.tp in (1, node) or c.dp == 1)):
         if cell.micro_batches % cell.stages == 0 and cell.micro_batches // cell.stages in EACH:
             style = _style(cell, "tensor")
@@ -86,7 +88,7 @@ def _typed(cell: Cell, zeros: Sequence[int], graph: Graph) -> Iterator[Named]:
         return
     if 0 in zeros and cell.tp == 1:
         yield Named(cell, (*data, TYPED), 0, cache(lambda: presets.data_parallel(graph, mesh)))
-    stages = [s for s in (1, 3) if mesh.ranks > 1 and s in zeros]  # 2 takes as long as 1
+    stages = [s for s in zeros if s and mesh.ranks > 1]
     for stage in stages:
         yield Named(cell, (*data, TYPED), stage, cache(partial(presets.zero, graph, mesh, stage)))
     if 3 in stages:

@@ -4,6 +4,7 @@ A search is never slower than any plan with a name (`planner/estimate/named_plan
 
     where its cell is, or the bound of its placement (`planner/bounds/plan_bound.py`) is not below the best
     where parameters, gradients and state alone have no room as it keeps them
+    where it is the very plan that another name stands for, as ZeRO 2 and 1 mostly are
 
 Scores have no say in it: they are estimates.
 """
@@ -32,6 +33,8 @@ class NamedTrials:
         self.model, self.bounds, self.best_s = model, bounds, best_s
         self._known: dict[tuple[Cell, frozenset[tuple[str, Choice]]], float] = {}
         """Bounds, by cell and by what its ops do: ZeRO does not change that."""
+        self._asked: set[tuple[Cell, str]] = set()
+        """Plans without stages that were asked about, by cell and hash."""
         self.bound_s = 0.0
         """Of the plan that was asked about last."""
 
@@ -40,6 +43,10 @@ class NamedTrials:
         plan, room = self.plan(one, as_typed), self.model.request.room_bytes
         if one.cell.plain and self.model.stays_bytes(plan) > room:
             return True
+        if one.cell.plain and not one.cell.recompute:
+            if (one.cell, plan.hash) in self._asked:
+                return True
+            self._asked.add((one.cell, plan.hash))
         best_s = self.best_s()
         key = (one.cell, frozenset(plan.ops.items()))
         if key not in self._known:
