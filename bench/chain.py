@@ -24,13 +24,14 @@ from common import report
 from search import traced
 
 from laminar.ir.cluster import Cluster
-from laminar.planner.estimate.model import Model
+from laminar.planner.estimate.graphs_and_prices import Model
 from laminar.planner.mcmc.additive_cost import Additive, classes
 from laminar.planner.mcmc.delta_step import Edited
 from laminar.planner.mcmc.improve import _Improving, copies, improve
 from laminar.planner.mcmc.metropolis import Chain
 from laminar.planner.space.cell import Cell
 from laminar.planner.space.request import Request
+from laminar.planner.space.styles import Style
 
 WARM = 1e-2
 """The temperature at which proposals are counted, as a share of the cost."""
@@ -103,11 +104,11 @@ def main() -> None:
     n, tp = given.devices, min(8, given.devices)
     two, one = Cell(1, 1, 1, n // tp, tp), Cell(1, 1, 1, n, 1)
     for cell, style, zero in (
-        (two, ("data", "tensor"), 0),
-        (two, ("free", "free", "hidden"), 0),
-        (one, ("data",), 0),
-        (one, ("data",), 3),
-        (one, ("free",), 0),
+        (two, Style(("data", "tensor")), 0),
+        (two, Style(("free", "free"), "hidden"), 0),
+        (one, Style(("data",)), 0),
+        (one, Style(("data",)), 3),
+        (one, Style(("free",)), 0),
     ):
         placer = model.placer(cell.mesh)
         plan = placer.pieces(folded, placer.plan(folded, style), style, zero)
@@ -133,7 +134,7 @@ def main() -> None:
             {
                 "devices": n,
                 "model": f"gpt {given.layers} x {given.width}, {given.each} x {given.tokens} a device",
-                "plan": f"{'+'.join(style)} on {cell}" + (f", ZeRO {zero}" if zero else ""),
+                "plan": f"{style} on {cell}" + (f", ZeRO {zero}" if zero else ""),
                 "sites": len(whole.names),
                 "options": sum(len(t.options) for t in whole.tables),
                 "built_s": round(built_s, 3),

@@ -22,6 +22,7 @@ from common import report
 
 import laminar
 from laminar.api import load_recipe
+from laminar.ir.program import BUCKETED_GRADIENTS
 
 RANKS, WIDTH, TOKENS, BATCH = 4, 512, 4096, 2
 WEIGHTS = {
@@ -51,7 +52,7 @@ def traffic(layers: int, way: str) -> tuple[Counter[str], Counter[str]]:
     count: Counter[str] = Counter()
     size: Counter[str] = Counter()
     for i in laminar.lower(graph, plan).collectives:
-        if "gradients in one bucket" not in i.why and not i.why.split(" for ")[-1].startswith("grad "):
+        if i.cause is not None and i.cause.what not in (BUCKETED_GRADIENTS, "grad"):
             count[f"{i.phase} {i.kind}"] += 1
             size[f"{i.phase} {i.kind}"] += i.bytes
     return count, size

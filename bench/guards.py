@@ -16,16 +16,16 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from common import report
 from torch import Tensor, nn
 
-from laminar.ir.mesh import Mesh
-from laminar.runtime.comm.transport import Null
 from laminar.train.batch_checksum import Sampled
-from laminar.train.engine import Engine, Leaves
+from laminar.train.leaves import Leaves
+from laminar.train.tracer import Tracer
 
 
 class Config:
@@ -80,28 +80,27 @@ def seconds(call: Callable[[], Any], rounds: int, calls: int = 50) -> float:
 def measured(name: str, made: tuple[nn.Module, Callable[..., Tensor], Any], rounds: int) -> None:
     """One line for a model."""
     model, loss, batch = made
-    mesh = Mesh({"dp": 1})
-    engine = Engine(model, loss, mesh, Null(mesh), 1, False, lambda *_: lambda *_: [])
+    tracer = Tracer(model, loss)
     leaves, sampled = Leaves.of(batch), Sampled()
-    engine.begin(leaves)
+    tracer.graph(leaves, True)
     number = 0
 
     def step() -> None:
         nonlocal number
         number += 1
-        engine.look()
-        engine.graph(leaves, True)
+        tracer.look({})
+        tracer.graph(leaves, True)
         sampled(leaves.tensors, number)
 
     def changed() -> None:
         model.steps_done = number  # type: ignore[assignment]
         step()
 
-    looked = seconds(engine.look, rounds)
+    looked = seconds(partial(tracer.look, {}), rounds)
     whole = seconds(step, rounds)
     report(
         "guards",
-        {"model": name, "modules": len(list(model.modules())), "values": len(engine.captures.guards.values),
+        {"model": name, "modules": len(list(model.modules())), "values": len(tracer.captures.guards.values),
          "look_us": round(looked * 1e6, 1), "step_us": round(whole * 1e6, 1),
          "changed_us": round(seconds(changed, rounds) * 1e6, 1), "share_of_50_ms": round(whole / 0.05, 5)},
     )  # fmt: skip

@@ -81,7 +81,7 @@ class Ours:
         cuts = [rf"blocks\.{k}(\.|$)" for k in starts(ranks, ranks)[1:]]
         plan = laminar.plans.pipeline(graph, cuts, micro, **options)
         self.job = laminar.parallelize(model, loss_of, adamw, batch=batch_of(0, micro), plan=plan, device="cpu")
-        actors = self.job._pipe.actors
+        actors = self.job.pipes.training.actors
         self.net = actors.net
         fire = actors._run
 
@@ -185,7 +185,7 @@ def measured(micro: int, rounds: int, forward_ms: float) -> dict[str, Any]:
     simulated["torch"] = simulated[EQUAL]
     out = {
         "times": times, "simulated": simulated, "losses": losses["torch"],
-        "stashed": {name: side.job._pipe.actors.peaks.get("F0->B0") for name, side in ours.items()},
+        "stashed": {name: side.job.pipes.training.actors.peaks.get("F0->B0") for name, side in ours.items()},
     }  # fmt: skip
     for side in ours.values():
         side.job.close()

@@ -27,7 +27,7 @@ _WHERE = {
     "Job": "laminar.train.job",
     "LaminarError": "laminar.errors",
     "Link": "laminar.ir.mesh",
-    "Local": "laminar.train.engine",
+    "Local": "laminar.train.leaves",
     "Loss": "laminar.capture.losses",
     "Mesh": "laminar.ir.mesh",
     "MeshError": "laminar.errors",
@@ -48,7 +48,7 @@ _WHERE = {
     "RendezvousError": "laminar.errors",
     "S": "laminar.ir.sbp",
     "SimulationError": "laminar.errors",
-    "Sized": "laminar.train.engine",
+    "Sized": "laminar.train.leaves",
     "CheckError": "laminar.errors",
     "StateError": "laminar.errors",
     "StoppedError": "laminar.errors",
@@ -223,6 +223,6 @@ if TYPE_CHECKING:
     from laminar.ir.timeline import Timeline
     from laminar.lower.lower import lower
     from laminar.rewrite.variants import rewritten
-    from laminar.train.engine import Local, Sized
     from laminar.train.job import Job
+    from laminar.train.leaves import Local, Sized
     from laminar.train.loop import Callback

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from laminar.errors import LaminarError, PlanError, RecipeError
 from laminar.ir.account import SearchOptions
@@ -15,6 +15,7 @@ from laminar.ir.cluster import Cluster
 from laminar.ir.graph import RNG, SCALE, Graph
 from laminar.ir.mesh import Mesh
 from laminar.ir.plan import Plan, runs_ddp
+from laminar.ir.rewrites import carried_sites
 from laminar.ir.sbp import Sbp
 from laminar.ir.staged import Staged
 from laminar.placement import presets
@@ -24,6 +25,11 @@ from laminar.rewrite.variants import rewritten
 from laminar.staging.stage_plans import again as restaged
 from laminar.staging.stage_plans import pipeline
 from laminar.train.options import DEFAULTS, JobOptions
+
+if TYPE_CHECKING:
+    from laminar.planner.space.request import Request
+    from laminar.runtime.check.prove_rule_files import ProvedRules
+    from laminar.train.protocol import TrainingJob
 
 
 @dataclass(frozen=True)
@@ -155,6 +161,7 @@ def plan(
     proposals: int = 0,
     margin: float | None = None,
     batch: str = "fixed",
+    rules: str | Path | ProvedRules | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Plan | Staged:
     """The fastest plan for a graph on a cluster that a search finds, and how far it can be from the best there is.
@@ -163,14 +170,16 @@ def plan(
     batch         "fixed": that batch; "free": that or an equal part of it, whichever trains most samples a second.
                   `plan.account["batch"]` says which, and what became of the others
     cluster       what there is, or its name: needs none of the hardware
-    memory_bytes  what a rank may fill; unless given, the device's memory less the margin
-    margin        share of a device's memory that stays free, 0.08 unless given; not together with memory_bytes
-    budget_s      processor seconds; the best found by then is returned, and the certificate says what was left
-    pin           numbers that are fixed: dp, tp, stages, microbatches, virtual, zero, recompute, offload; and
+    memory_bytes  memory limit per rank; default: the device's memory less the margin
+    margin        share of a device's memory left free, default 0.08; not together with memory_bytes
+    budget_s      CPU seconds; the best found by then is returned, and the certificate says what was left
+    pin           numbers that are fixed: dp, tp, stages, micro_batches, virtual, zero, recompute, offload; and
                   placements of tensors by pattern: {"tp": 8, "blocks.*.mlp.up.weight": "S(0)"}
     only          dimensions that may be used: "data", "tensor", "pipeline", "zero", "recompute", "offload", "rewrite"
     optimizer     whose update and state are priced
     proposals     so many random moves are tried around the best plan, if it has no stages (300,000 take some 10 s)
+    rules         a file of rewrite rules as TASO and FlexFlow publish them (JSON): those that hold on random numbers
+                  are searched with beside Laminar's own. `plan.account["rules"]` counts them, and those the plan uses
     progress      told in words whenever a better plan is found
 
     `plan.step_s` is simulated, `plan.bound_s` is below the simulated time of every plan in the space that was
@@ -183,15 +192,43 @@ def plan(
 
     machine = Cluster.preset(cluster) if isinstance(cluster, str) else cluster
     request = asking(machine, memory_bytes, budget_s, optimizer, pin, only, proposals, margin, batch)
-    found = best(graph, request, progress)
-    if not found.rewrites:
-        return found
-    from laminar.runtime.check.prove_rewrites import proof
+    if rules is None:
+        return _proved(graph, best(graph, request, progress), request, {}, progress)
+    if not request.allows("rewrite"):
+        raise PlanError("rules of a file rewrite the graph, and this search may not", allowed="  ".join(request.only),
+                        next="leave out rules, or add rewrite to what may be used")  # fmt: skip
+    if len(machine.parts) > 1:
+        raise PlanError(f"{machine.name} has several kinds of devices, and no graph is rewritten for such clusters",
+                        next="leave out rules, or plan for one kind of device")  # fmt: skip
+    from laminar.runtime.check.prove_rule_files import ProvedRules, proved_rules
 
-    shown = proof(found.origin.graph if found.origin else graph, found)
-    if not shown.holds:
-        found = best(graph, replace(request, only=tuple(d for d in request.only if d != "rewrite")), progress)
-    return replace(found, account=replace(found.account, proof=str(shown)))
+    read = rules if isinstance(rules, ProvedRules) else proved_rules(rules)
+    request = replace(request, rules=read.new)
+    found = _proved(graph, best(graph, request, progress), request, read.errors, progress)
+    used = replace(read.counts(), used=carried_sites(found.rewrites))
+    return replace(found, account=replace(found.account, rules=used))
+
+
+def _proved(
+    graph: Graph, found: Plan | Staged, request: Request, errors: Mapping[str, float], progress: Any
+) -> Plan | Staged:
+    """A plan whose rewrites hold when run on random numbers: the one found, or without rules of a file, or without any.
+
+    `errors` are those of the rules of a file.
+    """
+    from laminar.planner.search.entry import best
+
+    shown = None
+    while found.rewrites:
+        from laminar.runtime.check.prove_rewrites import proof
+
+        shown = proof(found.origin.graph if found.origin else graph, found, errors)
+        if shown.holds:
+            break
+        plainer = {"rules": ()} if request.rules else {"only": tuple(d for d in request.only if d != "rewrite")}
+        request = replace(request, **plainer)
+        found = best(graph, request, progress)
+    return found if shown is None else replace(found, account=replace(found.account, proof=str(shown)))
 
 
 def replan(
@@ -229,14 +266,16 @@ def replan(
         optimizer=former.optimizer,
         only=former.only or None,
         margin=margin,
+        rules=former.rules,
     )
     return planned_anew(graph_of_own_batch(plan, graph), plan, request)
 
 
 class plans:
-    """Plans with names. Each takes a graph and a mesh; ops and tensors nobody placed are completed at least cost.
+    """Plans with names. Each takes a graph and a mesh; ops and tensors nobody placed are filled in at
+    minimum cost.
 
-    `recompute="blocks.*"` drops what the modules of that name make inside and makes it again in backward; see
+    `recompute="blocks.*"` drops what the modules of that name compute inside and recomputes it in backward; see
     `laminar.ir.patterns` for what else can be named. `offload="blocks.*"` keeps it in the host's memory instead.
     """
 
@@ -269,21 +308,36 @@ class plans:
         return with_traffic(graph, presets.tensor_parallel(graph, mesh, axis, recompute, offload))
 
     @staticmethod
-    def seeded(
+    def named(
+        name: str,
+        graph: Graph,
+        mesh: Mesh,
+        recompute: Patterns = (),
+        offload: Patterns = (),
+        gather_once: bool = False,
+    ) -> Plan:
+        """The plan that `laminar.parallelize(plan=name)` runs: "data", "zero1", "zero2", "zero3" or "tensor"."""
+        return with_traffic(graph, presets.named(name, graph, mesh, recompute, offload, gather_once))
+
+    @staticmethod
+    def placed(
         graph: Graph,
         mesh: Mesh,
         seeds: Mapping[str, Mapping[str, Sbp]],
         recompute: Patterns = (),
         offload: Patterns = (),
     ) -> Plan:
-        """A few tensors placed by name pattern, the rest completed at least cost."""
+        """A few tensors placed by name pattern, the rest filled in at minimum cost."""
         return with_traffic(graph, presets.seeded(graph, mesh, seeds, recompute, offload))
+
+    seeded = placed
+    """The name from before."""
 
     @staticmethod
     def pipeline(
         graph: Graph,
         stages: int | Sequence[str] | Mapping[str, int] = 2,
-        microbatches: int = 4,
+        micro_batches: int = 4,
         virtual: int = 1,
         inner: Any = None,
         cluster: Cluster | str | None = None,
@@ -295,12 +349,13 @@ class plans:
         With a `cluster`, stages are equal by what their ops take on the devices of their places, which may differ:
         faster ones get more of the model.
         """
+        micro_batches = options.pop("microbatches", micro_batches)  # the spelling from before
         if cluster is None:
-            return pipeline(graph, stages, microbatches, virtual, inner, **options)
+            return pipeline(graph, stages, micro_batches, virtual, inner, **options)
         from laminar.planner.estimate.mixed_pipelines import pipeline_on
 
         machine = Cluster.preset(cluster) if isinstance(cluster, str) else cluster
-        return pipeline_on(graph, machine, stages, microbatches, virtual, inner, **options)
+        return pipeline_on(graph, machine, stages, micro_batches, virtual, inner, **options)
 
 
 def inputs_of(
@@ -364,7 +419,7 @@ def _verify_staged(model: Any, loss: Any, batches: list[Any], plan: Staged, dtyp
     from laminar.runtime.check.probe_rules import probe
     from laminar.runtime.check.verify import verify_stages, weighted
     from laminar.train.check_graph import against_eager
-    from laminar.train.engine import Leaves
+    from laminar.train.leaves import Leaves
 
     whole, leaves = capture(model, loss, batches[0]), Leaves.of(batches[0])
     refuse_other(plan, samples_of(whole))
@@ -399,7 +454,7 @@ def micro_batches(batch: Any, count: int | Sequence[int]) -> list[Any]:
     import json
 
     from laminar.capture.batches import unflatten
-    from laminar.train.engine import Leaves, Sized
+    from laminar.train.leaves import Leaves, Sized
 
     leaves = Leaves.of(batch if isinstance(count, int) else Sized(batch, count))
     parts = leaves.split(count if isinstance(count, int) else len(count))
@@ -408,7 +463,7 @@ def micro_batches(batch: Any, count: int | Sequence[int]) -> list[Any]:
 
 def for_plan(plan: Plan | Staged, batch: Any) -> Any:
     """As many samples of a batch as a plan is for, the first ones, where its batch was free and is a part of this."""
-    from laminar.train.engine import Leaves
+    from laminar.train.leaves import Leaves
 
     known = plan.account.batch.samples if plan.account.batch else 0
     samples = Leaves.of(batch).samples if known else 0
@@ -438,8 +493,8 @@ def parallelize(
     check: bool = DEFAULTS.check,
     unguarded: Sequence[str] = DEFAULTS.unguarded,
     measure: bool = True,
-) -> Any:
-    """A `Job` that trains `model` on all ranks as if they were one.
+) -> TrainingJob:
+    """A job that trains `model` on all ranks as if they were one.
 
     model          any `nn.Module`; rank 0's weights are taken, and stay in it as this rank's parts. DDP, Accelerate
                    and torch.compile around it are taken off
@@ -497,7 +552,7 @@ def parallelize(
     plan = plan_for.loaded(plan)
     if world is None and isinstance(plan, Plan | Staged) and plan.account.batch is not None:
         from laminar.planner.search.batch_size import refuse_other
-        from laminar.train.engine import Leaves
+        from laminar.train.leaves import Leaves
 
         parts = 1 if isinstance(plan, Staged) else micro_batches
         refuse_other(plan, Leaves.of(batch).split(parts)[0].samples, parts)

@@ -25,7 +25,7 @@ EPILOG = """\
 examples
   laminar capture examples/gpt.py:tiny --report
   laminar plan    examples/gpt.py:deep --cluster 8xh100 -o plan.json
-  laminar plan    examples/gpt.py:tiny --mesh dp=2,tp=2 --preset tensor_parallel -o plan.json
+  laminar plan    examples/gpt.py:tiny --mesh dp=2,tp=2 --preset tensor -o plan.json
   laminar explain plan.json
   laminar profile  -o here.json
   laminar simulate plan.json --cluster here.json --png step.png
@@ -149,31 +149,41 @@ def parser() -> argparse.ArgumentParser:
     verbs = top.add_subparsers(dest="verb", required=True, metavar="verb")
 
     def verb(name: str, run: Callable[[argparse.Namespace], int], help_: str, recipe: bool) -> argparse.ArgumentParser:
-        p = verbs.add_parser(name, help=help_, description=help_ + ".")
+        p = verbs.add_parser(name, help=help_, description=help_[0].upper() + help_[1:] + ".")
         if recipe:
-            p.add_argument("recipe", help="path/to/file.py:function")
-        p.add_argument("--json", action="store_true", help="print JSON")
-        p.add_argument("--debug", action="store_true", help="show tracebacks")
+            p.add_argument("recipe", help="the model to train, as path/to/file.py:function")
+        p.add_argument("--json", action="store_true", help="print JSON instead of text")
+        p.add_argument("--debug", action="store_true", help="show full tracebacks of errors")
         p.set_defaults(run=run)
         return p
 
-    p = verb("capture", do_capture, "write down forward, loss and backward of one step as a graph", True)
+    p = verb("capture", do_capture, "trace forward, loss and backward of one step into a graph", True)
     p.add_argument(
-        "--report", action="store_true", help="list names, and ops without a rule with their share of the work"
+        "--report",
+        action="store_true",
+        help="list parameter names, and ops without a sharding rule with their share of the work",
     )
     p.add_argument("-o", "--output", metavar="FILE", help="save the graph as JSON")
-    cli_plan.options(verb("plan", cli_plan.do_plan, "find or make a plan: how every tensor lies on the machine", True))
-    cli_cost.profile_options(verb("profile", cli_cost.do_profile, "measure this machine's ops and links", False))
-    cli_ask.explain_options(verb("explain", cli_ask.do_explain, "say what a saved plan does and why", False))
-    cli_cost.simulate_options(verb("simulate", cli_cost.do_simulate, "predict a step of a plan, on any cluster", False))
-    p = verb("verify", do_verify, "run a plan against one device; exit 1 if it differs", True)
+    cli_plan.options(
+        verb("plan", cli_plan.do_plan, "find or make a plan: how every tensor is sharded over the devices", True)
+    )
+    cli_cost.profile_options(
+        verb("profile", cli_cost.do_profile, "measure this machine: ops, collectives and whole steps", False)
+    )
+    cli_ask.explain_options(
+        verb("explain", cli_ask.do_explain, "explain a saved plan: what it does, why, and what it costs", False)
+    )
+    cli_cost.simulate_options(
+        verb("simulate", cli_cost.do_simulate, "predict time and memory of a plan's step, on any cluster", False)
+    )
+    p = verb("verify", do_verify, "run a plan and compare it with one device; exit 1 if they differ", True)
     p.add_argument("--plan", required=True, metavar="FILE", help="a plan file")
     p.add_argument("--ranks", default="inprocess", choices=["inprocess", "processes"],
-                   help="all ranks in lock-step here, or one Gloo process each")  # fmt: skip
+                   help="all ranks in this process (default), or one Gloo process each")  # fmt: skip
     p.add_argument("--dtype", default="f64", choices=["f64", "f32"], help="precision of the comparison (default: f64)")
-    p.add_argument("--batches", type=int, default=1, help="how many batches (default: 1)")
-    command.options(verb("train", do_train, "train a recipe on this machine's ranks", True))
-    cli_cost.diff_options(verb("diff", cli_cost.do_diff, "say where a prediction and a recorded run part", False))
+    p.add_argument("--batches", type=int, default=1, metavar="N", help="batches to compare (default: 1)")
+    command.options(verb("train", do_train, "train a recipe on one or more ranks of this machine", True))
+    cli_cost.diff_options(verb("diff", cli_cost.do_diff, "compare a predicted with a measured timeline", False))
     return top
 
 

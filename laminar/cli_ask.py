@@ -1,6 +1,6 @@
 """Questions about a plan, from the command line: what `laminar plan` and `laminar explain` have in common.
 
-Why does a tensor lie as it does, what if something were different, what do other systems call it, what does it look
+Why is a tensor sharded as it is, what if something were different, what do other systems call it, what does it look
 like? A plan straight from a search has its graph at hand; that of a saved plan is captured again from the recipe it
 was made for, once, and only if a question needs it.
 """
@@ -27,8 +27,10 @@ from laminar.ir.cluster import Cluster
 from laminar.ir.graph import Graph
 from laminar.ir.plan import Plan
 from laminar.ir.staged import Staged, load_plan
+from laminar.launch.vocabulary import memory_bytes
 from laminar.planner.report.throughput import rate_lines, rates
 from laminar.planner.report.words import sized
+from laminar.planner.space.request import PINS, STORED
 
 EXPLAIN = """\
 examples
@@ -70,25 +72,31 @@ def working(what: str, quiet: bool) -> Iterator[Callable[[str], None]]:
             sys.stderr.write("\r\033[K")
 
 
-PINS = ("dp", "tp", "stages", "microbatches", "virtual", "zero", "recompute", "offload")
 WORDS = ("cluster", "only", "batch", "optimizer")
 
 
 def parse_changes(text: str) -> dict[str, Any]:
-    """`memory=40; tp=8` as changes of a request; a name that is neither known nor a tensor's is an error."""
+    """`memory=40GB; tp=8` as changes of a request; a name that is neither known nor a tensor's is an error."""
     out: dict[str, Any] = {}
-    numbers = {"devices": int, "link": float, "budget": float, "memory": float, "margin": float}
+    numbers: dict[str, Callable[[str], float]] = {
+        "devices": int, "link": float, "budget": float, "memory": memory_bytes, "margin": float,
+    }  # fmt: skip
     names = {"budget": "budget_s", "memory": "memory_bytes"}
     for item in text.split(";"):
         name, equals, value = (x.strip() for x in item.partition("="))
         if not equals or not value:
-            raise PlanError(f"{item.strip()!r} changes nothing", next="write --what-if 'memory=40; devices=16; tp=8'")
+            raise PlanError(f"{item.strip()!r} changes nothing", next="write --what-if 'memory=40GB; devices=16; tp=8'")
         try:
             if name in numbers:
-                out[names.get(name, name)] = numbers[name](value) * (1e9 if name == "memory" else 1)
+                out[names.get(name, name)] = numbers[name](value)
             elif name in WORDS:
                 out[name] = value
-            elif name not in PINS and value != "any" and not re.search(r"\bB\b|S\(", value):
+            elif (
+                name not in PINS
+                and name not in STORED.values()
+                and value != "any"
+                and not re.search(r"\bB\b|S\(", value)
+            ):
                 raise PlanError(
                     f"nothing called {name!r} can be changed",
                     allowed="  ".join((*numbers, *WORDS, *PINS)),
@@ -97,8 +105,9 @@ def parse_changes(text: str) -> dict[str, Any]:
             else:
                 pin = None if value == "any" else int(value) if value.isdigit() else value
                 out.setdefault("pin", {})[name] = pin
-        except ValueError:
-            raise PlanError(f"{name} is a number, not {value!r}", next="write --what-if 'memory=40; tp=8'") from None
+        except (ValueError, argparse.ArgumentTypeError):
+            what = "an amount of memory" if name == "memory" else "a number"
+            raise PlanError(f"{name} is {what}, not {value!r}", next="write --what-if 'memory=40GB; tp=8'") from None
     if isinstance(out.get("cluster"), str):
         out["cluster"] = cli_cost.cluster_of(out["cluster"])
     return out
@@ -200,7 +209,7 @@ def compared(account: Account) -> str:
     """All plans that were looked at, as bars: the longer, the more steps a second."""
     rows = account.looked_at
     best = min((row.step_s for row in rows if row.fits), default=0.0)
-    lines = ["", "plans that were looked at, steps a second"]
+    lines = ["", "plans that were looked at, steps per second"]
     for row in rows:
         bar = "#" * max(1, round(40 * best / row.step_s))
         note = "" if row.fits else f"  does not fit: {sized(row.peak_bytes or math.inf)}"
@@ -211,22 +220,26 @@ def compared(account: Account) -> str:
 def questions(p: argparse.ArgumentParser) -> None:
     """What a plan can be asked."""
     ask = p.add_argument_group("questions")
-    ask.add_argument("--price", type=float, metavar="P", help="of a device-hour: tells what a million tokens cost")
+    ask.add_argument(
+        "--price", type=float, metavar="P", help="price per device-hour; prints the cost per million tokens"
+    )
     ask.add_argument("--tokens", type=float, metavar="N",
-                     help="days that so many tokens (or samples) take, with --price the money")  # fmt: skip
+                     help="days to train on so many tokens (or samples), with --price also the cost")  # fmt: skip
     ask.add_argument("--why", action="append", default=[], metavar="TENSOR",
-                     help="why it lies as it does: every alternative, simulated; may be repeated")  # fmt: skip
+                     help="why a tensor is sharded as it is: simulate every alternative; may be repeated")  # fmt: skip
     ask.add_argument("--what-if", action="append", default=[], metavar="'NAME=VALUE; ...'",
-                     help="search again with something changed; may be repeated")  # fmt: skip
-    ask.add_argument("--flags", choices=["megatron", "torchtitan"], help="the same plan as flags of another system")
-    ask.add_argument("--dot", metavar="FILE", help="write the graph with placements and costs, for Graphviz")
-    ask.add_argument("--png", metavar="FILE", help="draw it")
+                     help="search again with something changed, and tell the difference; may be repeated")  # fmt: skip
+    ask.add_argument(
+        "--flags", choices=["megatron", "torchtitan"], help="the same plan as flags of Megatron-LM or torchtitan"
+    )
+    ask.add_argument("--dot", metavar="FILE", help="write the graph with placements and costs as a Graphviz file")
+    ask.add_argument("--png", metavar="FILE", help="draw the graph with placements and costs")
 
 
 def explain_options(p: argparse.ArgumentParser) -> None:
     """The options of `laminar explain`."""
     p.epilog, p.formatter_class = EXPLAIN, argparse.RawDescriptionHelpFormatter
     p.add_argument("plan", help="a plan file")
-    p.add_argument("--recipe", metavar="RECIPE", help="what the plan is for (default: the one it was made from)")
-    p.add_argument("--cluster", metavar="C", help="file or name (default: the plan's own)")
+    p.add_argument("--recipe", metavar="RECIPE", help="recipe of the model (default: the one the plan was made for)")
+    p.add_argument("--cluster", metavar="CLUSTER", help="file or name of a cluster (default: the plan's own)")
     questions(p)

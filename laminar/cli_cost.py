@@ -1,7 +1,7 @@
 """What a step costs, from the command line: `laminar profile`, `laminar simulate`, `laminar diff`.
 
 `profile` measures this machine and writes a cluster file. `simulate` predicts a plan's step on any cluster, named or
-measured, without the hardware. `diff` says where a prediction and a recorded run part.
+measured, without the hardware. `diff` compares a predicted with a measured timeline.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from laminar.ir.cluster import Cluster
 from laminar.ir.plan import Plan
 from laminar.ir.staged import Staged, load_plan
 from laminar.ir.timeline import Timeline
-from laminar.launch.command import PRECISIONS
+from laminar.launch.vocabulary import PRECISIONS
 
 PROFILE = """\
 examples
-  laminar profile -o here.json                              this machine's ops and links, about three minutes
-  laminar profile -o here.json --for examples/gpt.py:small  and the ops that this recipe's plans would run
+  laminar profile -o here.json                              measure this machine, about three minutes
+  laminar profile -o here.json --for examples/gpt.py:small  also measure the ops that this recipe would run
   laminar plan examples/gpt.py:small --mesh dp=2 --cluster here.json
 
-The file is a cluster: laminar.Cluster.load("here.json"). If it exists already it is extended; entries measured again
-replace older ones. On CPU ranks, ops are measured by all ranks at once, as they run in a step; then a few whole
-models are trained for some steps to calibrate what single ops can't show.
+The file describes a cluster: laminar.Cluster.load("here.json"). If it exists it is extended, and entries that are
+measured again replace older ones. On CPU ranks, all ranks measure ops at once, as they run in a step; then a few whole
+models are trained for some steps, to calibrate what single ops can't show.
 """
 SIMULATE = """\
 examples
@@ -38,8 +38,10 @@ examples
   laminar simulate plan.json -o sim.json --trace sim.perfetto.json --png sim.png
   laminar simulate plan.json --cluster 64xa100@ib200        the same plan on another machine
 
-clusters: a file of `laminar profile`, or [NODESx][COUNTx]DEVICE[@FABRIC[+FABRIC]], such as 8xh100, 16x4xa100-80g,
-2xcpu. Open the trace at ui.perfetto.dev, or at chrome://tracing.
+clusters
+  a file from `laminar profile`, or [NODESx][COUNTx]DEVICE[@FABRIC[+FABRIC]]: 8xh100, 16x4xa100-80g, 2xcpu
+
+Open the trace at ui.perfetto.dev or chrome://tracing.
 """
 DIFF = """\
 examples
@@ -62,15 +64,18 @@ def cluster_of(text: str | None) -> Cluster:
 def profile_options(p: argparse.ArgumentParser) -> None:
     """What `laminar profile` can be told."""
     p.epilog, p.formatter_class = PROFILE, argparse.RawDescriptionHelpFormatter
-    p.add_argument("-o", "--output", required=True, metavar="FILE", help="cluster file to write, or to extend")
-    p.add_argument("--for", dest="recipe", metavar="RECIPE", help="also measure the ops of this recipe's plans")
-    p.add_argument("--ranks", metavar="N[,N...]", help="how many ranks at once (default: 1 and one a core)")
-    p.add_argument("--budget", type=float, default=100.0, metavar="S", help="seconds for single ops (default: 100)")
-    p.add_argument("--trials", action=argparse.BooleanOptionalAction, default=True,
-                   help="calibrate with whole steps (default: yes)")  # fmt: skip
+    p.add_argument("-o", "--output", required=True, metavar="FILE", help="cluster file to write or extend")
+    p.add_argument("--for", dest="recipe", metavar="RECIPE", help="also measure the ops that this recipe would run")
     p.add_argument(
-        "--keep", metavar="FILE", help="on a GPU, keep what whole steps were timed, graphs and plans included"
+        "--ranks", metavar="N[,N...]", help="measure with this many ranks at once (default: 1, and one per core)"
     )
+    p.add_argument(
+        "--budget", type=float, default=100.0, metavar="S", help="seconds to spend on single ops (default: 100)"
+    )
+    p.add_argument("--trials", action=argparse.BooleanOptionalAction, default=True,
+                   help="calibrate with whole training steps (default: yes)")  # fmt: skip
+    p.add_argument("--keep", metavar="FILE",
+                   help="on a GPU, save the timed training steps with their graphs and plans")  # fmt: skip
 
 
 def do_profile(args: argparse.Namespace) -> int:
@@ -230,17 +235,23 @@ def simulate_options(p: argparse.ArgumentParser) -> None:
     """What `laminar simulate` can be told."""
     p.epilog, p.formatter_class = SIMULATE, argparse.RawDescriptionHelpFormatter
     p.add_argument("plan", help="a plan file")
-    p.add_argument("--cluster", metavar="C", help="file or name (default: the plan's own, else this machine)")
-    p.add_argument("--recipe", metavar="RECIPE", help="what the plan is for (default: the one it was made from)")
-    p.add_argument("--optimizer", default="adamw", choices=["adamw", "adam", "sgd", "momentum"], help="default: adamw")
-    p.add_argument("--precision", choices=PRECISIONS, help="as in `laminar train` (default: the plan's own, else f32)")
-    p.add_argument("--tokens", type=float, metavar="N", help="days that so many tokens (or samples) take")
-    p.add_argument("--price", type=float, metavar="P", help="of a device-hour")
-    p.add_argument("--load-s", type=float, default=0.0, metavar="S", help="seconds a rank takes to read a batch")
-    p.add_argument("--prefetch", type=int, default=2, metavar="N", help="batches loaded ahead (default: 2)")
+    p.add_argument("--cluster", metavar="CLUSTER",
+                   help="file or name of a cluster (default: the plan's own, else this machine)")  # fmt: skip
+    p.add_argument("--recipe", metavar="RECIPE", help="recipe of the model (default: the one the plan was made for)")
+    p.add_argument("--optimizer", default="adamw", choices=["adamw", "adam", "sgd", "momentum"],
+                   help="whose update and state to price (default: adamw)")  # fmt: skip
+    p.add_argument("--precision", choices=PRECISIONS, help="as in `laminar train` (default: the plan's own)")
+    p.add_argument("--tokens", type=float, metavar="N", help="days to train on so many tokens (or samples)")
+    p.add_argument("--price", type=float, metavar="P", help="price per device-hour; prints the cost per million tokens")
+    p.add_argument(
+        "--load-s", type=float, default=0.0, metavar="S", help="seconds a rank takes to load a batch (default: 0)"
+    )
+    p.add_argument(
+        "--prefetch", type=int, default=2, metavar="N", help="batches loaded ahead while steps run (default: 2)"
+    )
     p.add_argument("-o", "--output", metavar="FILE", help="save the timeline")
-    p.add_argument("--trace", metavar="FILE", help="save it as a Chrome trace, which ui.perfetto.dev opens")
-    p.add_argument("--png", metavar="FILE", help="draw timeline and memory")
+    p.add_argument("--trace", metavar="FILE", help="save a Chrome trace, for ui.perfetto.dev")
+    p.add_argument("--png", metavar="FILE", help="draw the timeline and the memory")
 
 
 def do_simulate(args: argparse.Namespace) -> int:
@@ -323,13 +334,13 @@ def rendered(parts: dict[str, Any], step_ns: int) -> str:
 def diff_options(p: argparse.ArgumentParser) -> None:
     """What `laminar diff` can be told."""
     p.epilog, p.formatter_class = DIFF, argparse.RawDescriptionHelpFormatter
-    p.add_argument("predicted", help="a timeline of `laminar simulate`")
-    p.add_argument("measured", help="a timeline of `laminar train --timeline`")
-    p.add_argument("--png", metavar="FILE", help="draw both on one time axis")
+    p.add_argument("predicted", help="timeline from `laminar simulate -o`")
+    p.add_argument("measured", help="timeline from `laminar train --timeline`")
+    p.add_argument("--png", metavar="FILE", help="draw both over one time axis")
 
 
 def do_diff(args: argparse.Namespace) -> int:
-    """Where prediction and reality part."""
+    """A predicted timeline beside a measured one."""
     from laminar.cost.timeline_diff import compare, render
 
     predicted, measured = Timeline.load(args.predicted), Timeline.load(args.measured)

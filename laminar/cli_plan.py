@@ -1,9 +1,9 @@
 """Plans from the command line: `laminar plan` finds one for a cluster, or makes the one it is told to.
 
-With a cluster and nothing else, it searches: every placement, meshes, stages, micro-batches, ZeRO and recompute, and
-says how far from the best the plan can be. With a mesh, a preset, seeds or stages it makes that plan. Either way the
-plan can be asked: why a tensor lies as it does, what if something were different, what other systems call it, and what
-it looks like. `laminar explain` asks the same of a plan that was saved.
+With a cluster and nothing else, it searches placements, meshes, stages, micro-batches, ZeRO and recompute together, and
+says how far from the best the plan can be. With a mesh, a preset, placements or stages it makes that plan. Either way
+the plan can be asked: why a tensor is sharded as it is, what would change if something were different, which flags of
+other systems mean the same, and what it looks like. `laminar explain` asks the same of a plan that was saved.
 """
 
 from __future__ import annotations
@@ -12,41 +12,50 @@ import argparse
 import json
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from laminar import cli_cost
-from laminar.cli_ask import PINS, parse_changes, questions, told, working
+from laminar.cli_ask import parse_changes, questions, told, working
 from laminar.errors import MeshError, PlanError
 from laminar.ir.mesh import Mesh
 from laminar.ir.plan import Plan
 from laminar.ir.sbp import parse
 from laminar.ir.staged import SCHEDULES, Staged, plan_of
-from laminar.launch.command import PRECISIONS
+from laminar.launch.vocabulary import MEMORY, PRECISIONS, couple_word, hidden, memory_bytes, plan_name
+from laminar.placement.presets import NAMES
 from laminar.planner.report.throughput import with_work
+from laminar.planner.space.request import PINS, STORED
 
-PRESETS = ["data_parallel", "zero1", "zero2", "zero3", "tensor_parallel"]
+if TYPE_CHECKING:
+    from laminar.runtime.check.prove_rule_files import ProvedRules
+
 EXAMPLES = """\
 examples
-  laminar plan examples/gpt.py:deep --cluster 8xh100 -o plan.json            search
-  laminar plan examples/gpt.py:deep --cluster 64xh100 --memory 40 --compare  at most 40 GB a rank, and what lost
-  laminar plan examples/gpt.py:deep --cluster 8xh100 --batch free            the recipe's batch, or a part of it
-  laminar plan examples/gpt.py:deep --cluster 8xh100 --precision bf16 --tokens 1e12 --price 2.5     days and money
+  laminar plan examples/gpt.py:deep --cluster 8xh100 -o plan.json               search
+  laminar plan examples/gpt.py:deep --cluster 64xh100 --memory 40GB --compare   at most 40 GB a rank; show what lost
+  laminar plan examples/gpt.py:deep --cluster 8xh100 --batch free               the recipe's batch, or a part of it
+  laminar plan examples/gpt.py:deep --cluster 8xh100 --precision bf16 --tokens 1e12 --price 2.5     days and cost
   laminar plan examples/gpt.py:deep --cluster 8xh100 --pin tp=8 --only tensor
   laminar plan examples/gpt.py:deep --cluster 8xh100 --pin 'blocks.*.mlp.up.weight=S(0)' --price 2.5
-  laminar plan examples/gpt.py:deep --cluster 8xh100 --why blocks.3.mlp.down.weight --what-if 'memory=40; link=0.5'
+  laminar plan examples/gpt.py:deep --cluster 8xh100 --why blocks.3.mlp.down.weight --what-if 'memory=40GB; link=0.5'
   laminar plan examples/gpt.py:deep --cluster 8xh100 --flags megatron --png plan.png
-  laminar plan examples/gpt.py:small --cluster here.json --measure           the finalists, run on this machine
-  laminar plan examples/gpt.py:tiny --mesh dp=2,tp=2 --preset tensor_parallel -o plan.json
-  laminar plan examples/gpt.py:tiny --mesh tp=2 --seed 'blocks.*up.weight=tp:S(0)' -o plan.json
-  laminar plan examples/gpt.py:tiny --stages 2 --microbatches 4 -o plan.json
+  laminar plan examples/gpt.py:small --cluster here.json --measure              run the best candidates on this machine
+  laminar plan examples/gpt.py:deep --cluster 8xh100 --rules rules.json            with a TASO or FlexFlow rule file
+  laminar plan examples/gpt.py:tiny --mesh dp=2,tp=2 --preset tensor -o plan.json
+  laminar plan examples/gpt.py:tiny --mesh tp=2 --place 'blocks.*up.weight=tp:S(0)' -o plan.json
+  laminar plan examples/gpt.py:tiny --stages 2 --micro-batches 4 -o plan.json
 
-clusters: a file of `laminar profile`, or [NODESx][COUNTx]DEVICE[@FABRIC[+FABRIC]], such as 8xh100, 16x4xa100-80g,
-2xcpu. What can be pinned: dp, tp, stages, microbatches, virtual, zero, recompute and offload (0: nothing, 1: what
-memory asks for), and how tensors lie.
-What can be asked: memory (GB), margin, devices, cluster, link (a factor), only, batch (free), budget,
-and any pin (tp=any lifts it).
+clusters
+  a file from `laminar profile`, or [NODESx][COUNTx]DEVICE[@FABRIC[+FABRIC]]: 8xh100, 16x4xa100-80g, 2xcpu
+--pin
+  dp, tp, stages, micro_batches, virtual, zero; recompute and offload (0: never, 1: as much as memory requires);
+  and placements of tensors by name pattern
+--what-if
+  memory, margin, devices, cluster, link (a factor on link speed), only, batch=free, budget, and any pin (tp=any
+  lifts it)
 """
 
 
@@ -64,16 +73,18 @@ def parse_mesh(text: str) -> Mesh:
 
 
 def parse_seeds(texts: list[str]) -> dict[str, dict[str, Any]]:
-    """`PATTERN=axis:S(0)` (several axes separated by `;`) as seeds."""
+    """`PATTERN=axis:S(0)` (several axes separated by `;`) as placements by pattern."""
     seeds: dict[str, dict[str, Any]] = {}
     for text in texts:
         pattern, equals, rest = text.partition("=")
         if not equals:
-            raise PlanError(f"{text!r} is not a seed", next="write 'pattern=axis:S(0)', for example 'batch.*=dp:S(0)'")
+            raise PlanError(
+                f"{text!r} is no placement", next="write 'pattern=axis:S(0)', for example 'batch.*=dp:S(0)'"
+            )
         for item in rest.split(";"):
             axis, colon, placement = item.partition(":")
             if not colon:
-                raise PlanError(f"{item!r} in seed {text!r} names no axis", next="write 'pattern=axis:S(0)'")
+                raise PlanError(f"{item!r} in --place {text!r} names no axis", next="write 'pattern=axis:S(0)'")
             seeds.setdefault(pattern, {})[axis.strip()] = parse(placement.strip())
     return seeds
 
@@ -85,7 +96,7 @@ def parse_pins(texts: list[str]) -> dict[str, int | str]:
         parts = text.split(",") if re.fullmatch(r"[^()]*", text) else [text]
         for part in parts:
             name, equals, value = (x.strip() for x in part.partition("="))
-            if not equals or not value or (name in PINS and not value.isdigit()):
+            if not equals or not value or (name in (*PINS, *STORED.values()) and not value.isdigit()):
                 raise PlanError(f"{part!r} pins nothing",
                                 next="write --pin tp=8, --pin stages=4,zero=1 or --pin 'PATTERN=S(0)'")  # fmt: skip
             pins[name] = int(value) if value.isdigit() else value
@@ -93,19 +104,19 @@ def parse_pins(texts: list[str]) -> dict[str, int | str]:
 
 
 def do_plan(args: argparse.Namespace) -> int:
-    """Find a plan, or make one from a preset or seeds."""
+    """Find a plan, or make one from a preset, from placements or with stages."""
     if args.measure_rank:
         return _rank_that_measures(args)
     for text in args.what_if:
         parse_changes(text)  # before anything is searched
-    told = args.mesh or args.preset or args.seed
+    told = args.mesh or args.preset or args.place
     if args.stages:
         return _stages(args, parse_mesh(args.mesh) if args.mesh else None)
     if args.cluster and not told:
         return _search(args)
-    for name in ("memory", "margin", "batch", "budget", "pin", "only", "proposals", "compare", "measure"):
+    for name in ("memory", "margin", "batch", "budget", "pin", "only", "proposals", "rules", "compare", "measure"):
         if getattr(args, name) or (name == "margin" and args.margin is not None):
-            raise PlanError(f"--{name} is for a search", next="leave out --mesh, --preset, --seed and --stages")
+            raise PlanError(f"--{name} is for a search", next="leave out --mesh, --preset, --place and --stages")
     return _made(args)
 
 
@@ -125,10 +136,11 @@ def _search(args: argparse.Namespace) -> int:
         from laminar.launch.measure_plans import refuse_elsewhere, taken
 
         refuse_elsewhere(cluster)
+    rules = _rules(args)
     with working("capturing", args.json):
         graph = graph_of(args.recipe, 1, args.precision, _kind(cluster))
     asked: dict[str, Any] = {
-        "memory_bytes": args.memory * 1e9 if args.memory else None,
+        "memory_bytes": args.memory,
         "margin": args.margin,
         "batch": args.batch or "fixed",
         "budget_s": 10.0 if args.budget is None else args.budget,
@@ -140,9 +152,10 @@ def _search(args: argparse.Namespace) -> int:
 
         def search() -> Plan | Staged:
             with across_commands(graph, cluster.hash):
-                return plan(graph, cluster, **asked, progress=lambda text: say(f"searching, {text}"))
+                return plan(graph, cluster, **asked, rules=rules, progress=lambda text: say(f"searching, {text}"))
 
         about = {"graph": graph.hash, "cluster": cluster.hash, **asked}
+        about |= {"rules": [rules.file, rules.content]} if rules is not None else {}
         found = search() if args.measure else kept("plans", about, search, lambda p: p.to_json(), plan_of)
     if args.measure:
         with working("measuring", args.json):
@@ -155,7 +168,33 @@ def _search(args: argparse.Namespace) -> int:
     if args.cluster.endswith(".json"):
         account = replace(account, cluster_file=args.cluster)
     found = replace(found, account=account)
-    return told(args, found, lambda: graph, cluster, {"graph": graph.hash, **account.to_json()})
+    data: dict[str, Any] = {"graph": graph.hash, **account.to_json()}
+    if rules is not None and account.rules is not None:
+        data["rules"] = {**data["rules"], "each": [verdict.to_json() for verdict in rules.verdicts]}
+        if not args.json:
+            print(f"{rules}\n  {_taken(account.rules.used)}\n")
+    return told(args, found, lambda: graph, cluster, data)
+
+
+def _rules(args: argparse.Namespace) -> ProvedRules | None:
+    """The rules of `--rules`, proved."""
+    if args.rules is None:
+        return None
+    from laminar.runtime.check.prove_rule_files import proved_rules
+
+    with working("proving rules", args.json) as say:
+        return proved_rules(args.rules, lambda done, of: say(f"proving rules {_bar(done, of)}"))
+
+
+def _bar(done: int, of: int, width: int = 20) -> str:
+    """How far something is, as a bar."""
+    filled = width * done // of
+    return f"[{'#' * filled}{'.' * (width - filled)}] {done}/{of}"
+
+
+def _taken(used: Mapping[str, int]) -> str:
+    """Which of the rules a plan uses."""
+    return "the plan uses " + (", ".join(f"{name} x{n}" for name, n in used.items()) or "none of them")
 
 
 def _rank_that_measures(args: argparse.Namespace) -> int:
@@ -172,7 +211,7 @@ def _rank_that_measures(args: argparse.Namespace) -> int:
 
 
 def _made(args: argparse.Namespace) -> int:
-    """A plan with a name, or from seeds, on a mesh."""
+    """A plan with a name, or from placements of some tensors, on a mesh."""
     from laminar.api import graph_of, plans
 
     cluster = cli_cost.cluster_of(args.cluster) if args.cluster else None
@@ -183,16 +222,12 @@ def _made(args: argparse.Namespace) -> int:
         cluster.fits(mesh)
     with working("capturing", args.json):
         graph = graph_of(args.recipe, 1, args.precision, _kind(cluster))
-    preset, kept = args.preset or "data_parallel", {"recompute": args.recompute, "offload": args.offload}
+    kept = {"recompute": args.recompute, "offload": args.offload}
     with working("planning", args.json):
-        if args.seed:
-            plan = plans.seeded(graph, mesh, parse_seeds(args.seed), **kept)
-        elif preset.startswith("zero"):
-            plan = plans.zero(graph, mesh, int(preset[4:] or 3), **kept, gather_once=args.gather_once)
-        elif preset == "tensor_parallel":
-            plan = plans.tensor_parallel(graph, mesh, **kept)
+        if args.place:
+            plan = plans.placed(graph, mesh, parse_seeds(args.place), **kept)
         else:
-            plan = plans.data_parallel(graph, mesh, **kept)
+            plan = plans.named(args.preset or "data", graph, mesh, **kept, gather_once=args.gather_once)
         account = replace(with_work(plan.account, graph, args.precision, cluster), recipe=args.recipe)
         plan = replace(plan, account=account)
         if cluster is not None:
@@ -218,23 +253,23 @@ def _stages(args: argparse.Namespace, mesh: Mesh | None) -> int:
     """A plan with stages, each spread over a mesh of its own."""
     from laminar.api import graph_of, plans
 
-    if args.seed or args.program:
-        raise PlanError("--seed and --program do not go with --stages", next="leave them out")
+    if args.place or args.program:
+        raise PlanError("--place and --program do not go with --stages", next="leave them out")
     cluster = cli_cost.cluster_of(args.cluster) if args.cluster else None
     with working("capturing", args.json):
-        graph = graph_of(args.recipe, args.microbatches, args.precision, _kind(cluster))
+        graph = graph_of(args.recipe, args.micro_batches, args.precision, _kind(cluster))
     inner: Any = mesh
     if mesh is not None and (args.preset or "").startswith("zero"):
-        inner = partial(plans.zero, mesh=mesh, stage=int(args.preset[4:] or 3))
+        inner = partial(plans.zero, mesh=mesh, stage=int(args.preset[4:]))
     stages = int(args.stages) if args.stages.isdigit() else args.stages.split(",")
     window = None if args.window == "any" else int(args.window)
     differ = cluster if cluster is not None and len(cluster.parts) > 1 else None
     with working("planning", args.json):
         plan: Staged = plans.pipeline(
-            graph, stages, args.microbatches, args.virtual, inner, differ, schedule=args.schedule, window=window,
+            graph, stages, args.micro_batches, args.virtual, inner, differ, schedule=args.schedule, window=window,
             stash=args.stash, couple=args.couple, recompute=args.recompute, offload=args.offload,
         )  # fmt: skip
-        account = with_work(plan.account, graph, args.precision, cluster, args.microbatches)
+        account = with_work(plan.account, graph, args.precision, cluster, args.micro_batches)
         account = replace(account, recipe=args.recipe)
         if cluster is not None:
             from laminar.forecast.pipeline_step import predict_staged
@@ -255,62 +290,62 @@ def _kind(cluster: Any) -> str:
 def options(p: argparse.ArgumentParser) -> None:
     """The options of `laminar plan`."""
     p.epilog, p.formatter_class = EXAMPLES, argparse.RawDescriptionHelpFormatter
-    p.add_argument("--cluster", metavar="C", help="the machine: a file of `laminar profile`, or a name such as 8xh100; "
-                   "alone it means: search")  # fmt: skip
+    p.add_argument("--cluster", metavar="CLUSTER", help="the machines: a file from `laminar profile`, or a name such "
+                   "as 8xh100; alone it means: search")  # fmt: skip
     p.add_argument("-o", "--output", metavar="FILE", help="save the plan")
     p.add_argument("--precision", default="f32", choices=PRECISIONS,
-                   help="what is priced, as in `laminar train` (default: f32, which is as the model is)")  # fmt: skip
-    search = p.add_argument_group("search")
-    search.add_argument("--memory", type=float, metavar="GB", help="what a rank may fill (default: the device's memory "
-                        "less the margin)")  # fmt: skip
-    search.add_argument("--batch", choices=["fixed", "free"],
-                        help="the recipe's batch (default), or that or an equal part of it, whichever trains most "
-                        "samples a second")  # fmt: skip
-    search.add_argument("--margin", type=float, metavar="SHARE",
-                        help="share of a device's memory that stays free (default: 0.08)")  # fmt: skip
-    search.add_argument(
-        "--proposals",
-        type=int,
-        default=0,
-        metavar="N",
-        help="try N random moves around the best plan, too: 300000 take some 10 s",
-    )
-    search.add_argument("--budget", type=float, metavar="S", help="processor seconds to spend (default: 10)")
-    search.add_argument("--pin", action="append", default=[], metavar="NAME=N",
-                        help="fix a number (dp, tp, stages, microbatches, virtual, zero, recompute, offload), or how "
-                        "tensors lie ('PATTERN=S(0)', 'PATTERN=tp:S(0)'); may be repeated")  # fmt: skip
-    search.add_argument("--only", metavar="DIMENSIONS", help="what may be used: data, tensor, pipeline, zero, "
-                        "recompute, offload, rewrite, with commas (default: all)")  # fmt: skip
-    search.add_argument("--compare", action="store_true", help="show all plans that were looked at")
-    search.add_argument("--measure", action="store_true",
-                        help="run the finalists and data parallel on this machine, and take the fastest")  # fmt: skip
-    search.add_argument("--measure-rank", help=argparse.SUPPRESS)
+                   help="precision to plan for, as in `laminar train` (default: f32, the model's own)")  # fmt: skip
+    add = p.add_argument_group("search").add_argument
+    add("--memory", type=memory_bytes, metavar="SIZE",
+        help=f"memory limit per rank, in {MEMORY} (default: the device's memory less the margin)")  # fmt: skip
+    add("--margin", type=float, metavar="SHARE", help="share of a device's memory left free (default: 0.08)")
+    add("--batch", choices=["fixed", "free"],
+        help="fixed: the recipe's batch (default); free: that or an equal part of it, whichever trains the most "
+        "samples per second")  # fmt: skip
+    add("--budget", type=float, metavar="S", help="CPU seconds to spend on the search (default: 10)")
+    add("--pin", action="append", default=[], metavar="NAME=N",
+        help="fix a number (dp, tp, stages, micro_batches, virtual, zero, recompute, offload) or a placement "
+        "('PATTERN=S(0)', 'PATTERN=tp:S(0)'); may be repeated")  # fmt: skip
+    add("--only", metavar="WORDS", help="what the search may use: data, tensor, pipeline, zero, recompute, offload, "
+        "rewrite, separated by commas (default: all)")  # fmt: skip
+    add("--proposals", type=int, default=0, metavar="N",
+        help="afterwards try N random changes to the best plan (default: 0; 300000 take about 10 s)")  # fmt: skip
+    add("--rules", metavar="FILE",
+        help="also search with the rewrite rules of a TASO or FlexFlow JSON file: those that hold on random "
+        "numbers")  # fmt: skip
+    add("--compare", action="store_true", help="show every candidate that was evaluated")
+    add("--measure", action="store_true",
+        help="run the best candidates and the named plans on this machine, and take the fastest")  # fmt: skip
+    add("--measure-rank", help=argparse.SUPPRESS)
     questions(p)
     made = p.add_argument_group("a plan of your own")
-    made.add_argument("--mesh", help="axes and sizes, such as dp=2,tp=4 (with --preset alone: dp over the cluster)")
-    made.add_argument("--preset", choices=PRESETS, help="a plan with a name (default: data_parallel)")
-    made.add_argument("--seed", action="append", default=[], metavar="PATTERN=AXIS:S(0)",
-                      help="place tensors by name pattern, the rest at least cost; may be repeated")  # fmt: skip
-    made.add_argument("--recompute", action="append", default=[], metavar="PATTERN",
-                      help="make again in backward what these modules (blocks.*) or values (%%gelu.*) hold; may be "
-                      "repeated")  # fmt: skip
-    made.add_argument("--offload", action="append", default=[], metavar="PATTERN",
-                      help="keep what these modules or values hold in the host's memory until backward; may be "
-                      "repeated")  # fmt: skip
-    made.add_argument("--gather-once", action="store_true",
-                      help="with zero3: what forward has gathered of parameters stays for backward, which takes less "
-                      "time and more memory")  # fmt: skip
-    made.add_argument("--program", action="store_true", help="print the program every rank runs")
-    made.add_argument("--stages", metavar="N", help="cut the model into N stages of equal work at ranks of their own, "
-                      "or where these modules begin (patterns, with commas); --mesh is then that of each "
-                      "stage")  # fmt: skip
-    made.add_argument("--microbatches", type=int, default=4, metavar="M", help="per step, with --stages (default: 4)")
-    made.add_argument("--virtual", type=int, default=1, metavar="V",
-                      help="stages that take turns at each place (default: 1)")  # fmt: skip
-    made.add_argument("--schedule", choices=SCHEDULES, help="order of micro-batches (default: 1f1b, or interleaved)")
-    made.add_argument("--window", default="0", metavar="W",
-                      help="how far a place may leave the order; any (default: 0)")  # fmt: skip
-    made.add_argument("--stash", type=float, default=1.0, metavar="X",
-                      help="how many times as many micro-batches as needed may be under way (default: 1)")  # fmt: skip
-    made.add_argument("--couple", choices=["microbatch"],
-                      help="let ops that couple samples see one micro-batch at a time")  # fmt: skip
+    add = made.add_argument
+    add("--mesh", metavar="MESH", help="axes and sizes, such as dp=2,tp=4 (default with --preset: dp over the cluster)")
+    add("--preset", type=plan_name, choices=NAMES, help="a plan by name, the same names as in `laminar train --plan` "
+        "(default: data)")  # fmt: skip
+    add("--gather-once", action="store_true",
+        help="with zero3: keep parameters gathered from forward until backward, which is faster and takes more "
+        "memory")  # fmt: skip
+    add("--place", action="append", default=[], metavar="PATTERN=AXIS:S(0)",
+        help="place tensors by name pattern, the rest filled in at minimum cost; may be repeated")  # fmt: skip
+    hidden(made, "--seed", "--place", action="append")
+    add("--recompute", action="append", default=[], metavar="PATTERN",
+        help="recompute in backward what these modules (blocks.*) or values (%%gelu.*) hold, instead of keeping it; "
+        "may be repeated")  # fmt: skip
+    add("--offload", action="append", default=[], metavar="PATTERN",
+        help="keep what these modules or values hold in host memory until backward; may be repeated")  # fmt: skip
+    add("--program", action="store_true", help="print the program that every rank runs")
+    made = p.add_argument_group("a pipeline of your own")
+    add = made.add_argument
+    add("--stages", metavar="N", help="cut the model into N stages of equal work, or where these modules begin "
+        "(patterns, separated by commas); --mesh is then the mesh of each stage")  # fmt: skip
+    add("--micro-batches", type=int, default=4, metavar="M", help="micro-batches per batch (default: 4)")
+    hidden(made, "--microbatches", "--micro-batches", type=int)
+    add("--virtual", type=int, default=1, metavar="V", help="virtual stages per place, taking turns (default: 1)")
+    add("--schedule", choices=SCHEDULES, help="order of micro-batches (default: 1f1b, or interleaved with --virtual)")
+    add("--window", default="0", metavar="W",
+        help="how far ahead of schedule a stage may run, or 'any' (default: 0)")  # fmt: skip
+    add("--stash", type=float, default=1.0, metavar="X",
+        help="micro-batches in flight, as a multiple of what the schedule needs (default: 1)")  # fmt: skip
+    add("--couple", type=couple_word, choices=["microbatch"], metavar="micro-batch",
+        help="let ops that mix the samples of a batch see one micro-batch at a time")  # fmt: skip

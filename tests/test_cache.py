@@ -13,8 +13,9 @@ import pytest
 from laminar import api, cache
 from laminar.cli import main
 from laminar.ir.cluster import Cluster
-from laminar.planner.estimate.model import Score
-from laminar.planner.search import best_first, earlier_plans
+from laminar.planner.estimate.candidates import Score
+from laminar.planner.search import earlier_plans
+from laminar.planner.search.best_first import graph_search
 
 RECIPE = """
 import torch
@@ -156,7 +157,7 @@ def test_a_wider_command_takes_nothing_slower_than_an_earlier_narrower_one(
             simulated.append(final.plan.hash)
             yield final
 
-    monkeypatch.setattr(best_first, "usable", counted)
+    monkeypatch.setattr(graph_search, "usable", counted)
     told = []
     for more in (["--only", "data"], ["--only", "data,zero"], []):
         earlier_plans.forget()  # as a new process would

@@ -1,8 +1,8 @@
 """Files that somebody has edited: refused by name, with the place in the file, or right.
 
-Plans, graphs, clusters and timelines are JSON, and people change them: by hand, by merging, by a script that half
-works. So thousands of random edits are made (`tests/support/spoiled_json.py`), and each file is loaded and used as the
-commands use it. Whatever is not refused as a `LaminarError` must still give the numbers of one device.
+Plans, graphs, programs, clusters and timelines are JSON, and people change them: by hand, by merging, by a script that
+half works. So thousands of random edits are made (`tests/support/spoiled_json.py`), and each file is loaded and used
+as the commands use it. Whatever is not refused as a `LaminarError` must still give the numbers of one device.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from laminar.forecast.step import predict
 from laminar.ir.cluster import Cluster
 from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh
+from laminar.ir.program import Program
 from laminar.ir.staged import Staged, plan_of
 from laminar.ir.timeline import Timeline
 from laminar.placement.random_plan import random_plan
@@ -47,6 +49,11 @@ def cluster() -> Cluster:
 @cache
 def plan() -> Any:
     return laminar.plans.tensor_parallel(specimen(NAME).graph, Mesh({"dp": 2, "tp": 2}))
+
+
+@cache
+def program() -> Program:
+    return laminar.lower(specimen(NAME).graph, plan())
 
 
 def use_plan(data: Any) -> None:
@@ -86,6 +93,12 @@ def use_mixed(data: Any) -> None:
     assert predict_staged(specimen(NAME).graph, plan, found).seconds > 0
 
 
+def use_program(data: Any) -> None:
+    found = Program.from_json(data)
+    runs, wanted = ([replace(i, where="", module="") for i in p.instrs] for p in (found, program()))
+    assert str(found) and runs == wanted and replace(found, instrs=()) == replace(program(), instrs=())
+
+
 def use_timeline(data: Any) -> None:
     found = Timeline.from_json(data)
     assert str(found) and json.dumps(found.to_chrome())
@@ -103,6 +116,7 @@ KINDS: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
     "profile": (lambda: Cluster.load(PROFILE).to_json(), use_profile),
     "mixed cluster": (lambda: Cluster.preset("4xh100+4xa100").to_json(), use_mixed),
     "cluster": (lambda: cluster().to_json(), use_cluster),
+    "program": (lambda: program().to_json(), use_program),
     "timeline": (lambda: predict(specimen(NAME).graph, plan(), cluster()).timeline.to_json(), use_timeline),
 }
 

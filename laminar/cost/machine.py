@@ -167,10 +167,10 @@ class Machine(Prices):
         """One collective."""
         cost = self.gloo if instr.kind == "all_to_all" else self.collectives
         answer = cost.of(instr, mesh, rank, resident)
-        place = (mesh, instr.args[1], rank)
+        place = (mesh, instr.box.axes, rank)
         level = self._levels.get(place)
         if level is None:
-            level = max(0, self.cluster.span(mesh.group(instr.args[1], mesh.coords(rank))).level)
+            level = max(0, self.cluster.span(mesh.group(instr.box.axes, mesh.coords(rank))).level)
             self._levels[place] = level
         kind = "exchange" if cost.cluster.backend == "shared" else "wire"
         times, extra = self.times[kind], self._extra.get(f"{kind}s", 0.0)

@@ -93,7 +93,7 @@ class Schedule:
             if i is not None:
                 label |= {"op": i.op, "module": i.module, "phase": i.phase}
                 if i.moves or i.hosts:
-                    label |= {"cause": i.cause, "bytes": i.bytes}
+                    label |= {"cause": i.reason, "bytes": i.bytes}
             out.append(label)
         return out
 
@@ -132,7 +132,7 @@ def classes(program: Program, cluster: Cluster | None = None) -> list[tuple[int,
     placed |= {id(i.placed): i.placed for i in program.inputs} | {id(o.placed): o.placed for o in program.outputs}
     uneven = [p for p in set(placed.values()) if _uneven(p, mesh.sizes)]
     far = cluster is not None and len(cluster.levels) > 1
-    over = tuple(sorted({i.args[1] for i in program.instrs if i.op in MOVES})) if far else ()
+    over = tuple(sorted({i.box.axes for i in program.instrs if i.op in MOVES})) if far else ()
     key = (mesh.sizes, over, cluster.unit_devices if over and cluster is not None else ())
     if uneven or key not in _SPREAD:
         everyone = range(mesh.ranks)
@@ -257,8 +257,8 @@ def _lines(w: _Writer, program: Program, prices: Prices, groups: Groups | None) 
         by_class = [prices.kernels(program, groups, g[0]) for g in w.groups]
     met: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
     for instr in program.instrs:
-        if instr.op in MOVES and instr.args[1] not in met:
-            met[instr.args[1]] = _meetings(program, instr.args[1], w.groups)
+        if instr.op in MOVES and instr.box.axes not in met:
+            met[instr.box.axes] = _meetings(program, instr.box.axes, w.groups)
     waiting = w.waiting = {}
     everyone = range(len(w.groups))
     instrs, launch = program.instrs, None
@@ -284,7 +284,7 @@ def _lines(w: _Writer, program: Program, prices: Prices, groups: Groups | None) 
                 w.compute(k, instr.name, price.seconds, Line(instr, "", price), launch=launch)
             continue
         costs = [row[n] for row in by_class]
-        for meeting in met[instr.args[1]]:
+        for meeting in met[instr.box.axes]:
             _exchange(w, instr, meeting, {k: c for k in meeting if isinstance(c := costs[k], Exchange)}, program)
     for finish in list(waiting.values()):
         finish()

@@ -22,7 +22,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from laminar.errors import TimelineError
-from laminar.ir.program import cause_of
 from laminar.ir.timeline import Span, Timeline
 
 PARTS = ("start", "finish", "wait")
@@ -176,7 +175,7 @@ def _collective(span: Span, axes: Mapping[str, str]) -> str:
     """Kind, axes and cause of the collective that a span belongs to."""
     kind = span.op[4:] if span.op.startswith("box.") else span.family or span.name
     where = axes.get(base(span), "")
-    return f"{kind}{f'[{where}]' if where else ''}{f'  {cause_of(span.cause)}' if span.cause else ''}"
+    return f"{kind}{f'[{where}]' if where else ''}{f'  {span.cause}' if span.cause else ''}"
 
 
 def _family(span: Span) -> str:

@@ -237,6 +237,26 @@ class SearchOptions(Record):
     pin: Mapping[str, Any] = field(default_factory=dict, metadata=always())
     only: tuple[str, ...] = field(default=(), metadata=always())
     """Dimensions it may use; none stands for all."""
+    rules: tuple[tuple[str, ...], ...] = ()
+    """Rewrite rules of a file that were searched with: name and text of each."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileRules(Record):
+    """Rewrite rules of a file: how many of them a search was given."""
+
+    file: str
+    content: str
+    """Its hash."""
+    rules: int
+    loaded: int
+    proved: int
+    new: int
+    """Given to the search."""
+    left_out: Mapping[str, int]
+    """The others, by reason."""
+    used: Mapping[str, int] = field(default_factory=dict, metadata=always())
+    """At how many places the plan uses each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -410,6 +430,7 @@ class Account(Record, Mapping[str, Any]):
     """Bytes of the fullest rank by what they are."""
     wins: ChanceToWin | None = None
     options: SearchOptions | None = field(default=None, metadata=key("request"))
+    rules: FileRules | None = None
     form: ParallelForm | None = None
     formless: str | None = None
     """Why it has no form that others know."""

@@ -71,6 +71,14 @@ def decode(data: Any) -> Any:
     return data
 
 
+def decode_ref(data: Any) -> Ref:
+    """The reference that `encode` wrote; anything else is refused."""
+    found = decode(data)
+    if not isinstance(found, Ref) or not isinstance(found.name, str) or not isinstance(found.index, int):
+        raise TypeError(f"{data!r} is not a reference")
+    return found
+
+
 def canonical(data: Any) -> str:
     """The one text of a JSON value."""
     return json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False)

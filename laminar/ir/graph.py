@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import Any
 
 from laminar.errors import GraphError
-from laminar.ir.codec import Dtype, Ref, canonical, decode, encode
+from laminar.ir.codec import Dtype, Ref, canonical, decode, decode_ref, encode
 from laminar.ir.reading import Part
 from laminar.ir.tensor import TensorSpec
 
@@ -127,6 +127,15 @@ class Constant:
         """Name, spec, and the bytes, compressed."""
         return [self.name, str(self.spec), base64.b64encode(zlib.compress(self.data, 6)).decode()]
 
+    @staticmethod
+    def from_json(row: Any) -> Constant:
+        """The inverse."""
+        name, spec, data = row
+        try:
+            return Constant(_str(name), TensorSpec.parse(_str(spec)), zlib.decompress(base64.b64decode(data)))
+        except zlib.error as error:
+            raise ValueError(f"constant {name!r} has other bytes: {error}") from error
+
 
 @dataclass(frozen=True, slots=True)
 class Output:
@@ -221,7 +230,7 @@ class Graph:
         part = Part(data, lambda what: GraphError(f"corrupt graph: {what}", next="capture the model again"))
         fields: dict[str, Any] = {
             "inputs": tuple(row.read(_input) for row in part["inputs"].rows()),
-            "constants": tuple(row.read(_constant) for row in part["constants"].rows()),
+            "constants": tuple(row.read(Constant.from_json) for row in part["constants"].rows()),
             "nodes": tuple(row.read(_node) for row in part["nodes"].rows()),
             "outputs": tuple(row.read(_output) for row in part["outputs"].rows()),
             "batch_tree": part["batch_tree"].text(),
@@ -253,13 +262,6 @@ def _str(value: Any) -> str:
     return value
 
 
-def _ref(value: Any) -> Ref:
-    found = decode(value)
-    if not isinstance(found, Ref) or not isinstance(found.name, str) or not isinstance(found.index, int):
-        raise TypeError(f"{value!r} is not a reference")
-    return found
-
-
 def _input(row: Any) -> Input:
     name, kind, spec, trainable, aliases = row
     if not isinstance(trainable, bool) or not isinstance(aliases, list):
@@ -269,15 +271,7 @@ def _input(row: Any) -> Input:
 
 def _output(row: Any) -> Output:
     name, kind, ref = row
-    return Output(_str(name), _str(kind), _ref(ref))
-
-
-def _constant(row: Any) -> Constant:
-    name, spec, data = row
-    try:
-        return Constant(_str(name), TensorSpec.parse(_str(spec)), zlib.decompress(base64.b64decode(data)))
-    except zlib.error as error:
-        raise ValueError(f"constant {name!r} has other bytes: {error}") from error
+    return Output(_str(name), _str(kind), decode_ref(ref))
 
 
 def _node(row: Any) -> Node:

@@ -13,8 +13,8 @@ Each module that matches is one block: all that runs inside it. Patterns match w
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from functools import lru_cache
 
 from laminar.errors import PlanError
@@ -55,6 +55,15 @@ class Picked:
         """The value that a line makes, or helps to make: an op that is written out has lines `name.0`, `name.1`."""
         name = line if line in self.values else line.partition(".")[0]
         return name if name in self.values else None
+
+    def to_json(self) -> dict[str, list[str]]:
+        """Plain data; `from_json` is the inverse."""
+        return {f.name: sorted(getattr(self, f.name)) for f in fields(self)}
+
+    @staticmethod
+    def from_json(data: Mapping[str, list[str]]) -> Picked:
+        """What is named, from `to_json`'s data."""
+        return Picked(**{f.name: frozenset(data[f.name]) for f in fields(Picked)})
 
 
 def pick(graph: Graph, patterns: Sequence[str]) -> Picked:

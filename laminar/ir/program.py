@@ -2,24 +2,26 @@
 
 One program serves all ranks. It keeps whole-tensor shapes and placements; the local size of a
 dim that does not divide is a function of the rank, and the runtime works it out. Reading it needs
-no torch, so it can be printed, diffed, counted and simulated.
+no torch, so it can be printed, diffed, counted, simulated, saved as JSON and read again.
 """
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
+from laminar.errors import PlanError
 from laminar.ir.account import CollectiveRow, ProgramTraffic
-from laminar.ir.codec import Ref, content_hash, encode
-from laminar.ir.graph import Constant
+from laminar.ir.codec import Ref, content_hash, decode, decode_ref, encode
+from laminar.ir.graph import Constant, refs_in
 from laminar.ir.mesh import Mesh
 from laminar.ir.patterns import Picked
-from laminar.ir.sbp import NdSbp, local_spec, show
+from laminar.ir.reading import Part
+from laminar.ir.sbp import NdSbp, local_spec, parse_nd, show
 from laminar.ir.tensor import TensorSpec
 
+VERSION = 1
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 LOCAL_STEPS = ("slice", "pad")
 SEND, BRING = "host.send", "host.bring"
@@ -63,11 +65,73 @@ def placed(spec: TensorSpec, nd: NdSbp) -> Placed:
 
 
 @dataclass(frozen=True, slots=True)
+class Boxing:
+    """How a boxing step moves its tensors: over which axes, and where each of them is joined and cut."""
+
+    axes: tuple[int, ...]
+    """Numbers of the mesh axes that it runs over."""
+    gives: tuple[tuple[int, int], ...]
+    """For each tensor the (dim, blocks) at which the axis is opened: all_gather, all_to_all, pad."""
+    takes: tuple[tuple[int, int], ...]
+    """For each tensor the (dim, blocks) at which the axis cuts: slice, reduce_scatter, all_to_all."""
+    reduction: str = "sum"
+    """How terms are put together: sum, max or min."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data; `from_json` is the inverse."""
+        return {
+            "axes": list(self.axes),
+            "gives": [list(pair) for pair in self.gives],
+            "takes": [list(pair) for pair in self.takes],
+            "reduction": self.reduction,
+        }
+
+    @staticmethod
+    def from_json(part: Part) -> Boxing:
+        """A boxing from `to_json`'s data."""
+        gives, takes = (
+            tuple((dim.whole(-1), blocks.whole(1)) for dim, blocks in (row.rows(2) for row in part[key].rows()))
+            for key in ("gives", "takes")
+        )
+        return Boxing(tuple(a.whole() for a in part["axes"].rows()), gives, takes, part["reduction"].text())
+
+
+READ_VALUES, BUCKETED_GRADIENTS = "values", "gradients"
+
+
+@dataclass(frozen=True, slots=True)
+class MoveCause:
+    """What a line moves tensors for; programs print it, and timelines sum up by it."""
+
+    what: str
+    """`values` that an op reads, an output (`grad`, with its name), `gradients` in a bucket, `updated parameters`."""
+    name: str = ""
+    """The op that reads the values, or the output."""
+    members: int = 1
+    """How many tensors travel together."""
+
+    @property
+    def reader(self) -> str:
+        """The op that the tensors are moved for, where it is one."""
+        return self.name if self.what == READ_VALUES else ""
+
+    @property
+    def summary(self) -> str:
+        """Without ops and counts: `gradients`."""
+        return f"{self.what} {self.name}" if self.name and self.what != READ_VALUES else self.what
+
+    def __str__(self) -> str:
+        if self.members > 1:
+            return f"{self.members} {self.what} {'in one bucket' if self.what == BUCKETED_GRADIENTS else 'at once'}"
+        return f"%{self.name}" if self.reader else self.summary
+
+
+@dataclass(frozen=True, slots=True)
 class Instr:
     """One line of a program.
 
-    `op` is an op of the graph (or a local form of one), or `box.` and a step of boxing. Boxing steps
-    take `(refs, axes, gives, takes, reduction)`: several tensors at once where they were merged.
+    `op` is an op of the graph (or a local form of one), or `box.` and a step of boxing, which `boxing` describes and
+    whose `args` are its tensors: several at once where they were merged.
     """
 
     name: str
@@ -79,9 +143,11 @@ class Instr:
     where: str = ""
     module: str = ""
     phase: str = "forward"
-    why: str = ""
+    cause: MoveCause | None = None
+    """For a step of boxing and a copy to or from the host: what it is there for."""
     bytes: int = 0
     """For a collective: bytes the busiest rank receives; for a copy to or from the host, bytes of a rank."""
+    boxing: Boxing | None = None
 
     @property
     def kind(self) -> str:
@@ -99,17 +165,31 @@ class Instr:
         return self.op in HOSTS
 
     @property
-    def cause(self) -> str:
-        """`cause_of` its `why`."""
-        return cause_of(self.why)
+    def box(self) -> Boxing:
+        """The boxing of a line that is known to be a step of one."""
+        assert self.boxing is not None, f"%{self.name} = {self.op} moves nothing"
+        return self.boxing
+
+    @property
+    def change(self) -> str:
+        """For a step of boxing, from which placement to which its tensors go: `P(sum) to B`."""
+        return f"{_shown(self.ins[0].nd)} to {_shown(self.outs[0].nd)}" if self.boxing and self.outs[0] else ""
+
+    @property
+    def why(self) -> str:
+        """Why the line is there, as programs print it: `P(sum) to B for 7 gradients in one bucket`."""
+        return self._for(str(self.cause or ""))
+
+    @property
+    def reason(self) -> str:
+        """The same without names and counts, what transfers are summed up by: `P(sum) to B for gradients`."""
+        return self._for(self.cause.summary if self.cause else "")
+
+    def _for(self, cause: str) -> str:
+        return f"{self.change} for {cause}" if cause and self.boxing else cause
 
 
-def cause_of(why: str) -> str:
-    """Why a collective is there, without names and counts: `P(sum) to B for gradients`. Of itself it is itself."""
-    moved, found, what = why.partition(" for ")
-    if what.startswith("%"):
-        return f"{moved} for values"
-    return moved + found + re.sub(r"^\d+ (.*?)( in one bucket| at once)?$", r"\1", what)
+_shown = lru_cache(maxsize=1 << 12)(show)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,13 +240,13 @@ class Program:
 
     def axis_names(self, instr: Instr) -> str:
         """The axes a collective runs over, as a reader writes them."""
-        return "x".join(self.mesh.names[a] for a in instr.args[1])
+        return "x".join(self.mesh.names[a] for a in instr.box.axes)
 
     def traffic(self) -> ProgramTraffic:
         """What the program moves and holds: the numbers `Plan.explain` prints."""
         rows: dict[tuple[str, str, str], CollectiveRow] = {}
         for i in self.collectives:
-            key = (i.kind, self.axis_names(i), i.why.split(" for ")[0])
+            key = (i.kind, self.axis_names(i), i.change)
             row = rows.get(key) or CollectiveRow(kind=key[0], axes=key[1], why=key[2], count=0, bytes=0)
             rows[key] = replace(row, count=row.count + 1, bytes=row.bytes + i.bytes)
         params = [i.placed for i in self.inputs if i.kind == "param"]
@@ -179,28 +259,62 @@ class Program:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data."""
-
-        def text(p: Placed | None) -> list[str] | None:
-            return [str(p.spec), *map(str, p.nd)] if p else None
-
+        """Plain data; `from_json` is the inverse."""
         return {
-            "mesh": self.mesh.to_json(),
+            **self._json([[*_row(i), i.where, i.module] for i in self.instrs]),
             "graph": self.graph_hash,
             "plan": self.plan_hash,
-            "inputs": [[i.name, i.kind, text(i.placed)] for i in self.inputs],
-            "constants": [c.to_json() for c in self.constants],
-            "instrs": [
-                [i.name, i.op, encode(i.args), [text(p) for p in i.ins], [text(p) for p in i.outs], i.phase, i.why]
-                for i in self.instrs
-            ],
-            "outputs": [[o.name, o.kind, encode(o.ref), text(o.placed)] for o in self.outputs],
+            "hash": self.hash,
         }
 
-    @property
+    def _json(self, instrs: list[list[Any]]) -> dict[str, Any]:
+        return {
+            "laminar_program": VERSION,
+            "mesh": self.mesh.to_json(),
+            "inputs": [[i.name, i.kind, _written(i.placed)] for i in self.inputs],
+            "constants": [c.to_json() for c in self.constants],
+            "instrs": instrs,
+            "outputs": [[o.name, o.kind, encode(o.ref), _written(o.placed)] for o in self.outputs],
+            "offload": self.offload.to_json(),
+        }
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> Program:
+        """A program from `to_json`'s data."""
+        version = data.get("laminar_program") if isinstance(data, dict) else None
+        if version != VERSION:
+            raise PlanError(f"program version {version!r}, this is version {VERSION}")
+        part = Part(data, lambda what: PlanError(f"corrupt program: {what}", next="lower the plan again"))
+        mesh = part["mesh"].read(Mesh)
+        program = Program(
+            mesh,
+            tuple(
+                ProgramInput(name.text(), kind.text(), _placed(at, mesh))
+                for name, kind, at in (row.rows(3) for row in part["inputs"].rows())
+            ),
+            tuple(row.read(Constant.from_json) for row in part["constants"].rows()),
+            tuple(_instr(row.rows(11), mesh) for row in part["instrs"].rows()),
+            tuple(
+                ProgramOutput(name.text(), kind.text(), ref.read(decode_ref), _placed(at, mesh))
+                for name, kind, ref, at in (row.rows(4) for row in part["outputs"].rows())
+            ),
+            part["graph"].text(),
+            part["plan"].text(),
+            part["offload"].read(Picked.from_json),
+        )
+        if part.read(lambda _: program.hash) != part["hash"].text():
+            raise part["hash"].wrong("the program is not the one that was written: a program is lowered, not edited")
+        return program
+
+    @cached_property
     def hash(self) -> str:
-        """Identity of the program."""
-        return content_hash(self.to_json())
+        """Identity of the program; lines and module names do not count."""
+        return content_hash({"runs": self.runs_hash, "graph": self.graph_hash, "plan": self.plan_hash})
+
+    @cached_property
+    def runs_hash(self) -> str:
+        """Identity of what ranks run, whatever graph and plan it was made from."""
+        return content_hash(self._json([_row(i) for i in self.instrs]))
 
     def __str__(self) -> str:
         """Op, local shape, placement; for each collective its bytes and why it exists."""
@@ -227,3 +341,51 @@ class Program:
         for o in self.outputs:
             lines.append(f"  return {o.kind} {o.name} = {o.ref}: {o.placed.local(self.mesh)} {show(o.placed.nd)}")
         return "\n".join(lines)
+
+
+def _written(p: Placed | None) -> list[str] | None:
+    return [str(p.spec), *map(str, p.nd)] if p else None
+
+
+def _placed(part: Part, mesh: Mesh) -> Placed:
+    spec, *nd = (text.text() for text in part.rows(1 + len(mesh.sizes)))
+    return part.read(lambda _: placed(TensorSpec.parse(spec), parse_nd(nd)))
+
+
+def _row(i: Instr) -> list[Any]:
+    """What counts of a line for the identity of a program."""
+    return [
+        i.name,
+        i.op,
+        encode(i.args),
+        [_written(p) for p in i.ins],
+        [_written(p) for p in i.outs],
+        i.phase,
+        [i.cause.what, i.cause.name, i.cause.members] if i.cause else None,
+        i.bytes,
+        i.boxing.to_json() if i.boxing else None,
+    ]
+
+
+def _instr(row: list[Part], mesh: Mesh) -> Instr:
+    name, op, args, ins, outs, phase, cause, nbytes, boxing, where, module = row
+    made = tuple(None if p.value is None else _placed(p, mesh) for p in outs.rows())
+    found = tuple(a.read(decode) for a in args.rows())
+    return Instr(
+        name.text(),
+        op.text(),
+        found,
+        tuple(refs_in(found)),
+        tuple(_placed(p, mesh) for p in ins.rows()),
+        made,
+        where.text(),
+        module.text(),
+        phase.text(),
+        None if cause.value is None else _cause(*cause.rows(3)),
+        nbytes.whole(),
+        None if boxing.value is None else Boxing.from_json(boxing),
+    )
+
+
+def _cause(what: Part, name: Part, members: Part) -> MoveCause:
+    return MoveCause(what.text(), name.text(), members.whole(1))

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 from laminar.errors import TimelineError
-from laminar.ir.program import cause_of
 from laminar.ir.reading import MOST, Part
 
 FORMAT = "laminar.timeline"
@@ -60,8 +59,8 @@ class Span:
 
     @property
     def reason(self) -> str:
-        """The cause without names and counts: what transfers are summed up by."""
-        return cause_of(self.cause) or self.op
+        """What transfers are summed up by."""
+        return self.cause or self.op
 
 
 _COLUMNS = tuple(f.name for f in fields(Span))

@@ -27,33 +27,32 @@ from laminar.launch import rundir
 from laminar.launch.blame import Verdict
 from laminar.launch.display import display, summary
 from laminar.launch.rank import Place, agree_on, leave, run_rank
-from laminar.train.options import DEFAULTS
+from laminar.launch.vocabulary import PRECISIONS, hidden, plan_name
+from laminar.train.options import DEFAULTS, PLANS
 
 EPILOG = """\
 examples
   laminar train examples/gpt.py:tiny                                one process
   laminar train examples/gpt.py:tiny --workers 2                    two ranks on this machine, data parallel
-  laminar train examples/gpt.py:tiny --workers 4 --plan zero3       parameters, gradients and state in pieces
+  laminar train examples/gpt.py:tiny --workers 4 --plan zero3       parameters, gradients and optimizer state sharded
   laminar train examples/gpt.py:tiny --mesh dp=2,tp=2 --plan tensor
   laminar train examples/gpt.py:tiny --plan plan.json               as many ranks as the plan has
-  laminar train examples/gpt.py:tiny --cluster here.json            the fastest plan for a machine that was profiled
-  laminar train examples/gpt.py:tiny --steps 200 --checkpoint here  weights and optimizer state at the end,
-  laminar train examples/gpt.py:tiny --steps 400 --checkpoint here --resume    to go on from (auto: if they are there)
-  laminar train examples/gpt.py:tiny --workers 2 --timeline         what each rank did in a step, as timeline.json
+  laminar train examples/gpt.py:tiny --cluster here.json            search the fastest plan for a profiled machine
+  laminar train examples/gpt.py:tiny --steps 200 --checkpoint here  save weights and optimizer state at the end,
+  laminar train examples/gpt.py:tiny --steps 400 --checkpoint here --resume    and continue from them
+  laminar train examples/gpt.py:tiny --workers 2 --timeline         record what each rank does in a step
   torchrun --nproc-per-node 2 -m laminar train examples/gpt.py:tiny under another launcher, on many machines
 
-the run directory (runs/RECIPE-TIME unless --run-dir)
+the run directory (default: runs/RECIPE-TIME)
   config.json  plan.json  events.jsonl (other ranks: events.rankN.jsonl)  logs/rankN.log
-  timeline.json (--timeline)  checkpoint (unless --checkpoint)
+  timeline.json (with --timeline)  checkpoint/ (or where --checkpoint says)
 
 exit codes
   0    trained to the last step
-  1    failed: a rank raised or died, out of memory, a loss that is not finite
-  2    refused before the first step: wrong options, recipe, plan or mesh, a port in use
+  1    failed: a rank raised an error or died, ran out of memory, or the loss was not finite
+  2    refused before the first step: wrong options, recipe, plan or mesh, or a port in use
   130  stopped by Ctrl-C (SIGINT); 143 by SIGTERM, 129 by SIGHUP
 """
-PLANS = ("auto", "data", "zero1", "zero2", "zero3", "tensor", "ddp")
-PRECISIONS = ("f32", "bf16", "fp16", "bf16-kahan", "bf16-stochastic", "bf16-pure")
 TIMEOUT_S = 600.0
 
 
@@ -63,47 +62,56 @@ def options(p: argparse.ArgumentParser) -> None:
     whole, positive, amount = _at_least(1, int), _at_least(0, int), _at_least(0, float)
     add = p.add_argument_group("where and how").add_argument
     add("--workers", type=whole, metavar="N", help="ranks on this machine (default: as many as the mesh has, or 1)")
-    add("--plan", default="auto", metavar="PLAN", help="  ".join(PLANS) + ", or a plan file (default: auto)")
-    add(
-        "--cluster",
-        help="for --plan auto: search the fastest plan for this machine, a file of `laminar profile` or a name",
-    )
+    add("--plan", type=plan_name, default="auto", metavar="PLAN",
+        help=", ".join(PLANS) + ", or a plan file (default: auto)")  # fmt: skip
+    add("--cluster", metavar="CLUSTER",
+        help="with --plan auto: search the fastest plan for this cluster, a file from `laminar profile` or a name such "
+        "as 8xh100")  # fmt: skip
     add("--measure", action=argparse.BooleanOptionalAction, default=True,
-        help="with --cluster: run the finalists of the search on these ranks for some seconds, and take the fastest, "
-        "where copies of the model fit (default: yes)")  # fmt: skip
-    add("--mesh", help="axes and sizes, such as dp=2,tp=2 (default: dp=N; tp=N for --plan tensor)")
-    add("--device", choices=["cpu", "cuda"], help="default: a GPU for each rank if there are enough")
+        help="with --cluster: run the best candidates on these ranks for up to 15 s and take the fastest (default: "
+        "yes, where copies of the model fit)")  # fmt: skip
+    add("--mesh", metavar="MESH", help="axes and sizes, such as dp=2,tp=2 (default: dp=N, or tp=N for --plan tensor)")
+    add("--device", choices=["cpu", "cuda"], help="default: cuda if there is a GPU for each rank")
     add("--precision", default=DEFAULTS.precision, choices=PRECISIONS, help="default: %(default)s")
-    add("--compile", action=argparse.BooleanOptionalAction, help="compile the step (default: on GPUs)")
+    add("--compile", action=argparse.BooleanOptionalAction, help="compile the step (default: on GPUs only)")
     add("--check", action=argparse.BooleanOptionalAction, default=DEFAULTS.check,
-        help="hold the first batch against the model in plain PyTorch (default: yes)")  # fmt: skip
+        help="compare the first batch with the model in plain PyTorch (default: yes)")  # fmt: skip
     add = p.add_argument_group("training").add_argument
-    add(
-        "--steps", type=positive, metavar="S", help="in all, those before a resumption included (default: the recipe's)"
-    )
-    add("--seed", type=positive, default=DEFAULTS.seed, help="of weights and dropout (default: %(default)s)")
+    add("--steps", type=positive, metavar="N",
+        help="total steps, counting those before --resume (default: the recipe's)")  # fmt: skip
+    add("--seed", type=positive, default=DEFAULTS.seed, metavar="N",
+        help="random seed of weights, dropout and data (default: %(default)s)")  # fmt: skip
     add("--micro-batches", type=whole, default=DEFAULTS.micro_batches, metavar="M",
-        help="parts a batch is worked off in (default: %(default)s)")  # fmt: skip
+        help="micro-batches per batch, run one after the other (default: %(default)s)")  # fmt: skip
+    hidden(p, "--microbatches", "--micro-batches", type=whole)
     add("--prefetch", type=positive, metavar="N",
-        help="batches loaded ahead, beside the steps; 0: none (default: 2; 0 for --plan ddp)")  # fmt: skip
+        help="batches to load ahead while steps run; 0: none (default: 2; 0 for --plan ddp)")  # fmt: skip
     add("--clip-norm", type=amount, metavar="X", help="clip gradients to this global norm")
     add("--clip-value", type=amount, metavar="X", help="clip each gradient value to this size")
-    add("--ema", type=amount, metavar="DECAY", help="keep a moving average of the weights, such as 0.999")
-    add("--detect-anomaly", action="store_true", help="name the op that first made a NaN or Inf (slow)")
+    add(
+        "--ema",
+        type=amount,
+        metavar="DECAY",
+        help="keep a moving average of the weights with this decay, such as 0.999",
+    )
+    add(
+        "--detect-anomaly", action="store_true", help="stop at the op that first makes a NaN or Inf, and name it (slow)"
+    )
     add = p.add_argument_group("the run").add_argument
-    add("--run-dir", metavar="DIR", help="where to write what happens (default: runs/RECIPE-TIME)")
+    add("--run-dir", metavar="DIR", help="directory for logs, events and results (default: runs/RECIPE-TIME)")
     add("--checkpoint", metavar="DIR",
         help="save weights and optimizer state here at the end (default: checkpoint in the run directory)")  # fmt: skip
     add("--checkpoint-every", type=positive, default=0, metavar="N",
-        help="and every N steps, written beside the steps that follow (default: 0, only at the end)")  # fmt: skip
+        help="also every N steps, written in the background (default: 0, only at the end)")  # fmt: skip
     add("--resume", nargs="?", const="must", default="", choices=["must", "auto"], metavar="auto",
-        help="go on from what --checkpoint holds; auto: if it holds something")  # fmt: skip
+        help="continue from --checkpoint; with `auto`, only if there is one")  # fmt: skip
     add("--timeline", nargs="?", const="", metavar="FILE",
-        help="record what every rank does in a step (default: timeline.json in the run directory)")  # fmt: skip
+        help="record what every rank does in a step (default FILE: timeline.json in the run directory)")  # fmt: skip
     add("--timeline-steps", type=whole, default=3, metavar="N",
-        help="steps to record, after the first few; the median one is kept (default: 3)")  # fmt: skip
-    add("--log-every", type=whole, metavar="K", help="read losses every K steps (default: 1 on CPU, 10 on GPU)")
-    add("--master-port", type=positive, default=0, metavar="P", help="where ranks meet (default: a free port)")
+        help="steps to record once warmed up; the median one is kept (default: 3)")  # fmt: skip
+    add("--log-every", type=whole, metavar="K",
+        help="read the losses from the device every K steps (default: 1 on CPU, 10 on GPU)")  # fmt: skip
+    add("--master-port", type=positive, default=0, metavar="P", help="port at which ranks meet (default: a free one)")
     add("--timeout", type=amount, default=TIMEOUT_S, metavar="S",
         help=f"stop if no rank makes progress for S seconds (default: {TIMEOUT_S:.0f})")  # fmt: skip
 

@@ -18,7 +18,7 @@ from laminar.cost.ops.families import COMPUTES, family_of
 from laminar.cost.ops.interned import MOVES
 from laminar.ir.codec import Ref
 from laminar.ir.graph import map_refs
-from laminar.ir.program import Instr, Program
+from laminar.ir.program import BUCKETED_GRADIENTS, Instr, MoveCause, Program
 
 BUCKET_BYTES = 10 << 20
 GATHER_BYTES = 8 << 20
@@ -38,7 +38,7 @@ def merged(program: Program, bucket_bytes: int = BUCKET_BYTES) -> Program:
 
 def _key(instr: Instr) -> tuple[object, ...]:
     """Collectives that can travel together: same kind, axes, reduction and dtype."""
-    return (instr.kind, instr.args[1], instr.args[4], instr.ins[0].spec.dtype)
+    return (instr.kind, instr.box.axes, instr.box.reduction, instr.ins[0].spec.dtype)
 
 
 def _buckets(program: Program, limit_bytes: int) -> Program:
@@ -61,7 +61,7 @@ def _buckets(program: Program, limit_bytes: int) -> Program:
         tapers = any(i.refs[0].name in halves for i in members)
         runs += _tapered(members, limit_bytes) if tapers else _cut(members, limit_bytes, lambda run, i: True)
     behind = _behind(program)
-    merged = _replace(program, runs, "gradients in one bucket", lambda run: behind(max(map(when, run))))
+    merged = _replace(program, runs, BUCKETED_GRADIENTS, lambda run: behind(max(map(when, run))))
     return _first_halves(merged, set(halves))
 
 
@@ -126,7 +126,7 @@ def _first_halves(program: Program, halves: set[str]) -> Program:
     def when(run: list[Instr]) -> int:
         return behind(max(makers.get(i.refs[0].name, (-1, None))[0] for i in run))
 
-    return _replace(program, runs, "gradients in one bucket", when)
+    return _replace(program, runs, BUCKETED_GRADIENTS, when)
 
 
 def _parameter_gathers(program: Program) -> Program:
@@ -161,7 +161,7 @@ def _gathered(program: Program, groups: dict[tuple[object, ...], list[Instr]]) -
         return at[instr.name] - at[run[0].name] < REACH
 
     runs = [run for members in groups.values() for run in _cut(members, GATHER_BYTES, near)]
-    return _replace(program, runs, "parameters at once", lambda run: at[run[0].name])
+    return _replace(program, runs, "parameters", lambda run: at[run[0].name])
 
 
 def _cut(members: list[Instr], limit_bytes: int, near: Callable[[list[Instr], Instr], bool]) -> list[list[Instr]]:
@@ -215,7 +215,7 @@ def _small_reductions(program: Program) -> Program:
                 if _key(other) == _key(instr) and all(r.name in made for r in other.refs):
                     run.append(other)
         if len(run) > 1:
-            instr = _join(run, "small tensors at once")
+            instr = _join(run, "small tensors")
             places = (Ref(old.name, i) for old in run for i in range(len(old.outs)))
             renamed.update({old: Ref(instr.name, at) for at, old in enumerate(places)})
             taken.update(i.name for i in run)
@@ -244,16 +244,16 @@ def _join(run: list[Instr], what: str) -> Instr:
     """Several collectives as one; a run of one stays what it is, under a new name."""
     first = run[0]
     refs = tuple(r for i in run for r in i.refs)
-    why = first.why if len(refs) == 1 else f"{first.why.split(' for ')[0]} for {len(refs)} {what}"
-    gives, takes = (tuple(pair for i in run for pair in i.args[k]) for k in (2, 3))
+    gives, takes = tuple(p for i in run for p in i.box.gives), tuple(p for i in run for p in i.box.takes)
     return replace(
         first,
         name=f"{first.name}m",
-        args=(refs, first.args[1], gives, takes, first.args[4]),
+        args=refs,
         refs=refs,
         ins=tuple(p for i in run for p in i.ins),
         outs=tuple(p for i in run for p in i.outs),
-        why=why,
+        cause=first.cause if len(refs) == 1 else MoveCause(what, members=len(refs)),
+        boxing=replace(first.box, gives=gives, takes=takes),
         where=first.where if len(run) == 1 else "",
         module=first.module if len(run) == 1 else "",
         phase=run[-1].phase,

@@ -21,14 +21,15 @@ from laminar.ir.graph import Graph, Node, map_refs
 from laminar.ir.mesh import Mesh
 from laminar.ir.patterns import pick
 from laminar.ir.plan import Plan
-from laminar.ir.program import Instr, Placed, Program, ProgramInput, ProgramOutput, placed
+from laminar.ir.program import READ_VALUES, Instr, MoveCause, Placed, Program, ProgramInput, ProgramOutput, placed
 from laminar.ir.sbp import B, NdSbp, Partial, check, show
 from laminar.ir.tensor import TensorSpec
+from laminar.lower.boxing_lines import boxing_line
 from laminar.lower.buckets import BUCKET_BYTES, merged
 from laminar.lower.offload import offloaded
 from laminar.lower.overlap import drop_unused, overlap
 from laminar.lower.planned_recompute import made_again
-from laminar.rules.boxing import Step, boxing, chain_s, step_bytes
+from laminar.rules.boxing import Step, boxing, chain_s
 from laminar.rules.expand import LAZY, expand
 from laminar.rules.notation import Call, call_of, calls_in
 from laminar.rules.signing import Probed, follow, probed_signatures, resolve
@@ -75,8 +76,8 @@ class _Writer:
             self.put(copy, plan.ops[node.name].ins, plan.ops[node.name].outs)
         return Ref(name, ref.index)
 
-    def fetch(self, ref: Ref, want: NdSbp, node: Node, why: str = "") -> Ref:
-        """A value in the placement wanted, boxed if need be; for the node, unless told why."""
+    def fetch(self, ref: Ref, want: NdSbp, node: Node, cause: MoveCause | None = None) -> Ref:
+        """A value in the placement wanted, boxed if need be; for the node to read, unless there is another cause."""
         at = self.have[ref]
         if ref.name in self.params:
             if node.phase == "recompute":  # its parameters serve backward too
@@ -97,34 +98,20 @@ class _Writer:
             *_, src, chain = min(chains)
         now = at[src]
         for step in chain:
-            now = self._box(now, spec, step, node, why or f"%{node.name}")
+            now = self._box(now, spec, step, node, cause or MoveCause(READ_VALUES, node.name))
             at.setdefault(step.dst, now)
         return now
 
     def _plain(self, nd: NdSbp) -> NdSbp:
         return _plain(nd, self.mesh)
 
-    def _box(self, ref: Ref, spec: TensorSpec, step: Step, node: Node, why: str) -> Ref:
+    def _box(self, ref: Ref, spec: TensorSpec, step: Step, node: Node, cause: MoveCause) -> Ref:
         reader = node.name.replace(".", "_")
         self.boxed[reader] += 1
         name = f"box_{reader}_{self.boxed[reader]}"  # by its reader: a change elsewhere does not rename it
         if node.phase != "forward":
             self.late.add(name)
-        self.instrs.append(
-            Instr(
-                name,
-                f"box.{step.kind}",
-                ((ref,), step.axes, (step.give,), (step.take,), step.op),
-                (ref,),
-                (placed(spec, step.src),),
-                (placed(spec, step.dst),),
-                node.where,
-                node.module,
-                node.phase,
-                f"{_shown(step.src)} to {_shown(step.dst)} for {why}",
-                step_bytes(step, spec, self.mesh.sizes),
-            )
-        )
+        self.instrs.append(boxing_line(name, ref, spec, step, self.mesh.sizes, cause, node))
         return Ref(name)
 
     def put(
@@ -183,11 +170,8 @@ class _Writer:
             self.put(placing.node, placing.ins, placing.outs)
         for i, (end, nd, spec) in enumerate(zip(ends, outs, node.outs, strict=True)):
             if spec is not None:
-                self.fetch(end, nd, node, f"%{node.name}")
+                self.fetch(end, nd, node)
                 self.have[Ref(node.name, i)] = self.have[end]
-
-
-_shown = lru_cache(maxsize=1 << 12)(show)
 
 
 def _plain(nd: NdSbp, mesh: Mesh) -> NdSbp:
@@ -249,7 +233,7 @@ def written(graph: Graph, plan: Plan) -> Program:
         nd = writer._plain(plan.outputs[f"{out.kind}:{out.name}"])
         check(graph.specs[out.ref], nd, plan.mesh.sizes, f"{out.kind} {out.name}")
         made = graph.by_name.get(out.ref.name, end)
-        ref = writer.fetch(out.ref, nd, made, f"{out.kind} {out.name}")
+        ref = writer.fetch(out.ref, nd, made, MoveCause(out.kind, out.name))
         outputs.append(ProgramOutput(out.name, out.kind, ref, placed(graph.specs[out.ref], nd)))
     program = Program(
         plan.mesh,

@@ -40,7 +40,7 @@ from laminar.ir.account import OffloadSaving
 from laminar.ir.codec import Ref
 from laminar.ir.graph import map_refs
 from laminar.ir.plan import Plan
-from laminar.ir.program import BRING, HOSTS, SEND, Instr, Placed, Program
+from laminar.ir.program import BRING, HOSTS, SEND, Instr, MoveCause, Placed, Program
 from laminar.lower.overlap import drop_unused
 from laminar.lower.planned_recompute import boundary_bytes, early
 
@@ -301,9 +301,8 @@ def _send(
         reads, ins = (*reads, Ref(last.name)), (*ins, last.ins[0])
     short = block.name.replace(".", "_").removeprefix("%") + ending
     nbytes = sum(p.local(program.mesh).nbytes for p in outs)
-    return Instr(
-        f"send_{short}", SEND, reads, reads, ins, outs, "", block.name, "forward", "activations to the host", nbytes
-    )
+    cause = MoveCause("activations to the host")
+    return Instr(f"send_{short}", SEND, reads, reads, ins, outs, "", block.name, "forward", cause, nbytes)
 
 
 def _bring(block: _Block, come: Sequence[Ref], sends: Sequence[Instr]) -> Instr:
@@ -311,8 +310,8 @@ def _bring(block: _Block, come: Sequence[Ref], sends: Sequence[Instr]) -> Instr:
     refs, outs = tuple(come), tuple(p for s in sends for p in s.outs if p is not None)
     name = "bring_" + block.name.replace(".", "_").removeprefix("%")
     nbytes = sum(s.bytes for s in sends)
-    why = "activations back from the host"
-    return Instr(name, BRING, refs, refs, outs, outs, "", block.name, "backward", why, nbytes)
+    cause = MoveCause("activations back from the host")
+    return Instr(name, BRING, refs, refs, outs, outs, "", block.name, "backward", cause, nbytes)
 
 
 def _rewired(

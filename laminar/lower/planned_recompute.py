@@ -205,7 +205,7 @@ def _weights_once(program: Program) -> Program:
         if instr.name not in first and instr.refs and all(r.name in weights for r in instr.refs):
             weights.add(instr.name)
             instr = replace(instr, phase="backward")  # gathers of one phase travel together
-            key = (instr.op, repr(instr.args), instr.outs)
+            key = (instr.op, repr(instr.args), instr.boxing, instr.outs)
             other = seen.setdefault(key, instr.name)
             if other != instr.name:
                 renamed[instr.name] = other

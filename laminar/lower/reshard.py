@@ -11,36 +11,25 @@ from collections.abc import Sequence
 
 from laminar.ir.codec import Ref
 from laminar.ir.mesh import Mesh
-from laminar.ir.program import Instr, Program, ProgramInput, ProgramOutput, placed
-from laminar.ir.sbp import NdSbp, show
+from laminar.ir.program import Instr, MoveCause, Program, ProgramInput, ProgramOutput, placed
+from laminar.ir.sbp import NdSbp
 from laminar.ir.tensor import TensorSpec
+from laminar.lower.boxing_lines import boxing_line
 from laminar.lower.buckets import BUCKET_BYTES, merged
-from laminar.rules.boxing import boxing, step_bytes
+from laminar.rules.boxing import boxing
 
 Move = tuple[str, TensorSpec, NdSbp, NdSbp]
 """A tensor's name and shape, how it lies, and how it is wanted."""
 
 
-def moves(mesh: Mesh, items: Sequence[Move], why: str, bucket_bytes: int = BUCKET_BYTES) -> Program:
-    """The program that moves these tensors; its inputs and outputs are in their order."""
+def moves(mesh: Mesh, items: Sequence[Move], what: str, bucket_bytes: int = BUCKET_BYTES) -> Program:
+    """The program that moves these tensors, in their order; `what` they are is the cause of its lines."""
     instrs: list[Instr] = []
     outputs: list[ProgramOutput] = []
     for name, spec, src, dst in items:
         now = Ref(name)
         for step in boxing(spec, src, dst, mesh.sizes):
-            instrs.append(
-                Instr(
-                    f"move{len(instrs)}",
-                    f"box.{step.kind}",
-                    ((now,), step.axes, (step.give,), (step.take,), step.op),
-                    (now,),
-                    (placed(spec, step.src),),
-                    (placed(spec, step.dst),),
-                    phase="move",
-                    why=f"{show(step.src)} to {show(step.dst)} for {why}",
-                    bytes=step_bytes(step, spec, mesh.sizes),
-                )
-            )
+            instrs.append(boxing_line(f"move{len(instrs)}", now, spec, step, mesh.sizes, MoveCause(what)))
             now = Ref(instrs[-1].name)
         outputs.append(ProgramOutput(name, "moved", now, placed(spec, dst)))
     inputs = tuple(ProgramInput(name, "moved", placed(spec, src)) for name, spec, src, _ in items)

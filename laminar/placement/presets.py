@@ -32,6 +32,10 @@ PRODUCTS = {"aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten.convoluti
 Patterns = str | Sequence[str]
 """What to make again in backward or to keep in the host's memory, such as "blocks.*"; see `ir/patterns.py`."""
 DATA_AXES = ("dp", "data", "batch", "fsdp", "zero")
+NAMES = ("data", "zero1", "zero2", "zero3", "tensor")
+"""Plans that can be asked for by name, on the command line and in Python."""
+SPELLINGS = {"data_parallel": "data", "tensor_parallel": "tensor"}
+"""Names from before, which still work."""
 
 
 def data_parallel(graph: Graph, mesh: Mesh, recompute: Patterns = (), offload: Patterns = ()) -> Plan:
@@ -164,6 +168,25 @@ def tensor_parallel(
     at = mesh.axis(axis)
     pins = [tensor_pins(graph) if a == at else data_pins(graph, mesh, a) for a in range(len(mesh.sizes))]
     return again(graph, completed(graph, mesh, pins, "tensor_parallel"), recompute, offload)
+
+
+def named(
+    name: str,
+    graph: Graph,
+    mesh: Mesh,
+    recompute: Patterns = (),
+    offload: Patterns = (),
+    gather_once: bool = False,
+) -> Plan:
+    """The plan with one of `NAMES`."""
+    name = SPELLINGS.get(name, name)
+    if name not in NAMES:
+        raise PlanError(f"there is no plan {name!r}", allowed="  ".join(NAMES))
+    if name.startswith("zero"):
+        return zero(graph, mesh, int(name[4:]), recompute, offload, gather_once)
+    if name == "tensor":
+        return tensor_parallel(graph, mesh, None, recompute, offload)
+    return data_parallel(graph, mesh, recompute, offload)
 
 
 def seeded(graph: Graph, mesh: Mesh, seeds: Seeds, recompute: Patterns = (), offload: Patterns = ()) -> Plan:

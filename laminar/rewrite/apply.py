@@ -20,6 +20,7 @@ from laminar.cost.ops.roofline import FREE, flops, op_s
 from laminar.errors import RuleError
 from laminar.ir.codec import Ref, content_hash
 from laminar.ir.graph import Graph, Node, map_refs
+from laminar.ir.rewrites import Applied
 from laminar.ir.tensor import TensorSpec
 from laminar.rewrite.edit import Lookup, NoFit, Writer, is_packed
 from laminar.rewrite.forms import FORMS, FUNCTIONS, Seen
@@ -70,6 +71,17 @@ class Rule:
     shared: bool = False
     """Whether what is inside a match may have other readers: they keep it, and only together with other rewrites (of
     the backward pass, say) does the old work go away."""
+    carried: bool = False
+    """Whether a plan that uses it carries its text: for rules that are in no table of Laminar's."""
+
+    @staticmethod
+    def of_file(name: str, text: str) -> Rule:
+        """A rule that was read from a file, or brought along by a plan."""
+        return Rule(name, text, f"{name} of a file of rules.", carried=True)
+
+    def step(self, key: str, sites: int) -> Applied:
+        """What a plan remembers of its use."""
+        return Applied(self.name, key, sites, self.text if self.carried else "")
 
     def __post_init__(self) -> None:
         left, right = self.sides

@@ -67,8 +67,10 @@ class Shapes:
                 self.equal(args[0], args[1])
                 shapes[k, 0] = args[0]
             elif op.type == "OP_RELU":
+                self._want(len(args) == 1)
                 shapes[k, 0] = args[0]
             elif op.type == "OP_CONCAT":
+                self._want(len(args) > 0)
                 d = axis_of(op, self.rank)
                 for other in args[1:]:
                     for e in range(self.rank):
@@ -77,6 +79,7 @@ class Shapes:
                 shapes[k, 0] = [*args[0][:d], tuple(s for a in args for s in a[d]), *args[0][d + 1 :]]
             else:
                 d, count = axis_of(op, self.rank), op.para.get("PM_NUM_OUTPUTS", 0)
+                self._want(len(args) == 1 and count > 0)
                 parts = [(next(self._count),) for _ in range(count)]
                 self.same(args[0][d], tuple(s for p in parts for s in p))
                 for i, part in enumerate(parts):

@@ -7,13 +7,14 @@
 
 An `opId` below zero is an input from outside, any other the op of that number on the same side. Ops are read as what
 they are called: OP_LINEAR a product of x and w turned, of matrices or of batches of them, with PM_ACTI 2 a relu
-behind it; OP_CONCAT and OP_SPLIT along PM_AXIS; OP_EW_ADD, OP_EW_MUL, OP_RELU element by element. Rules with any
-other op (partition, combine, replicate, reduce) are about placement, which plans decide, and are left out.
+after it; OP_CONCAT and OP_SPLIT along PM_AXIS; OP_EW_ADD, OP_EW_MUL, OP_RELU element by element. Rules with
+partition, combine, replicate or reduce are about placement, which plans decide, and are left out; so are rules with ops
+that are not known here.
 
 Nothing in such a file is believed. Sizes that make both sides fit are worked out from the ops, both sides run on
 random numbers in float64, and only a rule whose mapped results agree is kept. What can't be said in the language of
 rewrites (several results), says nothing (a relu is no part of a product here), or says again what the same file has
-said before, is left out and counted as well.
+said before, is left out and counted as well. `runtime/check/prove_rule_files.py` then runs what is kept on graphs.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +34,17 @@ from laminar.errors import RuleError
 from laminar.rewrite.apply import Rule
 from laminar.rewrite.language import Pattern, Term, Var, parse
 from laminar.rewrite.rule_file_sizes import Misfit, Op, Shapes, Size, axis_of
+from laminar.rewrite.rules import RULES
 
 ALGEBRA = ("OP_LINEAR", "OP_RELU", "OP_CONCAT", "OP_SPLIT", "OP_EW_ADD", "OP_EW_MUL")
-RELU = 2
-"""The value of PM_ACTI that means a relu behind the product."""
-RANKS = (2, 3)
+PLACEMENT = ("OP_PARTITION", "OP_COMBINE", "OP_REPLICATE", "OP_REDUCE", "OP_REDUCTION")
+_RELU = 2
+"""The value of PM_ACTI that means a relu after the product; 0 is none."""
+_RANKS = (2, 3)
 """Tensors are tried as matrices and as batches of them; an axis counts in three dims, the first being the batch."""
-CLOSE = 1e-12
+_TOLERANCE = 1e-12
+_MOST_OPS, _MOST_PARTS = 10, 16
+"""Ops of a side, and tensors that an op reads or makes: public files have up to 3 and 2."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +56,8 @@ class Entry:
     right: tuple[Op, ...]
     outputs: tuple[tuple[tuple[int, int], tuple[int, int]], ...]
     """Results that must be equal: (op, which) on the left and on the right."""
+    unreadable: str = ""
+    """Why nothing but its name could be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +69,10 @@ class Loaded:
     """Names of the rules that were found true, those included that no rewrite was made of."""
     rejected: Mapping[str, str]
     """Name and reason of everything else."""
+    origins: Mapping[str, str]
+    """Of every rewrite rule, the rule of the file that it was made of."""
+    shapes: Mapping[str, Mapping[str, tuple[int, ...]]]
+    """For every rewrite rule, shapes of its tensors that fit, for it to be tried on."""
 
     def __str__(self) -> str:
         why = Counter(self.rejected.values())
@@ -73,15 +84,21 @@ class Loaded:
 PARALLEL, LACKS, MISFIT, FAILS = (
     "about placement, not algebra", "the right side reads what the left side does not have", "no sizes fit both sides",
     "the two sides differ")  # fmt: skip
+UNREADABLE, UNKNOWN, TOO_LARGE = "can't be read", "an op that is not known", "too large"
+NOT_LOADED = (PARALLEL, UNREADABLE, UNKNOWN, TOO_LARGE)
+"""Reasons, as they begin, for which a rule is not even tried."""
 SEVERAL, NOTHING, AGAIN = "several results at once", "both sides are the same here", "said before"
+UNSPEAKABLE = "can't be said in the language of rewrites"
 FALSE = (LACKS, MISFIT, FAILS)
 
 
 def load(source: Path | str | Mapping[str, Any]) -> Loaded:
     """The rules of a file, or of its JSON, that hold; every other one with the reason why it was left out."""
-    rules: list[Rule] = []
     holds: list[str] = []
     rejected: dict[str, str] = {}
+    origins: dict[str, str] = {}
+    texts: dict[str, str] = {}
+    shapes: dict[str, dict[str, tuple[int, ...]]] = {}
     said: set[str] = set()
     for entry in entries(source):
         reason = fault(entry)
@@ -90,24 +107,40 @@ def load(source: Path | str | Mapping[str, Any]) -> Loaded:
             continue
         holds.append(entry.name)
         made, reason = _translated(entry, said)
-        rules += made
         if not made:
             rejected[entry.name] = reason
-    return Loaded(tuple(rules), tuple(holds), rejected)
+        for name, text, sizes in made:
+            origins[name], texts[name], shapes[name] = entry.name, text, sizes
+    rules = tuple(Rule.of_file(name, text) for name, text in texts.items())
+    return Loaded(rules, tuple(holds), rejected, origins, shapes)
 
 
 def entries(source: Path | str | Mapping[str, Any]) -> list[Entry]:
-    """What stands in a file, unjudged; one that is no collection of rules is refused."""
+    """What stands in a file, unjudged; one that is no collection of rules is refused, and so is one of which none can
+    be read. Every entry has a name of its own, which none of Laminar's rules has."""
     try:
         data = json.loads(Path(source).read_text()) if isinstance(source, (Path, str)) else source
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise RuleError(f"{source} is no file of rules: {error}") from error
     if not isinstance(data, Mapping) or data.get("_t") != "RuleCollection" or not isinstance(data.get("rule"), list):
-        raise RuleError("not a RuleCollection", next='the JSON must begin with {"_t": "RuleCollection", "rule": [...]}')
-    return [_entry(one, k) for k, one in enumerate(data["rule"])]
+        what = f"{source} is not a RuleCollection" if isinstance(source, (Path, str)) else "not a RuleCollection"
+        raise RuleError(what, next='the JSON must begin with {"_t": "RuleCollection", "rule": [...]}')
+    found: list[Entry] = []
+    taken = {rule.name for rule in RULES}
+    for k, one in enumerate(data["rule"]):
+        entry = _entry(one, k)
+        if {entry.name, f"{entry.name}-batched"} & taken:
+            entry = replace(entry, name=f"{entry.name} (number {k})")
+        taken |= {entry.name, f"{entry.name}-batched"}
+        found.append(entry)
+    if found and all(entry.unreadable for entry in found):
+        raise RuleError(f"rule number 0 of the file can't be read: {found[0].unreadable}, nor can any other")
+    return found
 
 
 def _entry(one: Any, number: int) -> Entry:
+    name = one.get("name") if isinstance(one, Mapping) else None
+    name = name if isinstance(name, str) and name else f"number {number}"
     try:
         sides = [
             tuple(
@@ -124,9 +157,9 @@ def _entry(one: Any, number: int) -> Entry:
             ((int(m["srcOpId"]), int(m["srcTsId"])), (int(m["dstOpId"]), int(m["dstTsId"])))
             for m in one["mappedOutput"]
         )
-        return Entry(str(one["name"]), sides[0], sides[1], outputs)
-    except (KeyError, TypeError, ValueError) as error:
-        raise RuleError(f"rule number {number} of the file can't be read: {error!r}") from error
+        return Entry(name, sides[0], sides[1], outputs)
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
+        return Entry(name, (), (), (), unreadable=f"{type(error).__name__}: {error}")
 
 
 # --- whether a rule holds --------------------------------------------------------------------
@@ -134,14 +167,24 @@ def _entry(one: Any, number: int) -> Entry:
 
 def fault(entry: Entry, seed: int = 0) -> str:
     """Why a rule can't be used, or nothing if it holds for matrices or for batches of them."""
-    if any(op.type not in ALGEBRA for op in (*entry.left, *entry.right)):
+    if entry.unreadable:
+        return f"{UNREADABLE}: {entry.unreadable}"
+    ops = (*entry.left, *entry.right)
+    odd = [op.type for op in ops if op.type not in (*ALGEBRA, *PLACEMENT)]
+    odd += [f"{op.type} with PM_ACTI {a}" for op in ops if (a := op.para.get("PM_ACTI", 0)) not in (0, _RELU)]
+    if odd:
+        return f"{UNKNOWN}: {odd[0]}"
+    if any(op.type in PLACEMENT for op in ops):
         return PARALLEL
+    counts = [n for op in ops for n in (len(op.inputs), op.para.get("PM_NUM_OUTPUTS", 1))]
+    if max(len(entry.left), len(entry.right)) > _MOST_OPS or max(counts, default=0) > _MOST_PARTS:
+        return TOO_LARGE
     given = {i for op in entry.left for i in op.inputs if i[0] < 0}
     if any(i[0] < 0 and i not in given for op in entry.right for i in op.inputs):
         return LACKS
     if not entry.outputs:
         return FAILS
-    found = [_differ(entry, rank, seed) for rank in RANKS]
+    found = [_differ(entry, rank, seed) for rank in _RANKS]
     return "" if "" in found else FAILS if FAILS in found else MISFIT
 
 
@@ -160,7 +203,7 @@ def _differ(entry: Entry, rank: int, seed: int) -> str:
 
 
 def _close(a: NDArray[np.float64], b: NDArray[np.float64]) -> bool:
-    return a.shape == b.shape and bool(np.abs(a - b).max() <= CLOSE * max(1.0, float(np.abs(a).max())))
+    return a.shape == b.shape and bool(np.abs(a - b).max() <= _TOLERANCE * max(1.0, float(np.abs(a).max())))
 
 
 def run(
@@ -175,7 +218,7 @@ def run(
         args = [values[i] for i in op.inputs]
         if op.type == "OP_LINEAR":
             out = [args[0] @ args[1].swapaxes(-1, -2)]
-            out = [np.maximum(out[0], 0)] if op.para.get("PM_ACTI") == RELU else out
+            out = [np.maximum(out[0], 0)] if op.para.get("PM_ACTI") == _RELU else out
         elif op.type == "OP_RELU":
             out = [np.maximum(args[0], 0)]
         elif op.type == "OP_EW_ADD":
@@ -206,14 +249,21 @@ def _fitted(entry: Entry, rank: int) -> tuple[Shapes, list[dict[tuple[int, int],
 # --- rewrite rules of what holds -------------------------------------------------------------
 
 
-def _translated(entry: Entry, said: set[str]) -> tuple[list[Rule], str]:
+Translation = tuple[str, str, dict[str, tuple[int, ...]]]
+"""A name, a line of the language of rewrites, and shapes of its tensors that fit."""
+
+
+def _translated(entry: Entry, said: set[str]) -> tuple[list[Translation], str]:
     """Rules for matrices and for batches of them, as far as they hold there and say something new."""
-    if len(entry.outputs) != 1 or any(op.type == "OP_SPLIT" for op in (*entry.left, *entry.right)):
+    ops = (*entry.left, *entry.right)
+    if len(entry.outputs) != 1 or any(op.type == "OP_SPLIT" for op in ops):
         return [], SEVERAL
-    made: list[Rule] = []
+    if any(op.type == "OP_CONCAT" and len(op.inputs) != 2 for op in ops):
+        return [], UNSPEAKABLE
+    made: list[Translation] = []
     reason = NOTHING
     ((left, right),) = entry.outputs
-    for rank in RANKS:
+    for rank in _RANKS:
         if _differ(entry, rank, 1):
             continue
         spoken = _Spoken(entry, rank)
@@ -224,11 +274,13 @@ def _translated(entry: Entry, said: set[str]) -> tuple[list[Rule], str]:
         if text in said:
             reason = reason if made else AGAIN
             continue
-        if not _agree(text, spoken.inputs(entry)):
-            raise AssertionError(f"{entry.name} holds, but was put into words as {text}")
+        inputs = spoken.inputs(entry)
+        if not _agree(text, inputs):
+            reason = reason if made else UNSPEAKABLE
+            continue
         said.add(text)
-        name, of = (entry.name, "") if rank == 2 else (f"{entry.name}-batched", " for batches")
-        made.append(Rule(name, text, f"{entry.name} of a file of rules{of}."))
+        name = entry.name if rank == 2 else f"{entry.name}-batched"
+        made.append((name, text, {key: value.shape for key, value in inputs.items()}))
     return made, reason
 
 
@@ -265,14 +317,14 @@ class _Spoken:
         if op.type == "OP_LINEAR":
             x, w = self.text(ops, op.inputs[0]), self.text(ops, op.inputs[1], True)
             product = f"{'mm' if self.rank == 2 else 'bmm'}({x}, {w})"
-            product = f"relu({product})" if op.para.get("PM_ACTI") == RELU else product
+            product = f"relu({product})" if op.para.get("PM_ACTI") == _RELU else product
             return f"{turn}({product})" if turned else product
         args = ", ".join(self.text(ops, i, turned) for i in op.inputs)
         if op.type == "OP_CONCAT":
             d = axis_of(op, self.rank)
             swapped = {self.rank - 1: self.rank - 2, self.rank - 2: self.rank - 1}
             return f"join({args}, {swapped.get(d, d) if turned else d})"
-        return f"{WORDS[op.type]}({args})"
+        return f"{_WORDS[op.type]}({args})"
 
     def inputs(self, entry: Entry) -> dict[str, NDArray[np.float64]]:
         """Random numbers for each name."""
@@ -285,8 +337,8 @@ class _Spoken:
         return out
 
 
-WORDS = {"OP_RELU": "relu", "OP_EW_ADD": "add", "OP_EW_MUL": "mul"}
-SPOKEN: dict[str, Callable[..., Any]] = {
+_WORDS = {"OP_RELU": "relu", "OP_EW_ADD": "add", "OP_EW_MUL": "mul"}
+_SPOKEN: dict[str, Callable[..., Any]] = {
     "mm": np.matmul, "bmm": np.matmul, "add": np.add, "mul": np.multiply, "relu": lambda a: np.maximum(a, 0),
     "t": lambda a: a.swapaxes(-1, -2), "bt": lambda a: a.swapaxes(-1, -2),
     "join": lambda a, b, d: np.concatenate([a, b], d),
@@ -299,8 +351,11 @@ def _agree(text: str, inputs: Mapping[str, NDArray[np.float64]]) -> bool:
 
     def value(pattern: Pattern) -> Any:
         if isinstance(pattern, Term):
-            return SPOKEN[pattern.form](*map(value, pattern.args))
+            return _SPOKEN[pattern.form](*map(value, pattern.args))
         return inputs[pattern.name] if isinstance(pattern, Var) else pattern
 
-    left, right = map(value, parse(text))
+    try:
+        left, right = map(value, parse(text))
+    except RuleError:  # the right side reads what on the left belongs to no result
+        return False
     return _close(left, right)

@@ -147,7 +147,7 @@ def _tidied(look: Lookup, rules: Iterable[Rule]) -> tuple[Lookup, tuple[Applied,
                 made, count = rewrite(look, rule, sites)
                 if count:
                     look = made
-                    steps.append(Applied(rule.name, key, count))
+                    steps.append(rule.step(key, count))
         if len(steps) == done:
             return look, tuple(steps)
 
@@ -189,9 +189,9 @@ def _replayed(graph: Graph, steps: Steps, rules: Iterable[Rule]) -> tuple[Graph,
     named = {r.name: r for r in rules}
     look, counts = Lookup(graph), []
     for step in steps:
-        if step.rule not in named:
+        if not step.text and step.rule not in named:
             raise PlanError(f"no rewrite rule is called {step.rule}", allowed="  ".join(named))
-        rule = named[step.rule]
+        rule = Rule.of_file(step.rule, step.text) if step.text else named[step.rule]
         sites = [s for s in rule.find(look) if s.key == step.key]
         look, done = rewrite(look, rule, sites) if sites else (look, 0)
         counts.append(done)
@@ -272,5 +272,5 @@ def _make(parent: _State, move: Move, lone: int) -> _State | None:
         look, done = rewrite(look, rule, sites)
         if not done:
             return None
-        steps.append(Applied(rule.name, key, done))
+        steps.append(rule.step(key, done))
     return _State(look, tuple(steps), work_of(look), lone)

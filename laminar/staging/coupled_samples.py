@@ -7,7 +7,6 @@ hook that clamps gradients.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
@@ -79,8 +78,8 @@ def _mixing(graph: Graph) -> list[Coupled]:
     forward: dict[str, Coupled] = {}
     backward: dict[str, Coupled] = {}
     for instr in program.instrs:
-        reader = re.match(r".* for %([^.\s]+)", instr.why)  # an op that is written out has lines like batch_norm_0.2
-        node = graph.by_name.get(reader[1]) if reader else None
+        reader = instr.cause.reader if instr.cause else ""  # an op that is written out has lines like batch_norm_0.2
+        node = graph.by_name.get(reader.partition(".")[0])
         if not instr.moves or node is None:
             continue
         if instr.phase == "forward" and not _is_mean(graph, node):
@@ -166,5 +165,5 @@ def refuse_coupled(graph: Graph) -> None:
             f"{found[0].said}, so micro-batches {'would' if found[0].linear else 'may'} give other numbers",
             at=found[0].where,
             also=f"{len(found) - 1} more such ops" if len(found) > 1 else "",
-            next='couple="microbatch" if it may see one micro-batch at a time, or microbatches=1',
+            next='couple="microbatch" if it may see one micro-batch at a time, or micro_batches=1',
         )

@@ -13,16 +13,16 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
-from typing import Any
 
 from laminar.errors import StateError
 from laminar.train.checkpoint import Snapshot, snapshot
+from laminar.train.protocol import HasState
 
 
 class Saver:
     """Writes a job's checkpoints beside its steps. All methods but `check` are for every rank to call."""
 
-    def __init__(self, job: Any) -> None:
+    def __init__(self, job: HasState) -> None:
         self.job = job
         self._thread: threading.Thread | None = None
         self._path = ""
@@ -67,7 +67,7 @@ class Saver:
         """Wait until all is on disk; an error on every rank if it is not."""
         self._wait()
         error, self._error = self._error, None
-        said = self.job._world.gather_objects((self._path, str(error)) if error is not None else None)
+        said = self.job.peers.gather_objects((self._path, str(error)) if error is not None else None)
         for found in said:
             if found is not None:
                 self._path, text = found

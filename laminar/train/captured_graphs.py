@@ -30,7 +30,7 @@ from laminar.ir.graph import Graph
 from laminar.train.guards import Guards, Reads
 
 if TYPE_CHECKING:
-    from laminar.train.engine import Leaves
+    from laminar.train.leaves import Leaves
 
 MOST = 64
 """Graphs that are kept."""

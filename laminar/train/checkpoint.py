@@ -1,8 +1,7 @@
-"""Weights in and out: under the model's own names, whole or as DTensors, to a directory and back.
+"""A job to a directory and back, and the hash that says whether two are the same.
 
-A state dict from here is one that `model.load_state_dict` takes in plain PyTorch, and the other way
-round; on disk it is safetensors, so neither side needs the other to read it. Files hold whole tensors,
-written by rank 0: any number of ranks, in any layout, can go on from them.
+On disk it is safetensors under the model's own names, so plain PyTorch reads and writes the same. Files hold whole
+tensors, written by rank 0: any number of ranks, in any layout, can go on from them.
 """
 
 from __future__ import annotations
@@ -10,202 +9,25 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from laminar.capture.model_tensors import Slot, slots_of
 from laminar.capture.tensor_bytes import as_bytes
 from laminar.errors import StateError
-from laminar.ir.sbp import B, NdSbp, Split
 from laminar.train import lr_schedulers
-from laminar.train.memory_layout import make_dense
-from laminar.train.sharded_model import Pieces, allowed, own_state, stripped
-from laminar.train.world import World
-
-if TYPE_CHECKING:
-    from laminar.train.ddp_job import DdpJob
-    from laminar.train.job import Job
+from laminar.train.protocol import HasState
 
 VERSION = 1
 
 
-def moved(model: nn.Module, device: torch.device, weights: torch.dtype | None) -> list[Slot]:
-    """The model on its device, with floating tensors in `weights` if given; its tensors."""
-    model.to(device=device, dtype=weights)
-    for slot in slots_of(model):
-        if slot.plain and slot.tensor.device != device:
-            there = slot.tensor.to(device)
-            for holder, key in slot.places:
-                holder[key] = there
-    slots = slots_of(model)
-    make_dense(slots)
-    return slots
-
-
-class Stored:
-    """What every job does with its state as a whole, whatever it is made of."""
-
-    _world: World
-    _pieces: Pieces | None = None
-    """What stands on the user's model where ranks have parts of it."""
-    _released = False
-
-    def hash(self) -> str:
-        """Hex digest over weights, buffers and optimizer state: equal exactly if all of them are, bit for bit."""
-        return digest(self)  # type: ignore[arg-type]
-
-    def save(self, directory: str | Path, scheduler: Any = None) -> None:
-        """Write weights, optimizer state and counters as whole tensors into a directory.
-
-        Learning-rate schedulers of torch's on the job's optimizer are kept too; others can be named, one or a list.
-        """
-        save(self, directory, scheduler)  # type: ignore[arg-type]
-
-    def resume(self, directory: str | Path, scheduler: Any = None) -> None:
-        """Go on from what `save` wrote, on any layout; schedulers go on as well."""
-        resume(self, directory, scheduler)  # type: ignore[arg-type]
-
-    def release(self) -> None:
-        """Put whole weights back into the user's own model, and whole state into its optimizer; the job ends with that.
-
-        Every rank calls it, and has room for the whole model afterwards. A second job on the same model does it by
-        itself.
-        """
-        if self._pieces is not None:
-            self._released = True
-            self._give_back()
-            self._pieces.take_off()
-            self._pieces = None
-
-    def _give_back(self) -> None:
-        raise NotImplementedError
-
-    def _refuse_released(self) -> None:
-        if self._released:
-            raise StateError("this job has given its model back", next="make a new job with laminar.parallelize")
-
-    def close(self) -> None:
-        """Leave the process group, if this job made it."""
-        self._world.close()
-
-
-# --- state dicts -------------------------------------------------------------------------------
-
-
-def _names(job: Job | DdpJob) -> dict[str, str]:
-    """For each name in the model's own state dict, the slot that holds its tensor."""
-    of = {name: s.name for s in job._slots for name in (s.name, *s.aliases)}
-    return {name: of[name] for name in own_state(job._model) if name in of}
-
-
-def _held(job: Job, ema: bool) -> dict[str, tuple[NdSbp, Tensor]]:
-    out = {n: (job.plan.inputs.get(n, (B,) * len(job.mesh.sizes)), t) for n, t in job._engine.held.items()}
-    if ema:
-        if not job._ema:
-            raise StateError("this job keeps no moving average", next="parallelize(..., ema=0.999)")
-        out.update({k.name: (k.state_nd, job._ema[k.name].to(k.owned.dtype)) for k in job._kept})
-    return out
-
-
-def state_dict(job: Job, sharded: bool, ema: bool) -> dict[str, Any]:
-    """See `Job.state_dict`."""
-    names, held = _names(job), _held(job, ema)
-    wanted = list(dict.fromkeys(names.values()))
-    if sharded:
-        found: dict[str, Any] = dict(zip(wanted, _dtensors(job, [(n, *held[n]) for n in wanted]), strict=True))
-    else:
-        pieces = [(n, job._specs[n].shape, *held[n]) for n in wanted]
-        found = dict(zip(wanted, job._assembled(pieces), strict=True))
-    extra = {k: v for k, v in own_state(job._model).items() if k not in names}
-    return {**{name: found[slot] for name, slot in names.items()}, **extra}
-
-
-def _dtensors(job: Job, items: Sequence[tuple[str, NdSbp, Tensor]]) -> list[Any]:
-    """DTensors over a mesh of the same axes; blocks of a packed dim, which DTensor has no word for, are unpacked."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Replicate, Shard
-
-    if job.world == 1 and not torch.distributed.is_initialized():
-        raise StateError("DTensors need a process group", next="take whole tensors, or start under torchrun")
-    mesh = init_device_mesh(job.device.type, job.mesh.sizes, mesh_dim_names=job.mesh.names)
-    plain = [tuple(Split(p.dim) if isinstance(p, Split) else p for p in nd) for _, nd, _ in items]
-    moves = [(n, job._specs[n], nd, p) for (n, nd, _), p in zip(items, plain, strict=True)]
-    local = job._engine.move(moves, "DTensors", [t for *_, t in items])
-    return [
-        DTensor.from_local(
-            t.clone() if t.data_ptr() != old.data_ptr() else t, mesh,
-            [Shard(p.dim) if isinstance(p, Split) else Replicate() for p in nd], run_check=False,
-            shape=torch.Size(job._specs[n].shape), stride=job._engine.whole[n].stride(),
-        )
-        for t, (n, _, old), nd in zip(local, items, plain, strict=True)
-    ]  # fmt: skip
-
-
-def load_state_dict(job: Job, given: Mapping[str, Any]) -> None:
-    """See `Job.load_state_dict`."""
-    names = _names(job)
-    missing, extra = sorted(set(names) - set(given)), sorted(set(given) - set(own_state(job._model)))
-    if missing or extra:
-        raise StateError("the state dict is not this model's", missing=", ".join(missing[:5]),
-                         unexpected=", ".join(extra[:5]))  # fmt: skip
-    kept = {k.name: k for k in job._kept}
-    for name, slot in names.items():
-        value = given[name]
-        value = value.full_tensor() if hasattr(value, "full_tensor") else value
-        spec = job._specs[slot]
-        if tuple(value.shape) != spec.shape:
-            raise StateError(f"{name} is {tuple(value.shape)} in the state dict, {spec} in the model")
-        mine = job._cut(value.detach(), job.plan.inputs.get(slot, (B,) * len(job.mesh.sizes)))
-        with torch.no_grad():
-            job._engine.held[slot].copy_(mine)
-            if slot in kept and kept[slot].gathered:
-                kept[slot].owned.copy_(job._cut(value.detach(), kept[slot].state_nd))
-    for k in job._kept:
-        if k.name in job._ema:
-            job._ema[k.name].copy_(k.owned.detach())
-
-
-def empty_copy(model: nn.Module, slots: Sequence[Slot], whole: Mapping[str, Tensor], device: torch.device) -> nn.Module:
-    """A model of the same code with room for whole weights."""
-    import copy
-
-    memo: dict[int, Any] = {}
-    for slot in slots:
-        room = torch.empty_like(whole[slot.name], device=device)
-        memo[id(slot.tensor)] = nn.Parameter(room, slot.tensor.requires_grad) if slot.kind == "param" else room
-    with allowed():
-        return stripped(copy.deepcopy(model, memo))
-
-
-def fill(model: nn.Module, state: Mapping[str, Tensor], rest: Mapping[str, Tensor]) -> None:
-    """Put whole weights into a model, and what is in no state dict: buffers that don't persist, plain attributes."""
-    with torch.no_grad():
-        model.load_state_dict(state)
-        for slot in slots_of(model):
-            if slot.name in rest:
-                slot.tensor.copy_(rest[slot.name])
-
-
-def unlisted(job: Job) -> dict[str, Tensor]:
-    """Whole tensors of the model that its state dict leaves out."""
-    listed, held = set(_names(job).values()), _held(job, False)
-    names = [n for n in held if n not in listed]
-    found = job._assembled([(n, job._specs[n].shape, *held[n]) for n in names])
-    return dict(zip(names, found, strict=True))
-
-
-# --- identity and files --------------------------------------------------------------------------
-
-
-def digest(job: Job | DdpJob) -> str:
-    """See `Job.hash`: a hash of hashes, one for each named tensor."""
-    lines = [f"model {n} {_digest(t)}" for n, t in sorted(job.state_dict().items()) if isinstance(t, Tensor)]
-    for i, state in sorted(job.optimizer_state_dict()["state"].items()):
+def digest(weights: Mapping[str, Any], optimizer: Mapping[str, Any]) -> str:
+    """See `Job.hash`: a hash of hashes, one for each named tensor of two state dicts."""
+    lines = [f"model {n} {_digest(t)}" for n, t in sorted(weights.items()) if isinstance(t, Tensor)]
+    for i, state in sorted(optimizer["state"].items()):
         lines += [f"state {i}.{k} {_digest(v) if isinstance(v, Tensor) else v!r}" for k, v in sorted(state.items())]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
@@ -240,53 +62,53 @@ class Snapshot:
             (path / f"{file}.part").replace(path / file)
 
 
-def snapshot(job: Job | DdpJob, apart: bool, scheduler: Any = None) -> Snapshot | None:
+def snapshot(job: HasState, apart: bool, scheduler: Any = None) -> Snapshot | None:
     """The job as it is now, on rank 0; every rank must call this. `apart`: it does not change when the job goes on."""
     weights = {n: t for n, t in job.state_dict().items() if isinstance(t, Tensor)}
-    average = job.state_dict(ema=True) if job._ema else {}
+    average = job.state_dict(ema=True) if job.state.ema_decay is not None else {}
     optimizer = job.optimizer_state_dict()
-    if job.rank != 0:
+    if job.peers.rank != 0:
         return None
     tensors, plain = _taken_apart(optimizer)
     files = {"model": weights, "optimizer": tensors, **({"ema": average} if average else {})}
-    scaler = None if job._scaler is None else dict(vars(job._scaler))
-    about = {"laminar_job": VERSION, "steps": job.steps, "seed": job.seed, "optimizer": plain, "scaler": scaler,
+    state = job.state
+    scaler = None if state.scaler is None else dict(vars(state.scaler))
+    about = {"laminar_job": VERSION, "steps": state.steps, "seed": state.seed, "optimizer": plain, "scaler": scaler,
              "plan": job.plan.hash if job.plan else None,
-             "schedulers": lr_schedulers.states(lr_schedulers.attached(job.optimizer, scheduler))}  # fmt: skip
+             "schedulers": lr_schedulers.states(lr_schedulers.attached(job.state.optimizer, scheduler))}  # fmt: skip
     return Snapshot({name: _own(each, apart) for name, each in files.items()}, about)
 
 
-def save(job: Job | DdpJob, directory: str | Path, scheduler: Any = None) -> None:
+def save(job: HasState, directory: str | Path, scheduler: Any = None) -> None:
     """See `Job.save`."""
     taken = snapshot(job, apart=False, scheduler=scheduler)
     if taken is not None:
         taken.write(directory)
-    job._world.gather_objects(None)  # nobody goes on before the files are there
+    job.peers.gather_objects(None)  # nobody goes on before the files are there
 
 
-def resume(job: Job | DdpJob, directory: str | Path, scheduler: Any = None) -> None:
+def resume(job: HasState, directory: str | Path, scheduler: Any = None) -> None:
     """See `Job.resume`."""
     from safetensors.torch import load_file
 
     path = Path(directory)
-    if job.rank == 0:
+    if job.peers.rank == 0:
         finish_write(path)
-    job._world.gather_objects(None)
+    job.peers.gather_objects(None)
     if not (path / "job.json").is_file():
         raise StateError(f"no job was saved in {path}", next="name a directory that Job.save wrote")
     about = json.loads((path / "job.json").read_text())
     if about.get("laminar_job") != VERSION:
         raise StateError(f"{path} holds a job of version {about.get('laminar_job')}, this reads {VERSION}")
-    weights = load_file(path / "model.safetensors")
-    tied = {n: weights[s] for n, s in _names(job).items() if n not in weights and s in weights}
-    job.load_state_dict({**own_state(job._model), **weights, **tied})
+    job.load_state_dict(job.state.completed(load_file(path / "model.safetensors")))
     job.load_optimizer_state_dict(_put_together(load_file(path / "optimizer.safetensors"), about["optimizer"]))
-    job.steps, job.seed = about["steps"], about["seed"]
+    state = job.state
+    state.steps, state.seed = about["steps"], about["seed"]
     again = lr_schedulers.restore if scheduler is None else lr_schedulers.restore_named
-    again(lr_schedulers.attached(job.optimizer, scheduler), about.get("schedulers", []), path)
-    if job._scaler is not None and about["scaler"]:
-        vars(job._scaler).update(about["scaler"])
-    if job._ema and (path / "ema.safetensors").is_file():
+    again(lr_schedulers.attached(job.state.optimizer, scheduler), about.get("schedulers", []), path)
+    if state.scaler is not None and about["scaler"]:
+        vars(state.scaler).update(about["scaler"])
+    if state.ema_decay is not None and (path / "ema.safetensors").is_file():
         job.load_average(load_file(path / "ema.safetensors"))
 
 

@@ -24,7 +24,7 @@ from laminar.errors import PlanError
 from laminar.ir.graph import Graph
 from laminar.runtime.check.probe_rules import probe
 from laminar.staging.coupled_samples import coupled_ops
-from laminar.train.engine import Leaves
+from laminar.train.leaves import Leaves
 from laminar.train.options import JobOptions
 from laminar.train.precision import Precision
 

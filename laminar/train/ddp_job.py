@@ -18,41 +18,40 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from laminar.capture.batches import unflatten
 from laminar.capture.losses import Loss, Metrics, taken_apart, weighed, with_metrics
 from laminar.capture.refuse import refuse_loss
-from laminar.capture.torch_ops import spec_of
-from laminar.capture.torch_private import foreach_lerp
 from laminar.errors import BatchError, LaminarError, OptimizerError, StateError
-from laminar.ir.mesh import Mesh
+from laminar.ir.mesh import Mesh, Place
 from laminar.ir.plan import Plan
-from laminar.ir.sbp import B, chunk
-from laminar.train import checkpoint
+from laminar.ir.sbp import chunk
+from laminar.runtime.comm.transport import Null
 from laminar.train import optimizer as optim
+from laminar.train.base_job import BaseJob
 from laminar.train.batch_checksum import Sampled
-from laminar.train.engine import Leaves
+from laminar.train.gather import GatherFromMesh
 from laminar.train.gradients import Norm, scale_and_clip
 from laminar.train.job import CHECKS, clock_of
-from laminar.train.metrics import Evaluation, Logs, Result, Sums
-from laminar.train.optimizer import Kept
-from laminar.train.optimizer_changes import Tracked
+from laminar.train.leaves import Leaves
+from laminar.train.metrics import Evaluation, Result, Sums
 from laminar.train.options import DEFAULTS, JobOptions
 from laminar.train.precision import Precision, Scaler
+from laminar.train.prefetch import Prefetcher
+from laminar.train.resharder import Resharder
 from laminar.train.sharded_model import released
-from laminar.train.timeline import Recorded
+from laminar.train.state import JobState, StateLayout, moved
+from laminar.train.timeline import StepRecorder
 from laminar.train.world import World
 
 LIMITS = """plan="ddp": the model runs as it is on every rank. Batch norm sees each rank's share only, dropout
 depends on the number of ranks, parameters and optimizer state are whole on every rank, nothing is compiled."""
 
 
-class DdpJob(Recorded, checkpoint.Stored, Logs):
-    """A job with the same methods as `Job`, without a plan, a graph or a program."""
+class DdpJob(BaseJob):
+    """A job with the same methods as `Job`; without a plan (unless a search has chosen it), a graph or a program."""
 
-    plan: Plan | None = None
     graph = program = None
 
     def __init__(
@@ -69,59 +68,50 @@ class DdpJob(Recorded, checkpoint.Stored, Logs):
 
         `world` are the ranks, where they have met.
         """
-        self._world = World(options.device, options.timeout_s) if world is None else world
-        self.rank, self.world, self.device = self._world.rank, self._world.size, self._world.device
-        self.plan = plan
-        if self.rank == 0 and plan is None:
+        world = World(options.device, options.timeout_s) if world is None else world
+        if world.rank == 0 and plan is None:
             warnings.warn(LIMITS, stacklevel=3)
-        self.mesh = Mesh({"dp": self.world})
+        mesh = Mesh({"dp": world.size})
         self.precision = Precision.of(options.precision)
         if self.precision.rounding != "nearest":
             raise LaminarError(
                 f'plan="ddp" has no precision {self.precision.name}', allowed="f32  bf16  fp16  bf16-pure"
             )
-        self.micro_batches, self.clip_norm, self.clip_value = (
-            options.micro_batches,
-            options.clip_norm,
-            options.clip_value,
-        )
-        self.seed, self.steps = options.seed, 0
-        self._scaler = Scaler() if self.precision.scaled else None
-        self._model = model
+        self.micro_batches = options.micro_batches
+        self.clip_norm, self.clip_value = options.clip_norm, options.clip_value
         released(model)
-        self._slots = checkpoint.moved(model, self.device, self.precision.weights)
-        self.optimizer = optim.made(optimizer, model.parameters())
-        optim.refuse_unknown(self.optimizer, {id(s.tensor): s.name for s in self._slots})
-        self._closes = optim.takes_closure(self.optimizer)
-        if self._scaler is not None:
-            optim.refuse_closure(self.optimizer, f"precision={self.precision.name!r} may skip a step")
-        optim.faster(self.optimizer, self.device)
-        self._loss = self.precision.around(loss, self.device)
+        slots = moved(model, world.device, self.precision.weights)
+        optimizer = optim.made(optimizer, model.parameters())
+        optim.refuse_unknown(optimizer, {id(s.tensor): s.name for s in slots})
+        self._closes = optim.takes_closure(optimizer)
+        scaler = Scaler() if self.precision.scaled else None
+        if scaler is not None:
+            optim.refuse_closure(optimizer, f"precision={self.precision.name!r} may skip a step")
+        optim.faster(optimizer, world.device)
+        self._loss = self.precision.around(loss, world.device)
         self._wrapped: nn.Module = _Whole(model, self._loss)
-        if self.world > 1:
+        if world.size > 1:
             # A parameter that one batch does not reach is normal for the models this is for, unless they are known.
             known = plan is not None
             self._wrapped = nn.parallel.DistributedDataParallel(
                 self._wrapped,
+                process_group=world.process_group,
                 find_unused_parameters=not known,
                 gradient_as_bucket_view=known,
                 broadcast_buffers=not known,
             )
         if plan is None:
-            torch.manual_seed(self.seed + self.rank)
+            torch.manual_seed(options.seed + world.rank)
         self._checks, self._noted, self._sampled = CHECKS, tuple[str, ...](), Sampled()
-        self._ema_decay = options.ema
         self._params = [p for p in model.parameters() if p.requires_grad]
         self._flags = [(n, p, p.requires_grad) for n, p in model.named_parameters()]
-        whole = (B,)
-        self._kept = [
-            Kept(s.name, spec_of(s.tensor), s.tensor, whole, whole, s.tensor)
-            for s in self._slots
-            if isinstance(s.tensor, nn.Parameter)
-        ]
-        self._tracked = Tracked(self.optimizer, self._kept)
-        self._tracked.resolve(self._kept, lambda x, _: x)
-        self._ema = [p.detach().float().clone() for p in self._params] if options.ema is not None else []
+        layout = StateLayout((Place(tuple(range(world.size)), mesh),), world.rank)
+        state = JobState(
+            model, slots, optimizer, layout, seed=options.seed, ema=options.ema, scaler=scaler, runs_itself=True
+        )
+        state.resolve()
+        gather = GatherFromMesh(Resharder(Null(mesh, world.rank, world.device)), world)
+        super().__init__(world, plan, mesh, state, gather, StepRecorder(world, Prefetcher(world)))
 
     def _share(self, batch: Any) -> Leaves:
         """This rank's part of a batch."""
@@ -142,7 +132,7 @@ class DdpJob(Recorded, checkpoint.Stored, Logs):
 
     def step(self, batch: Any) -> Result:
         """Train on one batch: the global one, or `Local(share)`."""
-        return self._recorded_step(batch)  # type: ignore[no-any-return]
+        return self._step(batch) if self.recorder.tape is None else self.recorder.step(self._step, batch)
 
     def _step(self, batch: Any) -> Result:
         clock = clock_of(self.device)
@@ -150,8 +140,9 @@ class DdpJob(Recorded, checkpoint.Stored, Logs):
             self._agree(batch)
         self._refuse_changes()
         micros = self._share(batch).split(self.micro_batches)
-        self._mark("batch")
-        scale = self._scaler.scale if self._scaler else 1.0
+        self.recorder.mark("batch")
+        scaler = self.state.scaler
+        scale = scaler.scale if scaler else 1.0
         if self._closes:
             return self._closed_step(micros, clock)
         loss, weight, metrics = self._gradients(micros, scale)
@@ -160,11 +151,11 @@ class DdpJob(Recorded, checkpoint.Stored, Logs):
     def _agree(self, batch: Any) -> None:
         """Batches must be alike on all ranks, as in any job with a plan; see `Job._agreed`."""
         leaves = Leaves.of(batch)
-        note, values = leaves.key, "" if leaves.local else self._sampled(leaves.tensors, self._world.notes + 1)
+        note, values = leaves.key, "" if leaves.local else self._sampled(leaves.tensors, self.peers.notes + 1)
         if self._checks and not leaves.local:
             self._checks -= 1
             note = (*note, f"values {leaves.fingerprint()}")
-        self._world.agree(" ".join(note[1:]), note != self._noted, "", values)
+        self.peers.agree(" ".join(note[1:]), note != self._noted, "", values)
         self._noted = note
 
     def _refuse_changes(self) -> None:
@@ -176,8 +167,8 @@ class DdpJob(Recorded, checkpoint.Stored, Logs):
                     why='plan="ddp" sums the gradients that there were',
                     next="make a new job",
                 )
-        if not self._tracked.same():
-            self._tracked.resolve(self._kept, lambda x, _: x)
+        if not self.state.tracked.same():
+            self.state.resolve()
 
     def _gradients(self, micros: list[Leaves], scale: float) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Leave gradients of the total in the parameters; the loss of the global batch, its weight, and metrics."""
@@ -190,10 +181,10 @@ class DdpJob(Recorded, checkpoint.Stored, Logs):
                 sums.add("", total.detach(), weight.detach())
                 for name, (part, count) in metrics.items():
                     sums.add(name, part, count)
-                self._mark("forward")
+                self.recorder.mark("forward")
                 # DDP averages over ranks; here terms are summed, so each is made larger first.
                 (total * (scale * self.world)).backward()
-                self._mark("backward")
+                self.recorder.mark("backward")
         (loss, weight), metrics = self._together(sums)
         return loss / weight, weight, {n: t / w for n, (t, w) in metrics.items()}
 
@@ -201,7 +192,7 @@ class DdpJob(Recorded, checkpoint.Stored, Logs):
         """Totals and weights over all ranks: of the loss, and of metrics."""
         flat = [x for pair in sums.by_name.values() for x in pair]
         parts = [torch.as_tensor(x, dtype=torch.float64, device=self.device) for x in flat]
-        summed = self._summed(torch.stack(parts)).unbind()
+        summed = self.peers.all_reduce(torch.stack(parts)).unbind()
         pairs = dict(zip(sums.by_name, zip(summed[::2], summed[1::2], strict=True), strict=True))
         return pairs.pop(""), pairs
 
@@ -213,53 +204,45 @@ class DdpJob(Recorded, checkpoint.Stored, Logs):
             self.optimizer.zero_grad()
             loss, weight, metrics = self._gradients(micros, 1.0)
             grads = [p.grad for p in self._params if p.grad is not None]
-            norm = Norm([], self.mesh, self.device)(grads)
+            norm = Norm([], self.mesh, self.peers)(grads)
             norm = scale_and_clip(grads, norm, (1.0 / weight).to(norm.dtype), self.clip_norm, self.clip_value)
             found.append((loss, norm, metrics))
             return loss
 
         self.optimizer.step(closure)  # type: ignore[arg-type]
         self.optimizer.zero_grad()
-        self._mark("optimizer")
-        self._average()
-        number, self.steps = self.steps, self.steps + 1
-        lr = float(self.optimizer.param_groups[0].get("lr", math.nan))
+        self.recorder.mark("optimizer")
+        self.state.average()
+        number, self.state.steps = self.state.steps, self.state.steps + 1
+        lr = optim.first_lr(self.optimizer)
         loss, norm, metrics = found[0]
         return Result(number, loss, norm, lr, clock(), False).attach(metrics)
 
-    def _average(self) -> None:
-        if self._ema_decay is not None:
-            foreach_lerp(self._ema, [p.detach().float() for p in self._params], 1 - self._ema_decay)
-
-    def _summed(self, x: Tensor) -> Tensor:
-        if self.world > 1:
-            dist.all_reduce(x)
-        return x
-
     def _update(self, loss: Tensor, weight: Tensor, scale: float, clock: Any) -> Result:
         grads = [p.grad for p in self._params if p.grad is not None]
-        norm = Norm([], self.mesh, self.device)(grads)
-        lr = float(self.optimizer.param_groups[0].get("lr", math.nan))
+        norm = Norm([], self.mesh, self.peers)(grads)
+        lr = optim.first_lr(self.optimizer)
         inverse = (1.0 / (scale * weight)).to(norm.dtype)
-        number, self.steps = self.steps, self.steps + 1
-        if self._scaler is not None:
+        state = self.state
+        number, state.steps = state.steps, state.steps + 1
+        if state.scaler is not None:
             finite = math.isfinite(float(norm))
-            self._scaler.update(finite)
+            state.scaler.update(finite)
             if not finite:
                 self.optimizer.zero_grad()
                 return Result(number, loss, norm * inverse, lr, clock(), True)
         norm = scale_and_clip(grads, norm, inverse, self.clip_norm, self.clip_value)
-        self._mark("gradients")
+        self.recorder.mark("gradients")
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self._mark("optimizer")
-        self._average()
+        self.recorder.mark("optimizer")
+        state.average()
         return Result(number, loss, norm, lr, clock(), False)
 
     def evaluate(self, batches: Iterable[Any], metrics: Metrics | None = None) -> Evaluation:
         """The loss over batches with the model in evaluation mode; see `Job.evaluate`."""
-        training = [(m, m.training) for m in self._model.modules()]
-        self._model.eval()
+        training = [(m, m.training) for m in self.state.model.modules()]
+        self.state.model.eval()
         around = partial(self.precision.around, device=self.device)
         loss = with_metrics(self._loss, {n: around(f) for n, f in metrics.items()}) if metrics else self._loss
         sums = Sums()
@@ -268,7 +251,7 @@ class DdpJob(Recorded, checkpoint.Stored, Logs):
             with torch.no_grad():
                 for batch in batches:
                     share = self._share(batch)
-                    trains, rest = taken_apart(loss(self._model, _batch(share)))
+                    trains, rest = taken_apart(loss(self.state.model, _batch(share)))
                     for name, value in {"": trains, **rest}.items():
                         sums.add(name, *weighed(value, share.samples))
         finally:
@@ -277,27 +260,15 @@ class DdpJob(Recorded, checkpoint.Stored, Logs):
         (total, weight), found = self._together(sums)
         return Sums.of({"": (total, weight), **found}).evaluation
 
-    @property
-    def model(self) -> nn.Module:
-        """The model."""
-        return self._model
-
     def state_dict(self, sharded: bool = False, ema: bool = False) -> dict[str, Any]:
         """The model's own state dict; `ema=True` with the moving average of the weights."""
         if sharded:
             raise StateError('plan="ddp" keeps whole tensors on every rank', next="call state_dict()")
-        state = dict(self._model.state_dict())
-        if ema:
-            if not self._ema:
-                raise StateError("this job keeps no moving average", next="parallelize(..., ema=0.999)")
-            average = {id(p): e.to(p.dtype) for p, e in zip(self._params, self._ema, strict=True)}
-            state.update({n: average[id(p)] for n, p in self._model.named_parameters(remove_duplicate=False)
-                          if id(p) in average})  # fmt: skip
-        return state
+        return super().state_dict(ema=True) if ema else dict(self.state.model.state_dict())
 
     def load_state_dict(self, given: Mapping[str, Any]) -> None:
         """Take weights and buffers from a state dict of this model."""
-        self._model.load_state_dict(given)
+        self.state.model.load_state_dict(given)
 
     def optimizer_state_dict(self) -> dict[str, Any]:
         """The optimizer's own."""
@@ -306,22 +277,14 @@ class DdpJob(Recorded, checkpoint.Stored, Logs):
     def load_optimizer_state_dict(self, given: Mapping[str, Any]) -> None:
         """The inverse."""
         self.optimizer.load_state_dict(dict(given))
-        self._tracked.resolve(self._kept, lambda x, _: x)
-
-    def load_average(self, given: Mapping[str, Tensor]) -> None:
-        """Take the moving average of the weights from whole tensors."""
-        names = {id(p): n for n, p in self._model.named_parameters()}
-        for p, e in zip(self._params, self._ema, strict=True):
-            e.copy_(given[names[id(p)]])
+        self.state.resolve()
 
     def memory(self) -> dict[str, int]:
         """Bytes that this rank holds from step to step."""
-        held = [v for s in self.optimizer.state.values() for v in s.values() if isinstance(v, Tensor) and v.dim()]
-        size = sum(p.nbytes for p in self._model.parameters())
         return {
-            "parameters": size,
+            "parameters": sum(p.nbytes for p in self.state.model.parameters()),
             "gradients": sum(p.nbytes for p in self._params),
-            "state": sum(v.nbytes for v in held),
+            "state": self.state.optimizer_bytes,
         }
 
 

@@ -20,31 +20,29 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from laminar.cache import folder, kept, sources
 from laminar.capture.batches import unflatten
-from laminar.capture.torch_ops import DTYPES
 from laminar.errors import CheckError
 from laminar.events import emit
 from laminar.ir.graph import RNG, Graph
-from laminar.ir.sbp import B
-from laminar.lower.reshard import Move, moves
+from laminar.ir.staged import Staged
+from laminar.lower.reshard import Move
 from laminar.runtime.check.plain_model import run_eager
-from laminar.runtime.code.eager_step import Step
-from laminar.train import checkpoint
 from laminar.train.compare_results import TOLERANCE, beyond_rounding, narrowest, nudged, off, raise_for
-from laminar.train.engine import Leaves
+from laminar.train.engine import Engine
+from laminar.train.gather import Gather
+from laminar.train.leaves import Leaves
+from laminar.train.precision import Scaler
 from laminar.train.sharded_model import allowed
+from laminar.train.state import JobState
+from laminar.train.tracer import Tracer
 from laminar.train.warn_coupled import depends_on_the_count, losses_of_parts
 from laminar.train.world import World
-
-if TYPE_CHECKING:
-    from laminar.train.job import Job
-    from laminar.train.pipeline_job import StagedJob
 
 log = logging.getLogger("laminar")
 KNOWN = "it was checked before"
@@ -203,10 +201,12 @@ def free_bytes(device: torch.device) -> int:
 
 
 @dataclass
-class _Own:
+class OwnModel:
     """The model of a job, to be run as it is on a micro-batch."""
 
-    job: Job | StagedJob
+    state: JobState
+    tracer: Tracer
+    device: torch.device
     micros: Sequence[Leaves]
     scale: float | None
     draws: bool
@@ -216,29 +216,22 @@ class _Own:
         """The first one."""
         return self.micros[0]
 
-    @property
-    def missing_bytes(self) -> int:
-        """Bytes of whole tensors of which this rank has pieces, or nothing."""
-        job = self.job
-        return sum(job._specs[s.name].nbytes for s in job._slots if tuple(s.tensor.shape) != job._specs[s.name].shape)
-
     def run(self, whole: Mapping[str, Tensor], moved: tuple[float, int] | None) -> dict[str, Tensor]:
         """See `FirstBatch.eager`; the batch may be among the whole tensors."""
-        job = self.job
-        leaves = {n: whole.get(f"leaf:{n}", t).to(job.device) for n, t in self.micro.tensors.items()}
+        state = self.state
+        leaves = {n: whole.get(f"leaf:{n}", t).to(self.device) for n, t in self.micro.tensors.items()}
         taken = {n: t for n, t in whole.items() if not n.startswith("leaf:")}
         if moved is not None:
-            mine = {s.name: s.tensor.detach() for s in job._slots if s.kind == "param" and s.name not in taken}
+            mine = {s.name: s.tensor.detach() for s in state.slots if s.kind == "param" and s.name not in taken}
             taken, leaves = nudged({**mine, **taken}, *moved), nudged(leaves, *moved)
-        key = (job.seed, job.steps) if self.draws else None
+        key = (state.seed, state.steps) if self.draws else None
         batch = unflatten(json.loads(self.micro.tree), leaves)
         with allowed():
-            return run_eager(job._model, job._engine.loss, batch, key=key, scale=self.scale, whole=taken, wide=True)
+            return run_eager(state.model, self.tracer.loss, batch, key=key, scale=self.scale, whole=taken, wide=True)
 
     def parts(self, whole: Mapping[str, Tensor], narrow: str) -> str:
         """See `FirstBatch.parts`."""
-        job = self.job
-        parts = [m.mapped(lambda t: t.to(job.device)) for m in self.micros[:2]]
+        parts = [m.mapped(lambda t: t.to(self.device)) for m in self.micros[:2]]
         if self.micro.local:  # only the first is whole here
             leaves = {n: whole[f"leaf:{n}"] for n in self.micro.tensors}
             batch = Leaves(leaves, self.micro.tree, False)
@@ -246,43 +239,47 @@ class _Own:
         if len(parts) < 2:
             return ""
         taken = {n: t for n, t in whole.items() if not n.startswith("leaf:")}
-        return depends_on_the_count(losses_of_parts(job._model, job._engine.loss, parts, taken), parts, narrow)
+        return depends_on_the_count(losses_of_parts(self.state.model, self.tracer.loss, parts, taken), parts, narrow)
 
     def old(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """See `FirstBatch.old`."""
-        buffers = (s for s in self.job._slots if s.kind == "buffer")
+        buffers = (s for s in self.state.slots if s.kind == "buffer")
         return {f"buffer:{s.name}": whole.get(s.name, s.tensor.detach()) for s in buffers}
 
 
-def check(job: Job, micros: Sequence[Leaves]) -> None:
-    """Check what a job's program gives for the first micro-batch; every rank calls this."""
-    micro = micros[0]
-    ready, engine, tape = job._engine.ready(micro), job._engine, job._tape
-    scale = min(job._scaler.scale if job._scaler else 1.0, SCALE) if engine.scaled else None
-    shared = engine.share(ready, micro, job.device)
-    everywhere = (B,) * len(job.mesh.sizes)
+def check_scale(scaler: Scaler | None) -> float:
+    """The scale of the loss under which a batch is checked."""
+    return min(scaler.scale if scaler else 1.0, SCALE)
 
-    def together(items: Sequence[Move], tensors: list[Tensor]) -> list[Tensor]:
-        apart = [i for i, (_, _, src, dst) in enumerate(items) if src != dst]
-        out = [t.clone() for t in tensors]
-        if apart:  # used once: not kept as other moves are
-            step = Step(moves(job.mesh, [items[i] for i in apart], "the first batch whole"), job._transport)
-            for i, whole in zip(apart, step(*[tensors[i] for i in apart]), strict=True):
-                out[i] = whole.clone()
-        return out
+
+def check(
+    engine: Engine, state: JobState, world: World, micros: Sequence[Leaves], precision: str, coupled: bool
+) -> None:
+    """Check what an engine's program gives for the first micro-batch; every rank calls this.
+
+    `coupled`: whether what micro-batches are to the whole batch is known, or there is one.
+    """
+    micro = micros[0]
+    ready = engine.ready(micro)
+    scale = check_scale(state.scaler) if engine.scaled else None
+    shared = engine.share(ready, micro, world.device)
+    everywhere = state.layout.everywhere
+
+    def together(items: Sequence[Move], tensors: Sequence[Tensor]) -> list[Tensor]:
+        return engine.resharder.once(items, "the first batch whole", tensors)
 
     def program() -> dict[str, Tensor]:
-        key = job._key(ready, job.steps, 0, engine.together(micro).samples)
-        told = None if scale is None else torch.tensor(scale, dtype=torch.float64, device=job.device)
+        key = ready.key(state.seed, state.steps, 0, engine.together(micro).samples, world.device)
+        told = None if scale is None else torch.tensor(scale, dtype=torch.float64, device=world.device)
         out = ready(shared, key, told)
         named = [(f"{o.kind}:{o.name}", o.placed) for o in ready.program.outputs]
         whole = together([(n, p.spec, p.nd, everywhere) for n, p in named], out)
         return dict(zip([n for n, _ in named], whole, strict=True))
 
     def weights() -> dict[str, Tensor]:
-        held = {n: (nd, t) for n, (nd, t) in checkpoint._held(job, False).items() if nd != everywhere}
-        pieces = [(n, job._specs[n], nd, everywhere) for n, (nd, _) in held.items()]
-        whole = dict(zip(held, together(pieces, [t for _, t in held.values()]), strict=True))
+        held = {n: t for n, t in state.held.items() if not state.layout.is_whole(n)}
+        pieces = [(n, state.specs[n], state.layout.held_nd(n), everywhere) for n in held]
+        whole = dict(zip(held, together(pieces, list(held.values())), strict=True))
         if micro.local:
             items = [i for i in ready.program.inputs if i.kind == "batch"]
             leaves = together([(i.name, i.placed.spec, i.placed.nd, everywhere) for i in items],
@@ -291,74 +288,49 @@ def check(job: Job, micros: Sequence[Leaves]) -> None:
         return whole
 
     def parts(whole: Mapping[str, Tensor], narrow: str) -> str:
-        told = "" if job._coupled else own.parts(whole, narrow)
+        told = "" if coupled else own.parts(whole, narrow)
         return f"micro_batches={engine.micro_batches}: {told}" if told else ""
 
-    about = {"graph": ready.graph.hash, "plan": ready.plan.hash, "precision": job.precision.name,
-             "device": str(job.device), "step": type(ready.step).__name__,
-             "values": engine.captures.digest()}  # fmt: skip
-    own = _Own(job, micros, scale, RNG in ready.filled)
-    job._set_tape(None)
+    captures = engine.tracer.captures
+    about = {"graph": ready.graph.hash, "plan": ready.plan.hash, "precision": precision, "device": str(world.device),
+             "step": type(ready.step).__name__, "values": captures.digest()}  # fmt: skip
+    own = OwnModel(state, engine.tracer, world.device, micros, scale, RNG in ready.filled)
     try:
         FirstBatch(
-            job._world, ready.graph, job.device, about, own.missing_bytes, program, weights, own.run, own.old, parts
+            world, ready.graph, world.device, about, state.missing_bytes, program, weights, own.run, own.old, parts
         ).run()
     finally:
-        job._set_tape(tape)
-        engine.captures.settle()
-        if job._watched is not None:
-            job._watched.forget()
+        captures.settle()
 
 
-def check_staged(job: StagedJob) -> None:
+def check_stages(
+    run: Callable[[float], dict[str, Tensor]],
+    gather: Gather,
+    state: JobState,
+    tracer: Tracer,
+    world: World,
+    graph: Graph,
+    plan: Staged,
+    micros: Sequence[Leaves],
+    **about: Any,
+) -> None:
     """Check what the stages give for the first micro-batch of a step; every rank calls this.
 
-    The pipe runs as it always does, with that micro-batch in the place of every one. Buffers are not compared: they
-    have seen it several times then.
+    `run` puts that micro-batch through the pipe, in the place of every one, under a scale of the loss. Buffers are not
+    compared: they have seen it several times then.
     """
-    micros, graph, tape, count = job._micros, job.graph, job._tape, len(job._micros)
-    scale = min(job._scaler.scale if job._scaler else 1.0, SCALE)
-    buffers = [s.name for s in job._slots if s.kind == "buffer" and s.name in job._held]
-
-    def program() -> dict[str, Tensor]:
-        kept = {n: job._held[n].clone() for n in buffers}
-        job._micros, job._alone, job._draws, job._scale = [micros[0]] * count, True, job.steps, scale
-        grads: dict[str, Tensor] = {}
-        try:
-            pipe = job._pipe_for(job._micros, True)
-            pipe.parts.weights = [1.0 / count] * count
-            pipe.actors.record(False)
-            pipe.parts.settle = None
-
-            def last() -> list[float]:
-                grads.update(job._reduced(pipe))
-                return job._said(pipe, grads)
-
-            pipe.actors.run(1, last)
-        finally:
-            job._micros, job._alone = micros, False
-            for name, t in kept.items():
-                job._held[name].copy_(t)
-        sums = torch.tensor(pipe.actors.sums[1:], dtype=torch.float64, device=job.device)  # a tensor: weights may be 0
-        values = dict(zip(pipe.values, sums, strict=True))
-        part = count if pipe.weighted else 1
-        loss = values["metric:loss_total"] / values["metric:loss_weight"] if pipe.weighted else values["loss:loss"]
-        out = {"loss:loss": loss}
-        for name in sorted({n for n, _ in job._graded}):
-            kind = DTYPES[job._grad_specs[name].dtype]
-            out[f"grad:{name}"] = job._whole(name, grads.get(name), job._owned_nd, kind) / part
-        return out
+    scale, count = check_scale(state.scaler), len(micros)
 
     def weights() -> dict[str, Tensor]:
-        return {s.name: job._whole(s.name, job._held.get(s.name), job._lies) for s in job._slots}
+        return state.whole_tensors(gather, [s.name for s in state.slots])
 
-    own = _Own(job, micros, scale, bool(graph.of_kind("rng")))
+    own = OwnModel(state, tracer, world.device, micros, scale, bool(graph.of_kind("rng")))
 
     def eager(whole: Mapping[str, Tensor], moved: tuple[float, int] | None) -> dict[str, Tensor]:
         return {k: v for k, v in own.run(whole, moved).items() if not k.startswith("buffer:")}
 
     def parts(whole: Mapping[str, Tensor], narrow: str) -> str:
-        told = own.parts(whole, narrow) if count > 1 and not job.plan.coupled else ""
+        told = own.parts(whole, narrow) if count > 1 and not plan.coupled else ""
         if told:
             raise CheckError(
                 f"this plan runs a batch in {count} micro-batches: {told}",
@@ -366,13 +338,11 @@ def check_staged(job: StagedJob) -> None:
             )
         return ""
 
-    about = {"graph": graph.hash, "plan": job.plan.hash, "precision": job.precision.name, "device": str(job.device),
-             "step": job._compile, "values": job._engine.captures.digest()}  # fmt: skip
-    job._set_tape(None)
+    known = {**about, "graph": graph.hash, "plan": plan.hash, "device": str(world.device),
+             "values": tracer.captures.digest()}  # fmt: skip
     try:
         FirstBatch(
-            job._world, graph, job.device, about, own.missing_bytes, program, weights, eager, own.old, parts
+            world, graph, world.device, known, state.missing_bytes, lambda: run(scale), weights, eager, own.old, parts
         ).run()
     finally:
-        job._set_tape(tape)
-        job._engine.captures.settle()
+        tracer.captures.settle()

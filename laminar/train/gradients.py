@@ -11,24 +11,25 @@ import math
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from laminar.capture.torch_private import foreach_clamp_max, foreach_clamp_min, foreach_mul, foreach_norm
 from laminar.ir.mesh import Mesh
 from laminar.ir.sbp import NdSbp, Split
+from laminar.train.world import World
 
 
 class Norm:
-    """The norm of a gradient whose parts lie in these placements."""
+    """The norm of a gradient whose parts lie in these placements, on the mesh of all ranks of a world."""
 
-    def __init__(self, placements: Sequence[NdSbp], mesh: Mesh, device: torch.device) -> None:
+    def __init__(self, placements: Sequence[NdSbp], mesh: Mesh, world: World) -> None:
+        self.world = world
         copies = [
             math.prod(n for p, n in zip(nd, mesh.sizes, strict=True) if not isinstance(p, Split)) for nd in placements
         ]
         self.shared = any(c != mesh.ranks for c in copies)
         self.share = (
-            torch.tensor([1.0 / c for c in copies], dtype=torch.float64, device=device) if self.shared else None
+            torch.tensor([1.0 / c for c in copies], dtype=torch.float64, device=world.device) if self.shared else None
         )
 
     def __call__(self, grads: Sequence[Tensor]) -> Tensor:
@@ -39,7 +40,7 @@ class Norm:
         if self.share is None:
             return norms.square().sum().sqrt()
         squares = norms.double().square().mul_(self.share).sum()
-        dist.all_reduce(squares)
+        self.world.all_reduce(squares)
         return squares.sqrt_().to(norms.dtype)
 
 

@@ -18,7 +18,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from laminar.ir.codec import content_hash
@@ -211,9 +210,8 @@ def _runs(job: Any) -> str:
     program = getattr(job, "program", None)
     if program is None:
         return ""  # and so is torch's own data parallel
-    lines = {k: v for k, v in program.to_json().items() if k != "plan"}
     state = {name: str(nd) for name, nd in {**job.plan.inputs, **job.plan.state}.items()}
-    return content_hash({"program": lines, "state": state})
+    return content_hash({"program": program.runs_hash, "state": state})
 
 
 def _warmed(job: Any, batches: list[Any]) -> tuple[list[float], float]:
@@ -246,8 +244,7 @@ def _hold_still(job: Any) -> None:
 def _took(job: Any, batches: list[Any], calls: int) -> tuple[float, str]:
     """Seconds of a step on this rank, from when all ranks are ready; or what went wrong."""
     _wait(job)
-    if dist.is_initialized():
-        dist.barrier()
+    job.peers.barrier()
     start = time.perf_counter()
 
     def steps() -> None:

@@ -26,12 +26,13 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from laminar.errors import NonFiniteError, RecipeError
 from laminar.events import emit
-from laminar.runtime.pipeline.loader import EPOCH, Loader
+from laminar.runtime.pipeline.loader import EPOCH
 from laminar.train.async_checkpoint import Saver
+from laminar.train.protocol import TrainingJob
 
 LAG = 2
 """Steps queued on a GPU beyond the newest one whose loss is read; none on a CPU, where nothing is queued."""
@@ -45,40 +46,6 @@ WRITE_S = 10.0
 """How long a run that fails waits for a checkpoint that is being written."""
 MOST_SKIPPED = 50
 """Skipped steps in a row after which the loss scale can't be the reason: 2^50 is more than any scale."""
-
-
-class Trains(Protocol):
-    """What the loop needs of a job. It never sees the model, the plan's contents or another rank."""
-
-    rank: int
-    device: Any
-    plan: Any
-    optimizer: Any
-
-    @property
-    def steps(self) -> int:
-        """Steps made so far, those before a resumption included."""
-
-    def step(self, batch: Any) -> Any:
-        """One step; the result has loss, grad_norm, lr and skipped, forced only when read."""
-
-    def evaluate(self, batches: Iterable[Any], metrics: Any = None) -> float:
-        """The mean loss without training; `metrics` are functions to measure as well, whose values come with it."""
-
-    def save(self, uri: Any) -> Any:
-        """A checkpoint."""
-
-    def resume(self, uri: Any) -> Any:
-        """Go on from a checkpoint."""
-
-    def memory(self) -> dict[str, int]:
-        """Bytes on this rank."""
-
-    def timeline(self, steps: int | None = None) -> Any:
-        """A recording of the steps made inside a `with` block."""
-
-    def prefetch(self, data: Iterable[Any], depth: int = 2) -> Loader:
-        """Batches loaded beside the steps; only called if that is asked for."""
 
 
 class Callback:
@@ -193,7 +160,7 @@ def first(batches: Iterator[Any], number: int) -> Iterator[Any]:
         del batch
 
 
-def scheduler(job: Trains, schedule: Callable[[Any], Any] | None, resume: Path | str | None) -> Any:
+def scheduler(job: TrainingJob, schedule: Callable[[Any], Any] | None, resume: Path | str | None) -> Any:
     """The learning-rate scheduler on the job's optimizer, and the job resumed: where both stood.
 
     A scheduler is brought forward by stepping it again from the state it was made with. So it has no
@@ -225,7 +192,7 @@ def advance(made: Any) -> None:
 class Reader:
     """Results of steps that have not been read yet, and what was learned from those that were."""
 
-    def __init__(self, job: Trains, log_every: int | None) -> None:
+    def __init__(self, job: TrainingJob, log_every: int | None) -> None:
         queued = getattr(job.device, "type", str(job.device)) != "cpu"
         self.rank = job.rank
         self.every = log_every or (GROUP if queued else 1)
@@ -299,7 +266,7 @@ def _number(value: Any) -> float | None:
 class Recorder:
     """Records a few steps of a run, once it is warm, and saves the timeline on rank 0."""
 
-    def __init__(self, job: Trains, path: Path | str | None, number: int, steps: int) -> None:
+    def __init__(self, job: TrainingJob, path: Path | str | None, number: int, steps: int) -> None:
         """`number` steps of the `steps` that are to be made."""
         self.job, self.path, self.number = job, path, min(number, steps)
         self.first = min(WARM_UP, steps - self.number)
@@ -339,7 +306,7 @@ class Recorder:
 
 
 def loop(
-    job: Trains,
+    job: TrainingJob,
     data: Callable[[], Iterable[Any]],
     steps: int,
     *,

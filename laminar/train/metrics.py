@@ -21,15 +21,16 @@ class Result:
 
     def __init__(
         self,
-        step: int,
+        made: int,
         loss: Tensor,
         norm: Tensor,
         lr: float,
         clock: Callable[[], float],
         skipped: bool,
     ):
-        self.step, self.lr, self.skipped = step, lr, skipped
-        """`step` counts from 0. A skipped step changed nothing: its gradient was not finite."""
+        self.step, self.lr, self.skipped = made + 1, lr, skipped
+        """`made` steps came before; `step` counts from 1, as in events and on the screen. A skipped step changed
+        nothing: its gradient was not finite."""
         self._loss, self._norm, self._clock = loss, norm, clock
         self._metrics: Mapping[str, Any] = {}
 
@@ -131,19 +132,14 @@ def _wide(value: Any) -> Any:
     return value.double() if isinstance(value, Tensor) else value
 
 
-class Logs:
-    """What every job does for numbers of the user's own."""
-
-    steps: int
-
-    def log(self, **values: Any) -> None:
-        """Numbers of your own, such as `job.log(accuracy=0.9)`, into the events of the run, with the step's number."""
-        numbers = {}
-        for name, value in values.items():
-            try:
-                numbers[name] = float(value)
-            except (TypeError, ValueError):
-                raise LaminarError(
-                    f"{name} is a {type(value).__name__}, not a number", next="log a number or a scalar tensor"
-                ) from None
-        emit("log", step=self.steps, values=numbers)
+def log_numbers(step: int, values: Mapping[str, Any]) -> None:
+    """Numbers of a user's own into the events of the run, with the step's number."""
+    numbers = {}
+    for name, value in values.items():
+        try:
+            numbers[name] = float(value)
+        except (TypeError, ValueError):
+            raise LaminarError(
+                f"{name} is a {type(value).__name__}, not a number", next="log a number or a scalar tensor"
+            ) from None
+    emit("log", step=step, values=numbers)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -64,6 +65,11 @@ class Kept:
         """Whether the parameter is put together from owned pieces after an update."""
         return self.owned is not self.param
 
+    @property
+    def has_own_memory(self) -> bool:
+        """Whether the owned part lies elsewhere than in the parameter."""
+        return self.gathered and self.owned.untyped_storage().data_ptr() != self.param.untyped_storage().data_ptr()
+
 
 def made(optimizer: Any, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """The optimizer, from itself or from a factory."""
@@ -92,6 +98,11 @@ def refuse_closure(optimizer: torch.optim.Optimizer, why: str) -> None:
             why=why,
             next='use an optimizer that takes one gradient a step, or plan="data" without scaled or rounded weights',
         )
+
+
+def first_lr(optimizer: torch.optim.Optimizer) -> float:
+    """The learning rate of the first group, as results tell it."""
+    return float(optimizer.param_groups[0].get("lr", math.nan))
 
 
 def laid_out(kept: Sequence[Kept], grads: list[Tensor], plain: bool = False) -> list[Tensor]:
@@ -235,32 +246,12 @@ def _trial(optimizer: torch.optim.Optimizer, hyper: dict[str, Any], cut: Callabl
 # --- state in torch's own format ---------------------------------------------------------------
 
 
-def state_dict(optimizer: torch.optim.Optimizer, kept: Sequence[Kept], whole: Callable[..., list[Tensor]]) -> Any:
-    """What `optimizer.state_dict()` would be on one device; `whole` assembles (spec, placement, piece) triples."""
-    by_owned = {id(k.owned): k for k in kept}
-    groups, order = _numbered(optimizer)
-    pieces: list[tuple[Kept, str, Tensor]] = []
-    state: dict[int, dict[str, Any]] = {}
-    for i, p in enumerate(order):
-        if p not in optimizer.state:
-            continue
-        state[i] = dict(optimizer.state[p])
-        k = by_owned[id(p)]
-        pieces += [(k, key, v) for key, v in state[i].items() if _is_piece(k, v)]
-    found = whole([(f"{k.name}.{key}", k.spec.shape, k.state_nd, v) for k, key, v in pieces])
-    put = {(k.name, key): t for (k, key, _), t in zip(pieces, found, strict=True)}
-    for i, p in enumerate(order):
-        for key in state.get(i, {}):
-            state[i][key] = put.get((by_owned[id(p)].name, key), state[i][key])
-    return {"state": state, "param_groups": groups}
-
-
 def load_state_dict(
     optimizer: torch.optim.Optimizer, kept: Sequence[Kept], given: Any, cut: Callable[[Tensor, NdSbp], Tensor]
 ) -> None:
-    """The inverse; also of what a plain optimizer saved."""
+    """Take what a plain optimizer saved, or what `JobState.optimizer_state_dict` gave."""
     by_owned = {id(k.owned): k for k in kept}
-    _, order = _numbered(optimizer)
+    order = [p for g in optimizer.param_groups for p in g["params"]]
     groups = given["param_groups"]
     if [len(g["params"]) for g in groups] != [len(g["params"]) for g in optimizer.param_groups]:
         raise StateError("the optimizer state has other parameter groups than this optimizer",
@@ -290,15 +281,6 @@ def placed(value: Any, k: Kept, group: dict[str, Any], cut: Callable[[Tensor, Nd
     return value.to(k.owned.device, copy=True) if on_device or value.dim() else value.clone()
 
 
-def _is_piece(k: Kept, value: Any) -> bool:
+def is_part(k: Kept, value: Any) -> bool:
+    """Whether an entry of the state has an element for each of what is owned, and is split as that is."""
     return isinstance(value, Tensor) and value.dim() > 0 and value.shape == k.owned.shape
-
-
-def _numbered(optimizer: torch.optim.Optimizer) -> tuple[list[dict[str, Any]], list[nn.Parameter]]:
-    order: list[nn.Parameter] = []
-    groups = []
-    for group in optimizer.param_groups:
-        numbers = list(range(len(order), len(order) + len(group["params"])))
-        order += group["params"]
-        groups.append({**{k: v for k, v in group.items() if k != "params"}, "params": numbers})
-    return groups, order

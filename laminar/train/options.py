@@ -12,6 +12,10 @@ from typing import Any
 
 from laminar.errors import LaminarError
 from laminar.ir.mesh import Mesh
+from laminar.placement.presets import NAMES
+
+PLANS = ("auto", *NAMES, "ddp")
+"""Plans that a job can be given by name."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,6 @@ from laminar.events import emit
 from laminar.ir.graph import Graph
 from laminar.ir.net import Net
 from laminar.ir.program import Program, ProgramOutput
-from laminar.ir.sbp import NdSbp
 from laminar.ir.staged import Staged
 from laminar.lower.stage_net import together
 from laminar.lower.stage_programs import Stages, stages
@@ -33,7 +32,10 @@ from laminar.runtime.pipeline.channels import Value
 from laminar.runtime.pipeline.connect import join
 from laminar.runtime.pipeline.stage_runner import Parts, Size
 from laminar.staging.stage_plans import again
-from laminar.train.engine import Engine, Leaves
+from laminar.train.leaves import Leaves
+from laminar.train.state import JobState
+from laminar.train.tracer import Tracer
+from laminar.train.world import World
 
 if TYPE_CHECKING:
     from laminar.runtime.code.inductor_step import Compiled
@@ -77,62 +79,87 @@ class Pipe:
         return [(s, o) for s, part in mine for o in part.program.outputs if o.kind in kinds]
 
 
-class StagedPipes:
-    """What a job with stages runs its micro-batches through. The job writes `_cut`."""
+@dataclass
+class StepFeed:
+    """What the pipe is fed in one step."""
 
-    rank: int
-    device: torch.device
-    plan: Staged
-    seed: int
-    timeout_s: float
-    _compile: bool
-    """Whether parts go through Inductor."""
-    _engine: Engine
-    _transport: Groups | Null
-    _held: dict[str, Tensor]
-    _lies: dict[tuple[str, int], NdSbp]
-    _graphs: dict[str, Graph]
-    """By the hash of what was captured, as the plan rewrites it."""
-    _pipes: dict[bool, Pipe]
-    """For training, and for evaluation."""
-    _measured: tuple[Any, ...] = ()
-    """Which metrics the pipe for evaluation has."""
-    _micros: list[Leaves]
-    _draws: int
-    """What the draws of this step hang on: its number, or that of a batch of an evaluation."""
-    _alone: bool = False
+    micros: Sequence[Leaves]
+    draws: int
+    """What the draws of this step depend on: its number, or that of a batch of an evaluation."""
+    scale: float = 1.0
+    alone: bool = False
     """Whether each micro-batch draws as if it were a batch by itself."""
-    _scale: float
 
-    def _cut(self, whole: Tensor, nd: NdSbp) -> Tensor:
-        raise NotImplementedError
+    @cached_property
+    def samples(self) -> list[int]:
+        """In each micro-batch."""
+        return [m.samples for m in self.micros]
+
+
+class Pipes:
+    """What a job with stages runs its micro-batches through: one pipe for training, another for evaluation."""
+
+    def __init__(
+        self,
+        tracer: Tracer,
+        state: JobState,
+        plan: Staged,
+        world: World,
+        transport: Groups | Null,
+        through_inductor: bool,
+        captured: Graph,
+        graph: Graph,
+        made: Stages,
+    ) -> None:
+        """`made` are the stages of the first micro-batch's `graph`, which is `captured` as the plan rewrites it."""
+        self.tracer, self.state, self.plan, self.world, self.transport = tracer, state, plan, world, transport
+        self.through_inductor = through_inductor
+        self._graphs: dict[str, Graph] = {captured.hash: graph}
+        """By the hash of what was captured, as the plan rewrites it."""
+        self._measured: tuple[Any, ...] = ()
+        """Which metrics the pipe for evaluation has."""
+        self.training = self._opened({captured.hash: made}, graph)
+        self._open: dict[bool, Pipe] = {True: self.training}
+
+    def ready(self, feed: StepFeed, backward: bool) -> Pipe:
+        """The pipe for the micro-batches of a step, which it is fed as it runs; all ranks call this alike."""
+        pipe = self._pipe_for(feed.micros, backward)
+        if backward:
+            self.training = pipe
+        samples = feed.samples
+        pipe.parts.weights = [n / sum(samples) for n in samples]
+        pipe.parts.feed = partial(self._feed, pipe, feed)
+        return pipe
+
+    def close(self) -> None:
+        """End the actors."""
+        for pipe in self._open.values():
+            pipe.actors.close()
 
     def _opened(self, made: Mapping[Any, Stages], graph: Graph) -> Pipe:
         """A pipe for some sizes of micro-batches: code for this rank's parts, and actors that meet those of others."""
         emit("phase", name="compiling")
         pipes = together(list(made.values()))
-        parts = Parts(pipes, self.rank, self._held, self._build)
+        parts = Parts(pipes, self.world.rank, self.state.held, self._build)
         net = pipes[0].net
         tokens = {q.name: [Value([])] * q.filled for q in net.queues if q.filled}
-        actors = join(net, parts.fire, edges=parts.edges(), initial=tokens, device=self.device,
-                      timeout_s=self.timeout_s)  # fmt: skip
+        actors = join(net, parts.fire, edges=parts.edges(), initial=tokens, device=self.world.device,
+                      timeout_s=self.world.timeout_s, group=self.world.process_group)  # fmt: skip
         assert actors is not None  # every rank is at a place
-        out = Pipe(graph, next(iter(made.values())), parts, actors, dict(zip(made, parts.first, strict=True)))
-        parts.feed = partial(self._feed, out)
-        return out
+        return Pipe(graph, next(iter(made.values())), parts, actors, dict(zip(made, parts.first, strict=True)))
 
     def _pipe_for(self, micros: Sequence[Leaves], backward: bool) -> Pipe:
         """The pipe for such micro-batches, made on first use or made larger; all ranks call this alike."""
-        if not backward and self._measured != self._engine.measured:  # another graph: another pipe
-            self._measured = self._engine.measured
-            if backward in self._pipes:
-                self._pipes.pop(backward).actors.close()
-        keys = [self._engine.graph(m, backward).hash for m in micros]
+        if not backward and self._measured != self.tracer.measured:  # another graph: another pipe
+            self._measured = self.tracer.measured
+            if backward in self._open:
+                self._open.pop(backward).actors.close()
+        keys = [self.tracer.graph(m, backward).hash for m in micros]
         kinds = dict(zip(keys, micros, strict=True))
         if len(kinds) > SIZES:
             raise BatchError(f"micro-batches of {len(kinds)} different sizes in one step", allowed=f"{SIZES} at most",
                              next="make more of them equal: each size is a program of its own")  # fmt: skip
-        pipe = self._pipes.get(backward)
+        pipe = self._open.get(backward)
         for key in kinds:
             if pipe is not None and key not in pipe.sizes:
                 size = pipe.parts.joining(self._lowered(kinds[key], backward, pipe.made))
@@ -151,17 +178,17 @@ class StagedPipes:
 
     def _larger(self, kinds: Mapping[Any, Leaves], backward: bool) -> Pipe:
         """A pipe for these micro-batches in place of the one there is, if any; the largest decides how sums lie."""
-        if backward in self._pipes:
-            self._pipes.pop(backward).actors.close()
+        if backward in self._open:
+            self._open.pop(backward).actors.close()
         made: dict[Any, Stages] = {}
         for key in sorted(kinds, key=lambda key: -sum(t.numel() for t in kinds[key].tensors.values())):
             made[key] = self._lowered(kinds[key], backward, next(iter(made.values()), None))
-        pipe = self._pipes[backward] = self._opened(made, self._graphs[next(iter(made))])
+        pipe = self._open[backward] = self._opened(made, self._graphs[next(iter(made))])
         return pipe
 
     def _lowered(self, leaves: Leaves, backward: bool, like: Stages | None) -> Stages:
         """Micro-batches of one size captured and lowered, their sums as those of another."""
-        captured = self._engine.graph(leaves, backward)
+        captured = self.tracer.graph(leaves, backward)
         if captured.hash not in self._graphs:
             while len(self._graphs) >= MOST:
                 del self._graphs[next(iter(self._graphs))]
@@ -171,7 +198,7 @@ class StagedPipes:
         for s, own in enumerate(made.cut.graphs):
             place = made.staged.stages[s].place
             for item in own.inputs:
-                if item.kind in ("param", "buffer") and (item.name, place) not in self._lies:
+                if item.kind in ("param", "buffer") and (item.name, place) not in self.state.layout.held:
                     raise PlanError(
                         f"with micro-batches of {leaves.samples} samples stage {s} reads {item.name}, "
                         f"which is not held at its place {place}",
@@ -181,30 +208,30 @@ class StagedPipes:
 
     def _build(self, program: Program, adding: Adding) -> Step | Compiled:
         constants = {c.name: constant_tensor(c) for c in program.constants}
-        if self._compile:
+        if self.through_inductor:
             from laminar.runtime.code.inductor_step import Compiled
 
             # What is kept between parts is decided; a recording's outputs would be overwritten by the next micro-batch.
-            return Compiled(program, self._transport, constants, replay=False, traffic=None)
-        return Step(program, self._transport, constants, adding=adding)
+            return Compiled(program, self.transport, constants, replay=False, traffic=None)
+        return Step(program, self.transport, constants, adding=adding)
 
-    def _feed(self, pipe: Pipe, stage: int, k: int) -> dict[str, Tensor]:
+    def _feed(self, pipe: Pipe, feed: StepFeed, stage: int, k: int) -> dict[str, Tensor]:
         """This rank's share of what a stage reads from outside, of one micro-batch."""
         out: dict[str, Tensor] = {}
+        cut, device = self.state.layout.cut, self.world.device
         made = pipe.parts.sizes[k].piped.made
         plan = made.staged.stages[stage].plan
         for item in made.cut.graphs[stage].inputs:
             if item.kind == "batch":
-                mine = self._cut(self._micros[k].tensors[item.name], plan.inputs[item.name])
-                out[item.name] = mine.to(self.device, non_blocking=True)
+                mine = cut(feed.micros[k].tensors[item.name], plan.inputs[item.name])
+                out[item.name] = mine.to(device, non_blocking=True)
             elif item.kind == "rng":
-                samples = [m.samples for m in self._micros]
-                place = (0, samples[k]) if self._alone else (sum(samples[:k]), sum(samples))
-                told = [self.seed, self._draws, *place][: item.spec.numel]
-                key = torch.tensor(told, device=self.device)
-                out[item.name] = self._cut(key, plan.inputs[item.name])
+                samples = feed.samples
+                place = (0, samples[k]) if feed.alone else (sum(samples[:k]), sum(samples))
+                told = [self.state.seed, feed.draws, *place][: item.spec.numel]
+                out[item.name] = cut(torch.tensor(told, device=device), plan.inputs[item.name])
             elif item.kind == "scale":
                 weight = 1.0 if pipe.weighted else pipe.parts.weights[k]
-                scale = torch.tensor(self._scale * weight, dtype=DTYPES[item.spec.dtype], device=self.device)
-                out[item.name] = self._cut(scale, plan.inputs[item.name])
+                scale = torch.tensor(feed.scale * weight, dtype=DTYPES[item.spec.dtype], device=device)
+                out[item.name] = cut(scale, plan.inputs[item.name])
         return out

@@ -16,8 +16,8 @@ from laminar.ir.plan import Plan
 from laminar.ir.staged import load_plan
 from laminar.placement import presets
 from laminar.rewrite.variants import carrying, replayed
+from laminar.train.options import PLANS
 
-NAMES = ("auto", "data", "zero1", "zero2", "zero3", "tensor", "ddp")
 FULL = 0.6
 """Share of a device that weights, gradients and Adam's state may fill before "auto" keeps them in pieces."""
 
@@ -36,12 +36,13 @@ def mesh_for(plan: Any, mesh: Mesh | None, world: int) -> Mesh:
 
 
 def loaded(plan: Any) -> Any:
-    """A plan from its file, if a file is named; anything else as it is."""
+    """A plan from its file, if a file is named; a name in today's spelling; anything else as it is."""
     if isinstance(plan, Path) or (isinstance(plan, str) and plan.endswith(".json")):
         return load_plan(plan)
-    if isinstance(plan, str) and plan not in NAMES:
-        raise PlanError(f"there is no plan {plan!r}", allowed="  ".join(NAMES) + "  a plan.json")
-    return plan
+    name = presets.SPELLINGS.get(plan, plan) if isinstance(plan, str) else plan
+    if isinstance(name, str) and name not in PLANS:
+        raise PlanError(f"there is no plan {plan!r}", allowed="  ".join(PLANS) + "  a plan.json")
+    return name
 
 
 def chosen(plan: Any, graph: Graph, mesh: Mesh, device: torch.device) -> Plan:
@@ -71,9 +72,7 @@ def chosen(plan: Any, graph: Graph, mesh: Mesh, device: torch.device) -> Plan:
         return made
     if plan == "auto":
         plan = "zero3" if mesh.ranks > 1 and _state_bytes(graph) > FULL * _room_bytes(device) else "data"
-    if plan.startswith("zero"):
-        return presets.zero(graph, mesh, int(plan[4:]))
-    return presets.tensor_parallel(graph, mesh) if plan == "tensor" else presets.data_parallel(graph, mesh)
+    return presets.named(plan, graph, mesh)
 
 
 def _state_bytes(graph: Graph) -> int:

@@ -28,8 +28,8 @@ from laminar.planner.space.request import DIMENSIONS, asking
 from laminar.runtime.check.probe_rules import probe
 from laminar.train import try_finalists
 from laminar.train.ddp_fits import why_not
-from laminar.train.engine import Leaves
 from laminar.train.job import refuse
+from laminar.train.leaves import Leaves
 from laminar.train.options import JobOptions
 from laminar.train.precision import Precision
 from laminar.train.sharded_model import released

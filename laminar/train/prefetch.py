@@ -22,8 +22,6 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
-
 from laminar.errors import BatchError, LaminarError, PeerError
 from laminar.runtime.pipeline.loader import Closed, Ended, Loader, alone
 from laminar.train.world import World
@@ -99,17 +97,15 @@ def _ranks(ranks: list[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))
 
 
-class Loads:
-    """What every job does about its data."""
+class Prefetcher:
+    """Makes loaders on this rank of a world."""
 
-    rank: int
-    world: int
-    device: torch.device
-    _world: World
-    _loader: Callable[[], Loader | None] = staticmethod(lambda: None)
-    """The loader that was made last, for recordings to ask."""
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.latest: Callable[[], Loader | None] = lambda: None
+        """The loader that was made last, for recordings to ask."""
 
-    def prefetch(self, data: Iterable[Any], depth: int = 2) -> Loader:
+    def __call__(self, data: Iterable[Any], depth: int = 2) -> Loader:
         """The batches of `data`, loaded by a thread of their own, at most `depth` ahead; on a GPU, on the device.
 
         `data` is any iterable of what `step` takes, a `DataLoader` for one. All ranks get equally many batches. Ends
@@ -117,12 +113,12 @@ class Loads:
         """
         if depth < 0:
             raise LaminarError(f"prefetch(depth={depth})", allowed="a whole number; 0 loads when asked")
-        world, agree = self._world, alone
+        world, agree = self.world, alone
         if world.store is not None:
-            agree = Handshake(world.store, self.rank, self.world, world.meeting("load"), world.timeout_s)
-        loader = Loader(data, depth, device=self.device, whole=self.world == 1, agree=agree, rank=self.rank,
+            agree = Handshake(world.store, world.rank, world.size, world.meeting("load"), world.timeout_s)
+        loader = Loader(data, depth, device=world.device, whole=world.size == 1, agree=agree, rank=world.rank,
                         ended=_uneven)  # fmt: skip
-        self._loader = weakref.ref(loader)
+        self.latest = weakref.ref(loader)
         world.open.add(loader)
         return loader
 

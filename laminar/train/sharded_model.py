@@ -11,11 +11,11 @@ Not covered: a tensor that is read directly (`model.fc.weight.norm()`) is this r
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from laminar.errors import StateError
 
@@ -46,8 +46,9 @@ class Pieces:
     beside_the_step = True
     """Whoever looks at what a step depends on passes by."""
 
-    def __init__(self, job: Any) -> None:
-        self.job = job
+    def __init__(self, release: Callable[[], None]) -> None:
+        """`release` makes the model whole again, and ends the job."""
+        self.release = release
         self._handles: list[Any] = []
 
     def put_on(self, model: nn.Module, cut: set[int]) -> None:
@@ -93,17 +94,6 @@ class Pieces:
             )
 
 
-def owners(model: nn.Module) -> list[Any]:
-    """The jobs that have this model, or a part of it, in pieces."""
-    found: dict[int, Any] = {}
-    for module in model.modules():
-        for hook in getattr(module, "_forward_pre_hooks", {}).values():
-            pieces = getattr(hook, "__self__", None)
-            if isinstance(pieces, Pieces):
-                found.setdefault(id(pieces.job), pieces.job)
-    return list(found.values())
-
-
 def stripped(model: nn.Module) -> nn.Module:
     """A copy of such a model, without what says that it is in pieces."""
     for module in model.modules():
@@ -117,17 +107,11 @@ def stripped(model: nn.Module) -> nn.Module:
 
 def released(model: nn.Module) -> None:
     """Make a model whole that other jobs have in pieces; every rank calls this."""
-    for job in owners(model):
-        job.release()
-
-
-def whole_again(job: Any, whole: dict[str, Tensor], state: dict[str, Any], groups: list[list[nn.Parameter]]) -> None:
-    """Put whole tensors into a job's model, by slot name, and the whole state into its optimizer."""
-    for slot in job._slots:
-        if slot.name in whole:
-            slot.tensor.data = whole[slot.name]
-    optimizer = job.optimizer
-    optimizer.state.clear()
-    for group, params in zip(optimizer.param_groups, groups, strict=True):
-        group["params"] = params
-    optimizer.load_state_dict(state)
+    found: dict[int, Pieces] = {}
+    for module in model.modules():
+        for hook in getattr(module, "_forward_pre_hooks", {}).values():
+            pieces = getattr(hook, "__self__", None)
+            if isinstance(pieces, Pieces):
+                found.setdefault(id(pieces), pieces)
+    for pieces in found.values():
+        pieces.release()

@@ -14,6 +14,8 @@ A block in which a step fails makes no timeline: the ranks that would have to be
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
 
@@ -21,32 +23,35 @@ import torch
 
 from laminar.errors import LaminarError
 from laminar.ir.timeline import Timeline
+from laminar.runtime.comm.transport import Groups, Null
 from laminar.runtime.trace.align import together
 from laminar.runtime.trace.gpu_tape import KernelTape
+from laminar.runtime.trace.pipeline_tape import PipeTape
 from laminar.runtime.trace.tape import Tape
-from laminar.train.prefetch import Loads
+from laminar.train.metrics import Result
+from laminar.train.prefetch import Prefetcher
+from laminar.train.world import World
 
 
 class Recording:
-    """A recording of a job's steps; see `Recorded.timeline`."""
+    """A recording of a job's steps; see `StepRecorder.timeline`."""
 
-    def __init__(self, job: Recorded, steps: int | None) -> None:
-        self._job, self._steps = job, steps
+    def __init__(self, recorder: StepRecorder, steps: int | None) -> None:
+        self._recorder, self._steps = recorder, steps
         self._timeline: Timeline | None = None
 
     def __enter__(self) -> Recording:
-        job = self._job
-        if job._tape is not None:
+        if self._recorder.tape is not None:
             raise LaminarError("this job is being recorded already", next="end the other `with job.timeline():` first")
-        job._set_tape(job._new_tape(self._steps))
+        self._recorder.put_in(self._recorder.new_tape(self._steps))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        job, tape = self._job, self._job._tape
+        tape = self._recorder.tape
         assert tape is not None
-        job._set_tape(None)
+        self._recorder.put_in(None)
         if error is None:
             self._timeline = self._gathered(tape)
         elif isinstance(tape, KernelTape):
@@ -54,16 +59,16 @@ class Recording:
 
     def _gathered(self, tape: Tape | KernelTape) -> Timeline:
         """The timeline of all ranks; an error on all of them if one has nothing to tell."""
-        job, problem, about = self._job, "", dict[str, Any]()
+        world, problem, about = self._recorder.world, "", dict[str, Any]()
         try:
             about = tape.finish() if isinstance(tape, KernelTape) else {"axes": tape.axes}
         except LaminarError as error:
             problem = str(error)
-        for rank, said in enumerate(job._world.gather_objects(problem)):
+        for rank, said in enumerate(world.gather_objects(problem)):
             if said:
                 raise LaminarError(f"rank {rank}: {said}")
-        meta = {"device": job.device.type, "torch": torch.__version__, **about, **job._about()}
-        return together(tape.told(), job._world.gather_objects, job.rank, job.device, meta)
+        meta = {"device": world.device.type, "torch": torch.__version__, **about, **self._recorder.about()}
+        return together(tape.told(), world.gather_objects, world.rank, world.device, meta)
 
     @property
     def timeline(self) -> Timeline:
@@ -73,12 +78,23 @@ class Recording:
         return self._timeline
 
 
-class Recorded(Loads):
-    """What a job is, as far as recording goes. A job writes `_step` and says there what it has just done."""
+class StepRecorder:
+    """What a job's steps leave their stamps with. Costs a step nothing but a look while no recording runs."""
 
-    _at: int = 0
-    """At which place of its plan this rank is."""
-    _tape: Tape | KernelTape | None = None
+    def __init__(
+        self,
+        world: World,
+        loader: Prefetcher,
+        about: Callable[[], dict[str, Any]] = dict,
+        transport: Groups | Null | None = None,
+        place: int | None = None,
+    ) -> None:
+        """`about` is what a timeline should say of the job. Programs that run through `transport` leave stamps, too.
+
+        `place`: at which place of a plan with stages this rank is.
+        """
+        self.world, self.loader, self.about, self.transport, self.place = world, loader, about, transport, place
+        self.tape: Tape | KernelTape | None = None
 
     def timeline(self, steps: int | None = None) -> Recording:
         """Record the steps made inside a `with` block, at most the first `steps` of them.
@@ -89,41 +105,49 @@ class Recorded(Loads):
             raise LaminarError(f"timeline(steps={steps}) records nothing", allowed="a whole number of at least 1")
         return Recording(self, steps)
 
-    def _recorded_step(self, batch: Any) -> Any:
-        """`_step`, with its stamps where a recording runs."""
-        tape = self._tape
-        if tape is None:
-            return self._step(batch)
-        loader = self._loader()
+    def step(self, run: Callable[[Any], Result], batch: Any) -> Result:
+        """A step with its stamps; only called while a recording runs."""
+        tape, loader = self.tape, self.loader.latest()
+        assert tape is not None
         tape.begin()
         if isinstance(tape, Tape) and loader is not None and (waited := loader.wait()) is not None:
             tape.waited(waited[0])
         try:
-            result = self._step(batch)
+            result = run(batch)
         except BaseException:
             tape.drop()
             raise
         if isinstance(tape, Tape) and loader is not None:
-            tape.loaded(f"load{self._at}.0", loader.loads)
+            tape.loaded(f"load{self.place or 0}.0", loader.loads)
         tape.end()
         return result
 
-    def _step(self, batch: Any) -> Any:
-        raise NotImplementedError
+    def mark(self, name: str) -> None:
+        """What has been done since the last mark (one of `tape.MARKS`)."""
+        if self.tape is not None:
+            self.tape.mark(name)
 
-    def _mark(self, name: str) -> None:
-        """What has been done since the last mark (one of `record.MARKS`)."""
-        if self._tape is not None:
-            self._tape.mark(name)
+    def new_tape(self, steps: int | None) -> Tape | KernelTape:
+        """What the next steps are recorded on."""
+        rank, size = self.world.rank, self.world.size
+        if self.place is not None:
+            return PipeTape(rank, size, steps)
+        if self.world.device.type == "cuda":
+            return KernelTape(rank, self.world.device, steps)
+        return Tape(rank, size, steps)
 
-    def _new_tape(self, steps: int | None) -> Tape | KernelTape:
-        if self.device.type == "cuda":
-            return KernelTape(self.rank, self.device, steps)
-        return Tape(self.rank, self.world, steps)
+    def put_in(self, tape: Tape | KernelTape | None) -> None:
+        """From now on stamps go here."""
+        self.tape = tape
+        if self.transport is not None:
+            self.transport.tape = tape if isinstance(tape, Tape) else None
 
-    def _set_tape(self, tape: Tape | KernelTape | None) -> None:
-        self._tape = tape
-
-    def _about(self) -> dict[str, Any]:
-        """What a timeline should say about the job."""
-        return {}
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, nothing is recorded."""
+        tape = self.tape
+        self.put_in(None)
+        try:
+            yield
+        finally:
+            self.put_in(tape)

@@ -186,11 +186,11 @@ class Copied(Job):
 
     def __init__(self, *parts: Any) -> None:
         super().__init__(*parts)
-        self._world.patience_s = PATIENCE_S
+        self.peers.patience_s = PATIENCE_S
 
     def close(self) -> None:
         """Leave what it has made, and let go of its tensors."""
-        self._transport.close()
+        self.engine.close()
         super().close()
 
 

@@ -29,7 +29,7 @@ from laminar.ir.graph import Graph
 from laminar.runtime.check.plain_model import untouched
 from laminar.staging.coupled_samples import coupled_ops
 from laminar.train.compare_results import TOLERANCE
-from laminar.train.engine import Leaves, joined
+from laminar.train.leaves import Leaves, joined
 from laminar.train.sharded_model import allowed
 
 MOST = 0.05

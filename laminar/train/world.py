@@ -1,7 +1,12 @@
 """The ranks that train together, as one of them sees it.
 
 Alone, under `torchrun`, under `laminar train` or inside a script that has made its own process
-group: all four look the same from here on. Besides collectives there is a store, where ranks leave
+group: all four look the same from here on. A world has a number, its generation. One can be closed and the next made in
+the same process, of the same ranks or of others: whatever ranks leave for each other in the store stands under the
+generation's number, so nobody takes an answer of a former one for his own. Whoever talks to the other ranks is handed a
+world, or its `process_group`, and looks nothing up in torch's globals.
+
+Besides collectives there is a store, where ranks leave
 small notes that cost the others nothing; through it they notice that their batches differ before
 the collectives of two different programs meet. With each note goes a checksum over a few elements of
 the batch; in every step one rank compares its neighbour's of the step before with its own.
@@ -23,14 +28,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from laminar.capture.torch_private import default_store
 from laminar.errors import BatchError, LaminarError, MeshError, PlanError, RankError
 from laminar.events import emit
+from laminar.ir.mesh import Mesh
 from laminar.runtime.code.malloc import keep_freed_memory
+from laminar.runtime.comm.transport import Groups, Null
 
-_MADE = itertools.count()
+_GENERATIONS = itertools.count()
 """Worlds made so far by this process: ranks make them in the same order, so this tells them apart."""
+_MET: list[tuple[Any, int, int]] = []
+"""The store through which this process has met the others, its rank and their number; for later generations, too.
+
+Kept for as long as the process lives: where rank 0 serves the store, nobody knows when the last one has left it.
+"""
 RING = 64
 """How many notes of a rank are kept."""
 BESIDES = "\x1f"
@@ -42,12 +56,31 @@ PATIENCE_S = 60.0
 class World:
     """This rank among `size`."""
 
-    def __init__(self, device: torch.device | str | None = None, timeout_s: float = 600.0) -> None:
+    def __init__(
+        self,
+        device: torch.device | str | None = None,
+        timeout_s: float = 600.0,
+        group: Any = None,
+        generation: int | None = None,
+    ) -> None:
+        """`group`: a process group whose ranks these are; unless given that of the script, or one that is made here.
+
+        `generation` is the same on all ranks; unless given it counts the worlds that this process has made, which must
+        then be as many on each.
+        """
         self.joined = False
-        if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        self.generation = next(_GENERATIONS) if generation is None else generation
+        if group is None and not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             self._join(device, timeout_s)
-        self.size = dist.get_world_size() if dist.is_initialized() else 1
-        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.process_group = dist.group.WORLD if group is None and dist.is_initialized() else group
+        """What collectives of this world go through; nothing if it has one rank and never met others."""
+        met = self.process_group is not None
+        self.ranks: tuple[int, ...] = tuple(dist.get_process_group_ranks(self.process_group)) if met else (0,)
+        """Its ranks by the numbers that torch's default process group has for them."""
+        self.size = len(self.ranks)
+        self.rank = dist.get_rank(self.process_group) if met else 0
+        if self.rank < 0:
+            raise MeshError("this process is no rank of that process group", next="make the world where it is one")
         self.device = _device(device)
         if self.device.type == "cpu":
             keep_freed_memory()
@@ -55,10 +88,11 @@ class World:
         self.timeout_s, self.patience_s = timeout_s, PATIENCE_S
         self.open: weakref.WeakSet[Any] = weakref.WeakSet()
         """What is to be closed before the process group is left."""
+        self._transports: weakref.WeakSet[Groups] = weakref.WeakSet()
         self._notes = self._meetings = 0
         self._told: dict[int, str] = {}
         """Checksums of this rank's last batches, by the number of their note."""
-        self._home = f"laminar/{next(_MADE)}"
+        self._home = f"laminar/{self.generation}" + (f"/{'-'.join(map(str, self.ranks))}" if group is not None else "")
         self._place = f"{self._home}/note"
 
     def _join(self, device: torch.device | str | None, timeout_s: float) -> None:
@@ -69,18 +103,45 @@ class World:
         if os.environ["MASTER_ADDR"] in ("localhost", "127.0.0.1"):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         emit("phase", name="meeting the other ranks")
-        dist.init_process_group(_backend(device), timeout=timedelta(seconds=timeout_s))
-        # Gloo's threads let go of a collective's tensors a moment after it is done, and need the interpreter for
-        # it. A script that ends in that moment is ended by SIGABRT: 12 of 28 short ones, none of 20 with a pause.
-        atexit.register(time.sleep, 0.1)
+        within = timedelta(seconds=timeout_s)
+        if not _MET:
+            _MET.append(next(rendezvous("env://", timeout=within)))
+            # Gloo's threads let go of a collective's tensors a moment after it is done, and need the interpreter for
+            # it. A script that ends in that moment is ended by SIGABRT: 12 of 28 short ones, none of 20 with a pause.
+            atexit.register(time.sleep, 0.1)
+        store, rank, size = _MET[0]
+        store.set_timeout(within)
+        place = PrefixStore(f"laminar/generation/{self.generation}", store)
+        dist.init_process_group(_backend(device), timeout=within, store=place, rank=rank, world_size=size)
         self.joined = True
 
-    def broadcast(self, tensors: Sequence[Tensor]) -> None:
-        """Give everyone rank 0's values, in place."""
+    def transport(self, mesh: Mesh, ranks: Sequence[int] | None = None) -> Groups | Null:
+        """How programs on a mesh of these ranks talk: of all of them in order, or of some; only they call this."""
+        if mesh.ranks == 1:
+            return Null(mesh, 0, self.device)
+        made = Groups(mesh, self.device, timeout_s=self.timeout_s, ranks=ranks, group=self.process_group)
+        self._transports.add(made)
+        return made
+
+    def barrier(self) -> None:
+        """Until all ranks are here."""
+        if self.size > 1:
+            dist.barrier(self.process_group)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum of everyone's tensor, in its place."""
+        if self.size > 1:
+            dist.all_reduce(x, group=self.process_group)
+        return x
+
+    def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> None:
+        """Give everyone the values of rank 0, or of another, in place."""
         if self.size == 1:
             return
         plain = [t if t.is_contiguous() else t.contiguous() for t in tensors]
-        work = [dist.broadcast(t.view(torch.uint8) if t.dtype == torch.bool else t, 0, async_op=True) for t in plain]
+        src, group = self.ranks[source], self.process_group
+        bits = [t.view(torch.uint8) if t.dtype == torch.bool else t for t in plain]
+        work = [dist.broadcast(t, src, group, async_op=True) for t in bits]
         for w, t, p in zip(work, tensors, plain, strict=True):
             w.wait()
             if p is not t:
@@ -91,7 +152,7 @@ class World:
         if self.size == 1:
             return [value]
         out: list[Any] = [None] * self.size
-        dist.all_gather_object(out, value)
+        dist.all_gather_object(out, value, self.process_group)
         return out
 
     @property
@@ -208,10 +269,12 @@ class World:
         )
 
     def close(self) -> None:
-        """Leave the process group, if this made it."""
+        """Leave the process group, if this made it; another world can be made behind that."""
         for each in list(self.open):
             each.close()
         if self.joined and dist.is_initialized():
+            for each in list(self._transports):
+                each.close()
             with contextlib.suppress(Exception):
                 dist.destroy_process_group()
             self.joined = False

@@ -33,9 +33,10 @@ from laminar.ir.rewrites import Steps
 from laminar.ir.staged import Staged
 from laminar.placement import presets
 from laminar.planner.bounds.cell_bound import Bounds
-from laminar.planner.estimate.model import Model, Score
+from laminar.planner.estimate.candidates import Score
+from laminar.planner.estimate.graphs_and_prices import Model
 from laminar.planner.mcmc.improve import improve
-from laminar.planner.search.branches import Branches, Way
+from laminar.planner.search.best_first.branches import Branches, Way
 from laminar.planner.space.cell import Cell
 from laminar.planner.space.contradictions import ROUNDING
 from laminar.planner.space.plan_space import Space
@@ -220,12 +221,14 @@ class Attack:
             if (mesh, micro_batches) not in self.least:
                 sizes = dict(zip(mesh.names, mesh.sizes, strict=True))
                 cell = Cell(1, micro_batches, 1, sizes.get("dp", 1), sizes.get("tp", 1))
-                asked = [style for style in styles(cell.mesh, True, True, parts=micro_batches > 1) if "free" in style]
+                asked = [
+                    style for style in styles(cell.mesh, True, True, parts=micro_batches > 1) if "free" in style.axes
+                ]
                 found: dict[str, Plan] = {}
                 for style, zero in itertools.product(asked, (0, 1)):
                     with suppress(LaminarError):
                         plan = self.bounds.model.unfolded(Score(cell, style, zero, None, 0.0, 0.0))
-                        found[plan.hash] = replace(plan, name="+".join(style))
+                        found[plan.hash] = replace(plan, name=str(style))
                 self.least[mesh, micro_batches] = [plan for plan in found.values() if plan.mesh == mesh]
             return self.least[mesh, micro_batches]
 

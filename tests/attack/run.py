@@ -46,7 +46,7 @@ from laminar.ir.mesh import Mesh
 from laminar.ir.plan import Plan
 from laminar.ir.staged import Staged
 from laminar.placement import presets
-from laminar.planner.search.best_first import promised
+from laminar.planner.search.best_first.search import promised
 from laminar.planner.space.plan_space import Space
 from laminar.planner.space.request import Request
 from laminar.rules.samples import samples_of

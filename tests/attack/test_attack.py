@@ -20,7 +20,7 @@ from laminar.forecast.step import predict
 from laminar.ir.mesh import Mesh
 from laminar.placement import presets
 from laminar.planner.bounds.cell_bound import Bounds
-from laminar.planner.search.branches import Branches
+from laminar.planner.search.best_first.branches import Branches
 from laminar.planner.space.cell import Cell
 from laminar.planner.space.plan_space import Member, Space
 from laminar.planner.space.request import Request

@@ -140,7 +140,7 @@ def test_steps_of_a_predicted_size_train_as_plain_pytorch_does() -> None:
         assert result.loss == pytest.approx(want.item(), rel=1e-12)
     for name, value in job.state_dict().items():
         torch.testing.assert_close(value, plain.state_dict()[name], rtol=1e-10, atol=1e-12)
-    (known,) = job._engine._predictors.values()
+    (known,) = job.tracer._predictors.values()
     assert [predictor.traced for predictor, _ in known] == [3]
 
 

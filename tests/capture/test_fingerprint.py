@@ -18,7 +18,7 @@ import laminar
 from laminar.capture.batch_sizes import Predictor
 from laminar.capture.fingerprint import fingerprint
 from laminar.capture.saved_graphs import kept_graph
-from laminar.train import engine
+from laminar.train import tracer
 
 FACTOR = 2.0
 """A global that a loss reads."""
@@ -152,13 +152,13 @@ def test_a_second_job_of_the_same_step_captures_nothing(tmp_path: Path, monkeypa
     """Plain scripts are served as recipes are; what is captured and what is found train alike."""
     monkeypatch.setenv("LAMINAR_CACHE", str(tmp_path))
     seen: list[int] = []
-    real = engine.capture
+    real = tracer.capture
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         seen.append(1)
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(engine, "capture", counted)
+    monkeypatch.setattr(tracer, "capture", counted)
 
     def trained(tau: float, samples: int = 6) -> tuple[str, float]:
         torch.manual_seed(0)

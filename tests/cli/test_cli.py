@@ -170,7 +170,7 @@ def test_a_model_that_can_not_be_built_on_meta_is_built(said: Any, own: Path) ->
 # --- plan, explain, verify -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("preset", ["data_parallel", "zero1", "zero2", "zero3", "tensor_parallel"])
+@pytest.mark.parametrize("preset", ["data", "zero1", "zero2", "zero3", "tensor"])
 def test_every_preset_plans_and_explains(said: Any, preset: str, tmp_path: Path) -> None:
     """What a plan does is said when it is made, and again when it is read."""
     path = tmp_path / "plan.json"
@@ -187,7 +187,7 @@ def test_seeds_place_tensors_by_pattern(said: Any, tmp_path: Path) -> None:
     weights = [line for line in said("capture", MLP, "--report")[1].split() if line.endswith(".weight:")]
     name = weights[0].rstrip(":")
     path = tmp_path / "plan.json"
-    seeds = ("--seed", f"{name}=tp:S(0);dp:B", "--seed", "batch.*=dp:S(0)")
+    seeds = ("--place", f"{name}=tp:S(0);dp:B", "--place", "batch.*=dp:S(0)")
     code, out, _ = said("plan", MLP, "--mesh", "dp=2,tp=2", *seeds, "-o", str(path), "--json")
     data = json.loads(out)
     assert code == 0 and data["graph"] == graph["graph"] and data["mesh"] == {"dp": 2, "tp": 2}
@@ -245,11 +245,11 @@ def test_verify_exits_1_where_numbers_differ(said: Any, plan_file: Path, monkeyp
         (["plan", MLP, "--mesh", "dp=two"], "MeshError", "dp=2,tp=4"),
         (["plan", MLP, "--mesh", "dp=2,dp=2"], "MeshError", "twice"),
         (["plan", MLP, "--mesh", "dp=0"], "MeshError", "at least 1"),
-        (["plan", MLP, "--mesh", "dp=2", "--seed", "nothing"], "PlanError", "pattern=axis:S(0)"),
-        (["plan", MLP, "--mesh", "dp=2", "--seed", "nothing=S(0)"], "PlanError", "names no axis"),
-        (["plan", MLP, "--mesh", "dp=2", "--seed", "nothing=dp:S(0)"], "PlanError", "matches no parameter"),
-        (["plan", MLP, "--mesh", "dp=2", "--seed", "batch.*=dp:Q(0)"], "PlacementError", "not a placement"),
-        (["plan", MLP, "--mesh", "dp=2", "--seed", "batch.*=tp:S(0)"], "MeshError", "no axis 'tp'"),
+        (["plan", MLP, "--mesh", "dp=2", "--place", "nothing"], "PlanError", "pattern=axis:S(0)"),
+        (["plan", MLP, "--mesh", "dp=2", "--place", "nothing=S(0)"], "PlanError", "names no axis"),
+        (["plan", MLP, "--mesh", "dp=2", "--place", "nothing=dp:S(0)"], "PlanError", "matches no parameter"),
+        (["plan", MLP, "--mesh", "dp=2", "--place", "batch.*=dp:Q(0)"], "PlacementError", "not a placement"),
+        (["plan", MLP, "--mesh", "dp=2", "--place", "batch.*=tp:S(0)"], "MeshError", "no axis 'tp'"),
         (["explain", "missing.json"], "PlanError", "no plan file"),
         (["explain", "pyproject.toml"], "PlanError", "is not a plan"),
         (["verify", MLP, "--plan", "missing.json"], "PlanError", "no plan file"),
@@ -317,7 +317,7 @@ def test_an_unknown_verb_or_preset_is_refused(said: Any) -> None:
     """argparse does this, and lists what there is."""
     assert said("train-faster")[0] == 2
     code, _, err = said("plan", MLP, "--mesh", "dp=2", "--preset", "fast")
-    assert code == 2 and "tensor_parallel" in err
+    assert code == 2 and "tensor" in err
 
 
 def test_meshes_and_seeds_are_read_as_written() -> None:
@@ -379,8 +379,8 @@ def test_a_cluster_alone_means_search(said: Any, tmp_path: Path) -> None:
         (["--pin", "tp"], "--pin tp=8"),
         (["--pin", "pp=2"], "can be pinned"),
         (["--only", "luck"], "no dimension"),
-        (["--memory", "0.000001"], "no plan fits"),
-        (["--memory", "1", "--margin", "0.1"], "both say what a rank may fill"),
+        (["--memory", "1KB"], "no plan fits"),
+        (["--memory", "1GB", "--margin", "0.1"], "both say what a rank may fill"),
         (["--margin", "8"], "a margin of 8"),
         (["--mesh", "dp=2", "--budget", "3"], "is for a search"),
         (["--mesh", "dp=2", "--margin", "0"], "is for a search"),

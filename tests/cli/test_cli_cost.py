@@ -61,7 +61,7 @@ def test_a_plan_for_a_cluster_says_seconds_and_bytes(said: Any, tmp_path: Path) 
 
 def test_simulate_writes_timeline_trace_and_picture(said: Any, tmp_path: Path) -> None:
     """Three forms of one thing: for `diff`, for a trace viewer, for a reader."""
-    plan = planned(tmp_path / "plan.json", said, "--mesh", "dp=2,tp=2", "--preset", "tensor_parallel")
+    plan = planned(tmp_path / "plan.json", said, "--mesh", "dp=2,tp=2", "--preset", "tensor")
     sim, trace, png = (str(tmp_path / n) for n in ("sim.json", "trace.json", "sim.png"))
     code, out, err = said("simulate", str(plan), "--cluster", "2x2xa100", "-o", sim, "--trace", trace, "--png", png)
     assert code == 0, err

@@ -19,7 +19,7 @@ from laminar.cost.comm.algorithms import CHAIN_SHARE, by_switch, direct, ring, t
 from laminar.cost.comm.price import KINDS, CollectiveCost, held_bytes, split_attention, ways
 from laminar.cost.comm.topology import mesh_team, team, teams
 from laminar.ir.cluster import Device, Figure, Level
-from laminar.ir.program import Instr, Placed
+from laminar.ir.program import Boxing, Instr, Placed
 from laminar.ir.sbp import PSUM, B, S
 from laminar.ir.tensor import TensorSpec
 
@@ -406,8 +406,8 @@ def test_a_row_that_makes_no_sense_is_refused(change: dict[str, Any], says: str)
 def test_bytes_are_what_a_rank_holds_of_the_whole(kind: str, src: Any, dst: Any, nbytes: int) -> None:
     """After a gather, before a scatter; an exchange holds its part before and after."""
     spec, mesh = TensorSpec((8, 8), "f32"), Mesh({"dp": 2})
-    made = Instr("x", f"box.{kind}", ((), (0,), ((0, 1),), ((0, 1),), "sum"), (), (Placed(spec, (src,)),),
-                 (Placed(spec, (dst,)),))  # fmt: skip
+    over = Boxing((0,), ((0, 1),), ((0, 1),))
+    made = Instr("x", f"box.{kind}", (), (), (Placed(spec, (src,)),), (Placed(spec, (dst,)),), boxing=over)
     assert held_bytes(made, mesh) == nbytes
     cost = CollectiveCost(HERE)
     assert cost.of(made, mesh) == cost(kind, nbytes, (0, 1))

@@ -54,7 +54,7 @@ def test_lines_of_one_form_differ_in_names_only(name: str) -> None:
     forms = Forms(p)
 
     def nameless(i: Instr) -> object:
-        return i.op, map_refs(i.args, lambda _: "a tensor"), i.ins, i.outs
+        return i.op, map_refs(i.args, lambda _: "a tensor"), i.boxing, i.ins, i.outs
 
     for instr, form in zip(p.instrs, forms.of, strict=True):
         assert nameless(instr) == nameless(forms.examples[form])

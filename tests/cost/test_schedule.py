@@ -16,7 +16,7 @@ from laminar.cost.sim.tasks import SCALE, Drag
 from laminar.ir.cluster import Cluster
 from laminar.ir.codec import Ref
 from laminar.ir.mesh import Mesh
-from laminar.ir.program import Instr, Placed, Program, ProgramInput, ProgramOutput
+from laminar.ir.program import Boxing, Instr, MoveCause, Placed, Program, ProgramInput, ProgramOutput
 from laminar.ir.sbp import PSUM, B, S
 from laminar.ir.tensor import TensorSpec
 
@@ -52,8 +52,10 @@ def op(name: str, *refs: str, spec: TensorSpec = X, nd: tuple[Any, ...] = (S(0),
 
 def reduce(name: str, ref: str, axes: tuple[int, ...] = (0,), dims: int = 1) -> Instr:
     nd, done = (PSUM,) * dims, tuple(B if a in axes else PSUM for a in range(dims))
-    args = ((Ref(ref),), axes, ((0, 1),), ((0, 1),), "sum")
-    return Instr(name, "box.all_reduce", args, (Ref(ref),), (Placed(X, nd),), (Placed(X, done),), why="P to B for x")
+    read, over = (Ref(ref),), Boxing(axes, ((0, 1),), ((0, 1),))
+    return Instr(
+        name, "box.all_reduce", read, read, (Placed(X, nd),), (Placed(X, done),), cause=MoveCause("x"), boxing=over
+    )
 
 
 def program(*instrs: Instr, mesh: Mesh | None = None, out: str = "") -> Program:
@@ -146,7 +148,7 @@ def test_labels_say_what_each_span_is() -> None:
     kinds = {s.name: s.kind for s in line.spans}
     assert kinds == {"a": "compute", "r/start": "communication", "r": "communication", "r/finish": "communication",
                      "c": "compute"}  # fmt: skip
-    assert {s.cause for s in line.spans if s.name.startswith("r")} == {"P to B for x"}
+    assert {s.cause for s in line.spans if s.name.startswith("r")} == {"P(sum) to B for x"}
     assert line.stands_for == {0: (0, 1)}
 
 

@@ -39,7 +39,7 @@ def step(
         for name, family, phase, ms in LINES:
             add(name, ms, "compute", family=family, phase=phase)
         moved = {"op": "box.all_reduce", "family": "all_reduce", "phase": "backward"}
-        add("box_0/start", 1, "communication", cause="P(sum) to B for 7 gradients in one bucket", **moved)
+        add("box_0/start", 1, "communication", cause="P(sum) to B for gradients", **moved)
         if waits and waits.get(rank):
             add("box_0/wait", waits[rank], "wait", cause="P(sum) to B for gradients", **moved)
         add("box_0/finish", 2, "communication", cause="P(sum) to B for gradients", **moved)

@@ -68,7 +68,7 @@ def test_a_staged_plan_is_simulated_and_drawn_from_the_command_line(
 ) -> None:
     """Seconds, bubbles and the familiar chart, without any of the hardware."""
     recipe, plan, png = str(EXAMPLES / "gpt.py:tiny"), str(tmp_path / "plan.json"), str(tmp_path / "step.png")
-    assert main(["plan", recipe, "--stages", "2", "--microbatches", "2", "--cluster", "2xh100", "-o", plan]) == 0
+    assert main(["plan", recipe, "--stages", "2", "--micro-batches", "2", "--cluster", "2xh100", "-o", plan]) == 0
     assert "places idle" in capsys.readouterr().out
     assert main(["simulate", plan, "--png", png, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

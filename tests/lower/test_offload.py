@@ -672,7 +672,7 @@ def test_the_command_line_takes_patterns(tmp_path: Any, capsys: pytest.CaptureFi
     assert main(["simulate", file]) == 0
     assert main(["plan", which, "--mesh", "dp=2", "--offload", "blocks.*", "--program"]) == 0
     assert "host.bring(" in capsys.readouterr().out
-    assert main(["plan", which, "--stages", "2", "--microbatches", "2", "--offload", "blocks.*"]) == 2
+    assert main(["plan", which, "--stages", "2", "--micro-batches", "2", "--offload", "blocks.*"]) == 2
     assert "stages keep stays on the device" in capsys.readouterr().err
     assert main(["plan", which, "--cluster", "2xh100", "--offload", "blocks.*"]) == 2
     assert "do not go with a search" in capsys.readouterr().err

@@ -548,7 +548,7 @@ def test_the_command_line_takes_patterns(tmp_path: Any, capsys: pytest.CaptureFi
     assert main(["plan", which, "--mesh", "dp=2", "--recompute", "blocks.*", "--recompute", "head", "-o", file]) == 0
     assert "made again in backward: blocks.*, head" in capsys.readouterr().out
     assert main(["verify", which, "--plan", file]) == 0
-    assert main(["plan", which, "--stages", "2", "--microbatches", "2", "--recompute", "blocks.*", "-o", file]) == 0
+    assert main(["plan", which, "--stages", "2", "--micro-batches", "2", "--recompute", "blocks.*", "-o", file]) == 0
     assert capsys.readouterr().out.count("made again in backward: blocks.*") == 2
     assert main(["verify", which, "--plan", file]) == 0
     assert main(["plan", which, "--mesh", "dp=2", "--recompute", "layer.*"]) == 2

@@ -224,7 +224,7 @@ def test_what_is_in_pieces_over_two_axes_travels_together_over_both() -> None:
     one = gpt(layers=4)
     flat = laminar.plans.data_parallel(one.graph, Mesh({"node": 2, "gpu": 2}))
     program = program_of(one, presets.in_pieces(one.graph, flat, 3))
-    gathers = Counter(i.args[1] for i in program.instrs if i.kind == "all_gather")
+    gathers = Counter(i.box.axes for i in program.instrs if i.kind == "all_gather")
     weights = [i.name for i in one.graph.of_kind("param")]
     assert gathers[(0,)] == gathers[(1,)] < len(weights) / 4
 

@@ -27,8 +27,8 @@ from laminar.ir.plan import Plan
 from laminar.planner.bounds.cell_bound import Bounds
 from laminar.planner.estimate.block_mix import Mix, Ways
 from laminar.planner.estimate.candidates import Found
-from laminar.planner.estimate.model import Model
-from laminar.planner.search.best_first import find
+from laminar.planner.estimate.graphs_and_prices import Model
+from laminar.planner.search.best_first.search import find
 from laminar.planner.space.cell import Cell, cells
 from laminar.planner.space.request import asking
 from tests.support.zoo import recipe

@@ -28,7 +28,7 @@ from laminar.placement.micro_batch import micro
 from laminar.planner.estimate.candidates import Found, Nothing
 from laminar.planner.report.graph_of_plan import graph_of_own_batch
 from laminar.planner.search.batch_size import Batches, fitted
-from laminar.planner.search.best_first import find, promised, sought
+from laminar.planner.search.best_first.search import find, promised, sought
 from laminar.planner.search.one_batch import tried
 from laminar.planner.space.cell import divisors
 from laminar.planner.space.request import Request, asking

@@ -22,7 +22,7 @@ from laminar.ir.mesh import Mesh
 from laminar.ir.plan import Plan
 from laminar.ir.staged import Staged
 from laminar.placement.random_plan import random_plan
-from laminar.planner.search.branches import Branches, Way
+from laminar.planner.search.best_first.branches import Branches, Way
 from laminar.planner.space.cell import Cell
 from laminar.staging.stage_plans import arranged
 from tests.support.branched_models import branches, towers

@@ -22,9 +22,9 @@ from laminar.errors import LaminarError
 from laminar.ir.cluster import Cluster
 from laminar.ir.staged import Staged
 from laminar.planner.bounds.cell_bound import Bounds
-from laminar.planner.estimate.model import Model
-from laminar.planner.search.best_first import find
-from laminar.planner.search.branches import Branches, deal, falling
+from laminar.planner.estimate.graphs_and_prices import Model
+from laminar.planner.search.best_first.branches import Branches, deal, falling
+from laminar.planner.search.best_first.search import find
 from laminar.planner.space.request import asking
 from tests.support.branched_models import Towers, branches, loss, mlp, towers
 from tests.support.plain_training import OPTIMIZERS, TOLERANCE, difference, plain

@@ -36,8 +36,8 @@ from laminar.planner.bounds import piece_bound as leasts
 from laminar.planner.bounds.boxing_bound import GRADIENTS, PARAMETERS, VALUES, Ways, numbers_of, pairs_of
 from laminar.planner.bounds.cell_bound import Bounds
 from laminar.planner.bounds.signatures import Piece
-from laminar.planner.estimate.model import Model
-from laminar.planner.search.best_first import find
+from laminar.planner.estimate.graphs_and_prices import Model
+from laminar.planner.search.best_first.search import find
 from laminar.planner.space.cell import Cell
 from laminar.planner.space.request import Request
 from laminar.rules.boxing import boxing

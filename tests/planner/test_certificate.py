@@ -25,8 +25,8 @@ from laminar.ir.mesh import Mesh
 from laminar.ir.plan import Plan
 from laminar.placement.micro_batch import micro
 from laminar.planner.bounds.cell_bound import Bounds
-from laminar.planner.estimate.model import Model
-from laminar.planner.search.best_first import find
+from laminar.planner.estimate.graphs_and_prices import Model
+from laminar.planner.search.best_first.search import find
 from laminar.planner.space.cell import Cell
 from laminar.planner.space.request import Request
 from laminar.staging.balance import work_s

@@ -20,7 +20,7 @@ from laminar.placement import presets
 from laminar.planner.bounds import piece_bound as leasts
 from laminar.planner.bounds.cell_bound import Bounds
 from laminar.planner.bounds.exposed_exchanges import Exposed
-from laminar.planner.estimate.model import Model
+from laminar.planner.estimate.graphs_and_prices import Model
 from laminar.planner.space.cell import Cell
 from laminar.planner.space.request import Request
 

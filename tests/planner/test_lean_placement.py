@@ -12,11 +12,11 @@ from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh
 from laminar.ir.plan import Plan
 from laminar.planner.estimate import pipeline_recompute
-from laminar.planner.estimate.candidates import described
-from laminar.planner.estimate.model import Model, Score
+from laminar.planner.estimate.candidates import Score, described
+from laminar.planner.estimate.graphs_and_prices import Model
 from laminar.planner.space.cell import Cell
 from laminar.planner.space.request import Request
-from laminar.planner.space.styles import BOTH, LEAN, SPARING, STORED_S, stored_bytes
+from laminar.planner.space.styles import STORED_S, AxisStyle, KeepProducts, Style, stored_bytes
 from tests.support.traced_models import traced
 
 
@@ -37,17 +37,17 @@ def test_a_lean_placement_stores_less_than_a_free_one_and_more_than_the_leanest(
     model, mesh = Model(wide(), Request(Cluster.preset("8xh100"))), Mesh({"tp": 8})
     graph, placer = model.small(4, model.keeps[-1]), model.placer(mesh)
 
-    def made(style: str, byte_s: float | None = None) -> tuple[float, int]:
-        plan: Plan = placer.plan(graph, (style, "once"), byte_s)
+    def made(style: AxisStyle, byte_s: float | None = None) -> tuple[float, int]:
+        plan: Plan = placer.plan(graph, Style((style,), "once"), byte_s)
         stored = stored_bytes(graph, plan)
-        price = byte_s if byte_s is not None else slope if style == LEAN else 0.0
+        price = byte_s if byte_s is not None else slope if style == "lean" else 0.0
         return plan.account["cost_s"] - price * stored, stored
 
     slope = 0.0
-    (fast_s, most), (lean_s, least) = made("free"), made(LEAN, STORED_S)
+    (fast_s, most), (lean_s, least) = made("free"), made("lean", STORED_S)
     assert least < most and fast_s < lean_s
     slope = (lean_s - fast_s) / (most - least)
-    seconds, stored = made(LEAN)
+    seconds, stored = made("lean")
     assert least <= stored <= most
     assert seconds + slope * stored <= (fast_s + slope * most) * (1 + 1e-9)
 
@@ -57,7 +57,7 @@ def test_where_pieces_save_nothing_there_is_no_lean_placement() -> None:
     model = Model(wide(), Request(Cluster.preset("8xh100")))
     mesh = Mesh({"tp": 1})
     with pytest.raises(PlanError, match="save nothing"):
-        model.placer(mesh).plan(model.small(4, model.keeps[-1]), (LEAN, "once"))
+        model.placer(mesh).plan(model.small(4, model.keeps[-1]), Style(("lean",), "once"))
 
 
 def test_some_blocks_are_made_again_as_a_whole_and_the_others_but_for_products() -> None:
@@ -65,13 +65,14 @@ def test_some_blocks_are_made_again_as_a_whole_and_the_others_but_for_products()
     cluster, cell = Cluster.preset("4xh100"), Cell(2, 8, 1, 2, 1, True)
     whole = Model(deep(), Request(cluster))
     held = {}
-    for style in (("data", SPARING), ("data",)):
+    data, sparing = Style(("data",)), Style(("data",), keep_products="all")
+    for style in (sparing, data):
         score = Score(cell, style, 0, None, 0.0, 0.0)
         held[style] = max(pipeline_recompute.pipelined(whole, score, whole.whole(8), whole.unfolded(score))[1].peaks)
-    room = (held["data",] + held["data", SPARING]) / 2
-    assert held["data",] < held["data", SPARING]
+    room = (held[data] + held[sparing]) / 2
+    assert held[data] < held[sparing]
     model = Model(deep(), Request(cluster, memory_bytes=room))
-    score = Score(cell, ("data", BOTH), 0, None, 0.0, 0.0, again=(1,), blocks=8)
+    score = Score(cell, Style(("data",), keep_products="some"), 0, None, 0.0, 0.0, again=(1,), blocks=8)
     made, ran, counts = pipeline_recompute.pipelined(model, score, model.whole(8), model.unfolded(score))
     assert max(ran.peaks) <= room and 0 < sum(counts) < 8
     kinds = [{p.endswith("-products") for p in stage.plan.recompute} for stage in made.stages]
@@ -82,10 +83,11 @@ def test_what_is_made_again_is_told() -> None:
     """As a whole, in part, or both."""
     cell = Cell(2, 8, 1, 2, 1, True)
 
-    def told(again: tuple[int, ...], *style: str) -> str:
-        return described(Score(cell, ("data", *style), 0, None, 0.0, 0.0, again=again, blocks=8)).split(", ", 3)[-1]
+    def told(again: tuple[int, ...], products: KeepProducts) -> str:
+        style = Style(("data",), keep_products=products)
+        return described(Score(cell, style, 0, None, 0.0, 0.0, again=again, blocks=8)).split(", ", 3)[-1]
 
-    assert told((2, 1), BOTH) == "3 of 8 blocks made again in backward, the others but for products"
-    assert told((0, 0), BOTH) == "blocks made again but for products in backward"
-    assert told((4, 4), BOTH) == "blocks made again in backward"
-    assert told((2, 1), SPARING) == "3 of 8 blocks made again but for products in backward"
+    assert told((2, 1), "some") == "3 of 8 blocks made again in backward, the others but for products"
+    assert told((0, 0), "some") == "blocks made again but for products in backward"
+    assert told((4, 4), "some") == "blocks made again in backward"
+    assert told((2, 1), "all") == "3 of 8 blocks made again but for products in backward"

@@ -33,14 +33,14 @@ from laminar.lower.lower import lower, written
 from laminar.lower.step import step_programs
 from laminar.placement import presets
 from laminar.placement.random_plan import random_plan
-from laminar.planner.estimate.model import Model
+from laminar.planner.estimate.graphs_and_prices import Model
 from laminar.planner.mcmc.additive_cost import Additive, Table, classes
 from laminar.planner.mcmc.delta_step import Edited
 from laminar.planner.mcmc.improve import Improved, _Improving, copies, improve
 from laminar.planner.mcmc.metropolis import Chain
 from laminar.planner.space.cell import Cell
 from laminar.planner.space.request import Request
-from laminar.planner.space.styles import Placer
+from laminar.planner.space.styles import Placer, Style
 from laminar.runtime.check.verify import verify_program
 from tests.support.zoo import NAMES, one_thread, recipe, specimen
 
@@ -296,7 +296,7 @@ def test_a_folded_sum_is_that_of_the_deep_model() -> None:
     """Sites that stand for several layers count as often, so that for a plan that all layers share nothing is lost."""
     model, mesh = small_model(8, "4xh100"), Mesh({"dp": 2, "tp": 2})
     folded = model.small(1, model.keeps[-1])
-    for style in (("data", "tensor"), ("free", "free")):
+    for style in (Style(("data", "tensor")), Style(("free", "free"))):
         plan = model.placer(mesh).plan(folded, style)
         weights = {n: float(len(c)) for n, c in copies(model, folded, model.graph).items()}
         costs = model.placer(mesh).costs[0.0]
@@ -313,7 +313,7 @@ def test_a_folded_sum_is_that_of_the_deep_model() -> None:
 def test_an_edited_load_is_simulated_by_delta_as_it_is_in_full(cluster: str) -> None:
     """To the last tick, for states near and far; and a state that is not changed is the step itself."""
     model, cell = small_model(8, cluster), Cell(1, 1, 1, 2, 2)
-    plan = model.placer(cell.mesh).plan(model.small(1, model.keeps[-1]), ("data", "tensor"))
+    plan = model.placer(cell.mesh).plan(model.small(1, model.keeps[-1]), Style(("data", "tensor")))
     work = _Improving(model, cell, plan, 0, None)
     assert work.best.step is not None and work.best.step.editable
     edited = Edited(work.best.step, work.cost, work.best.state, work.copies)
@@ -337,7 +337,7 @@ def test_an_op_that_takes_longer_makes_the_edited_step_longer() -> None:
     """The edit lands on the op's own task, as often as the op stands in the model."""
     model, cell = small_model(8, "4xh100"), Cell(1, 1, 1, 4, 1)
     folded = model.small(1, model.keeps[-1])
-    plan = model.placer(cell.mesh).plan(folded, ("data",))
+    plan = model.placer(cell.mesh).plan(folded, Style(("data",)))
     work = _Improving(model, cell, plan, 0, None)
     assert work.best.step is not None
     edited = Edited(work.best.step, work.cost, work.best.state, work.copies)
@@ -387,8 +387,8 @@ def test_a_plan_drawn_at_random_gets_better() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cluster", ["4xh100", "4xcpu"])
-@pytest.mark.parametrize("style", [("data", "tensor"), ("free", "free")])
-def test_a_plan_never_gets_worse(cluster: str, style: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("style", [Style(("data", "tensor")), Style(("free", "free"))], ids=str)
+def test_a_plan_never_gets_worse(cluster: str, style: Style) -> None:
     """Whatever it begins with: what comes back is simulated no slower, holds no more than it may, can be lowered."""
     model, mesh = small_model(4, cluster), Mesh({"dp": 2, "tp": 2})
     plan = model.placer(mesh).plan(model.small(1, model.keeps[-1]), style)
@@ -414,7 +414,7 @@ def test_no_plan_is_taken_that_does_not_fit() -> None:
 def test_a_deep_plan_is_folded_where_its_layers_agree_and_kept_deep_where_not() -> None:
     """The search is the same from either form; layers that differ are searched one by one."""
     model, cell = small_model(4, "4xh100"), Cell(1, 1, 1, 2, 2)
-    small = model.placer(cell.mesh).plan(model.small(1, model.keeps[-1]), ("data", "tensor"))
+    small = model.placer(cell.mesh).plan(model.small(1, model.keeps[-1]), Style(("data", "tensor")))
     deep = model.deepened(small, model.graph)
     one, other = (improve(model, cell, p, proposals=1_000, seed=1) for p in (small, deep))
     assert one.plan.hash == other.plan.hash and one.accepted == other.accepted
@@ -438,7 +438,7 @@ def test_cells_with_stages_are_improved_too() -> None:
 def test_a_cap_in_seconds_cuts_the_search_short() -> None:
     """With no time at all it hands back what it was given."""
     model, cell = small_model(4, "4xh100"), Cell(1, 1, 1, 2, 2)
-    plan = model.placer(cell.mesh).plan(model.small(1, model.keeps[-1]), ("data", "tensor"))
+    plan = model.placer(cell.mesh).plan(model.small(1, model.keeps[-1]), Style(("data", "tensor")))
     found = improve(model, cell, plan, proposals=100_000, seconds=0.0)
     assert found.proposals == 0
     assert found.plan.hash == model.deepened(plan, model.graph).hash

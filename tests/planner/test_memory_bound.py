@@ -32,10 +32,11 @@ from laminar.lower.stage_programs import stages
 from laminar.planner.bounds.cell_bound import Bounds
 from laminar.planner.bounds.memory_bound import Kept, held_s
 from laminar.planner.bounds.piece_bound import Least
-from laminar.planner.estimate.model import Model
+from laminar.planner.estimate.graphs_and_prices import Model
 from laminar.planner.space.cell import Cell
 from laminar.planner.space.plan_space import out_of_row
 from laminar.planner.space.request import Request
+from laminar.planner.space.styles import Style
 from laminar.staging.stage_plans import pipeline
 from tests.support.marks import slow
 from tests.support.seeds import dice
@@ -270,7 +271,7 @@ def made_of(model: Model, cell: Cell, rng: random.Random) -> Staged:
     """A pipeline with some placement and some schedule."""
     part = model.whole(cell.micro_batches)
     placer, style = model.placer(cell.mesh), rng.choice((("data",) * 2, ("data", "tensor"), ("tensor",) * 2))
-    style = style[: len(cell.mesh.sizes)]
+    style = Style(style[: len(cell.mesh.sizes)])
     inner = placer.pieces(part, placer.plan(part, style), style, rng.choice((0, 1, 2, 3)))
     schedule = rng.choice((None, "gpipe", "1f1b", "backward-first")) if cell.virtual == 1 else None
     made = pipeline(part, cell.stages, cell.micro_batches, cell.virtual, inner, schedule, window=rng.choice((0, 0, 2)),
@@ -352,7 +353,7 @@ def test_a_plan_that_makes_all_blocks_again_is_told_to_pay_for_it(spec: str) -> 
     graph, cell = deep(24, 256, 64), Cell(2, 2, 6, 2, 1, True)
     model = Model(graph, Request(Cluster.preset(spec)))
     part = model.whole(2)
-    inner = model.placer(cell.mesh).plan(part, ("data",))
+    inner = model.placer(cell.mesh).plan(part, Style(("data",)))
     made = pipeline(part, 2, 2, 6, inner, couple="microbatch", recompute=str(model.blocks))
     ran = predict_staged(part, made, model.request.cluster)
     bounds = Bounds(Model(graph, Request(Cluster.preset(spec), memory_bytes=float(max(ran.peaks)))))
@@ -381,7 +382,7 @@ def stored_bytes(mesh: Mesh) -> tuple[float, list[float]]:
     placer = model.placer(mesh)
     for style in (("data", "data"), ("data", "tensor")):
         for zero in (0, 1, 2, 3):
-            own = style[: len(mesh.sizes)]
+            own = Style(style[: len(mesh.sizes)])
             inner = placer.pieces(part, placer.plan(part, own), own, zero)
             stage = stages(part, pipeline(part, 1, 2, 1, inner, couple="microbatch")).parts[0]
             weights, total = {}, 0.0

@@ -279,7 +279,7 @@ def test_a_mixed_plan_computes_what_one_device_computes() -> None:
 def test_mixed_clusters_are_known_to_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Planned by name, by file and by hand; simulated from the plan's own cluster."""
     name, plan, here = str(EXAMPLES / "gpt.py:tiny"), str(tmp_path / "plan.json"), str(tmp_path / "here.json")
-    options: list[Any] = ["--stages", "2", "--microbatches", "2", "--cluster", "h100+a100", "-o", plan]
+    options: list[Any] = ["--stages", "2", "--micro-batches", "2", "--cluster", "h100+a100", "-o", plan]
     assert main(["plan", name, *options]) == 0
     assert "places idle" in capsys.readouterr().out
     assert main(["simulate", plan, "--json"]) == 0

@@ -16,9 +16,9 @@ from laminar.ir.cluster import Cluster
 from laminar.ir.graph import Graph
 from laminar.ir.staged import Staged
 from laminar.planner.estimate.mixed_pipelines import Sides, pipeline_on
-from laminar.planner.estimate.named_over_parts import named_over_parts, typed
 from laminar.planner.search import mixed_cluster
 from laminar.planner.search.mixed_cluster import MixedSearch
+from laminar.planner.search.named_over_parts import named_over_parts, typed
 from laminar.planner.space.request import Request
 from laminar.staging.stage_plans import pipeline
 from tests.attack.models import graph_of

@@ -30,7 +30,7 @@ from laminar.placement.fold import Fold, fold
 from laminar.placement.micro_batch import micro
 from laminar.planner.bounds.cell_bound import Bounds
 from laminar.planner.bounds.pipeline_bound import Order, Row, longest_row, stretch
-from laminar.planner.estimate.model import Model
+from laminar.planner.estimate.graphs_and_prices import Model
 from laminar.planner.space.cell import Cell
 from laminar.planner.space.plan_space import out_of_row
 from laminar.planner.space.request import Request

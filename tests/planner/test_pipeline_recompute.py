@@ -29,14 +29,16 @@ from laminar.lower.pipeline_net import Stage, chain
 from laminar.lower.schedules import dag_net
 from laminar.placement.micro_batch import micro
 from laminar.planner.estimate import pipeline_recompute
+from laminar.planner.estimate.candidates import Score
 from laminar.planner.estimate.cost_by_depth import Line, Parts, Share
-from laminar.planner.estimate.model import Model, Score, pattern
+from laminar.planner.estimate.graphs_and_prices import Model, pattern
 from laminar.planner.estimate.pipeline_recompute import Places, Spread, under_way
-from laminar.planner.estimate.score import scored
+from laminar.planner.estimate.score_placement import scored
 from laminar.planner.report.classify import form, made_again, placed
-from laminar.planner.search.best_first import find
+from laminar.planner.search.best_first.search import find
 from laminar.planner.space.cell import Cell
 from laminar.planner.space.request import Request
+from laminar.planner.space.styles import Style
 from tests.support.marks import slow
 from tests.support.traced_models import traced
 from tests.support.zoo import recipe
@@ -83,7 +85,7 @@ def made_up(stages: int, keeps: float, room: float, layers: int = 12) -> Places:
     model = Model(traced(6), Request(Cluster.preset("8xh100"), memory_bytes=room))
     zero = Line(0.0, 0.0)
     bare = Parts(
-        Share(1, laminar.Mesh({"dp": 1}), ("data",), 0, False, 1), Line(0.0, 1.0), Line(0.0, 2.0),
+        Share(1, laminar.Mesh({"dp": 1}), Style(("data",)), 0, False, 1), Line(0.0, 1.0), Line(0.0, 2.0),
         Line(0.0, keeps), zero, zero, Line(0.0, 5.0), Line(0.0, 1.0), zero, zero, zero,
     )  # fmt: skip
     again = replace(bare, backward_s=Line(0.0, 3.0), kept_bytes=Line(0.0, keeps / 10))
@@ -175,17 +177,19 @@ def test_an_estimate_that_was_too_low_is_put_right_by_the_simulation() -> None:
     """Told that one block would do, the choice ends with as many as fit."""
     graph, cluster = deep(), Cluster.preset("4xh100")
     cell = Cell(1, 1, 1, 4, 1, True)
-    plain = Model(graph, Request(cluster)).placed(Score(replace(cell, recompute=False), ("data",), 0, None, 0.0, 0.0))
+    plain = Model(graph, Request(cluster)).placed(
+        Score(replace(cell, recompute=False), Style(("data",)), 0, None, 0.0, 0.0)
+    )
     model = Model(graph, Request(cluster))
     low, high = caps(graph, model.deepened(plain, graph), cluster)
     model = Model(graph, Request(cluster, memory_bytes=(low + high) / 2, only=("data", "recompute")))
-    score = scored(model, cell, ("data",), 0)
+    score = scored(model, cell, Style(("data",)), 0)
     assert 1 < score.again[0] < LAYERS and score.blocks == LAYERS
     model.ways.clear()  # which would know better, and other mixes
     wrong = replace(score, again=(1,), spared=0)
     plan, ran, mix = pipeline_recompute.plain(model, wrong, model.unfolded(wrong))
     assert ran.memory.peak_bytes <= model.request.room_bytes and mix.whole == mix.again > 1 and not mix.away
-    fewer = replace(plan, recompute=model.patterns(range(mix.whole - 2), ("data",)))
+    fewer = replace(plan, recompute=model.patterns(range(mix.whole - 2), Style(("data",))))
     assert predict(graph, fewer, cluster).memory.peak_bytes > model.request.room_bytes
 
 
@@ -199,7 +203,7 @@ def staged(graph: Graph, part: float, virtual: int = 1, pin: dict[str, int] | No
     none = find(graph, Request(cluster, pin={**pin, "recompute": 0}, **more)).finals[0]
     model = Model(graph, Request(cluster))
     cell = Cell(2, 8, virtual, 2, 1, True)
-    score = Score(cell, ("data",), 0, None, 0.0, 0.0)
+    score = Score(cell, Style(("data",)), 0, None, 0.0, 0.0)
     every = pipeline_recompute.pipelined(model, score, model.whole(8), model.unfolded(score))[1]
     room = max(every.peaks) + part * (none.peak_bytes - max(every.peaks))
     return find(graph, Request(cluster, memory_bytes=room, pin=pin, **more)), none.seconds, every.seconds, room

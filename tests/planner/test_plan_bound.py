@@ -21,13 +21,15 @@ from laminar.ir.graph import Graph
 from laminar.planner.bounds import plan_bound
 from laminar.planner.bounds.cell_bound import Bounds
 from laminar.planner.bounds.plan_bound import plan_bound_s
-from laminar.planner.estimate.model import Model, Score
-from laminar.planner.estimate.named_plans import Named, named
-from laminar.planner.search.best_first import find
-from laminar.planner.search.named_trials import NamedTrials
+from laminar.planner.estimate.candidates import Score
+from laminar.planner.estimate.graphs_and_prices import Model
+from laminar.planner.search.best_first.named_trials import NamedBounds
+from laminar.planner.search.best_first.search import find
 from laminar.planner.space.cell import Cell, cells
+from laminar.planner.space.named_plans import Named, named
 from laminar.planner.space.plan_space import out_of_row
 from laminar.planner.space.request import Request
+from laminar.planner.space.styles import Style
 from laminar.rules.samples import samples_of
 from laminar.staging.stage_plans import inner_plan, pipeline
 from tests.attack.models import graph_of, slow_link
@@ -80,7 +82,7 @@ def test_no_plan_with_a_name_is_simulated_faster_than_its_own_bound(name: str, s
     graph, asked = deep() if name == "deep" else graph_of(name), request(spec)
     model = Model(graph, asked)
     bounds = Bounds(model)
-    trials = NamedTrials(model, bounds, lambda: 0.0)
+    trials = NamedBounds(model, bounds, lambda: 0.0)
     more = total = 0
     for one in every(model, asked):
         with suppress(LaminarError):
@@ -117,12 +119,12 @@ def test_what_a_plan_does_counts_and_how_it_stores_too(monkeypatch: pytest.Monke
     asked = Request(Cluster.preset("8xh100@pcie"))
     graph = traced(6, batch=64, d=1024, tokens=512)
     model, cell = Model(graph, asked), Cell(1, 1, 1, 8, 1)
-    bounds, trials = Bounds(model), NamedTrials(model, Bounds(model), lambda: 0.0)
-    whole, pieces = (trials.plan(Named(cell, ("data",), zero)) for zero in (0, 3))
+    bounds, trials = Bounds(model), NamedBounds(model, Bounds(model), lambda: 0.0)
+    whole, pieces = (trials.plan(Named(cell, Style(("data",)), zero)) for zero in (0, 3))
     open_s = plan_bound_s(bounds, whole, cell, stored=False)
     assert open_s == plan_bound_s(bounds, pieces, cell, stored=False)
     assert plan_bound_s(bounds, whole, cell) > 1.001 * open_s
-    seconds = simulated_s(model, asked, Named(cell, ("data",), 3))
+    seconds = simulated_s(model, asked, Named(cell, Style(("data",)), 3))
     monkeypatch.setattr(plan_bound._PlanBounds, "_hidden", lambda self, machine: 1.0)
     assert plan_bound_s(bounds, pieces, cell) > seconds
 
@@ -152,10 +154,10 @@ def model_part(graph: Graph, parts: int) -> Graph:
 
 def test_a_plan_below_a_bound_of_its_own_takes_the_certificate_away(monkeypatch: pytest.MonkeyPatch) -> None:
     """As one below that of its cell does."""
-    from laminar.planner.search import named_trials
+    from laminar.planner.search.best_first import named_trials
 
     monkeypatch.setattr(named_trials, "plan_bound_s", lambda *_, **__: 1e-3 * 1e6)
-    monkeypatch.setattr(NamedTrials, "ruled_out", lambda self, one, as_typed=False: setattr(self, "bound_s", 1e3))
+    monkeypatch.setattr(NamedBounds, "ruled_out", lambda self, one, as_typed=False: setattr(self, "bound_s", 1e3))
     found = find(deep(), Request(Cluster.preset("2xh100"), budget_s=0.0))
     assert found.certificate.contradictions and not found.certificate.bound_s
 

@@ -24,11 +24,12 @@ from laminar.placement import presets
 from laminar.placement.fold import fold
 from laminar.placement.micro_batch import micro
 from laminar.planner.bounds.cell_bound import Bounds
-from laminar.planner.estimate.model import Model
-from laminar.planner.estimate.scorer import Looker
-from laminar.planner.search.best_first import find, promised
+from laminar.planner.estimate.graphs_and_prices import Model
+from laminar.planner.estimate.score_cell import CellScorer
+from laminar.planner.search.best_first.search import find, promised
 from laminar.planner.space.cell import Cell, cells
 from laminar.planner.space.request import Request
+from laminar.planner.space.styles import Style
 from laminar.staging.stage_plans import pipeline
 from tests.support.marks import slow
 from tests.support.traced_models import letters, traced, undercut
@@ -132,13 +133,13 @@ def test_no_plan_with_stages_is_simulated_faster_than_the_bound(spec: str) -> No
     """Micro-batches, virtual stages and ZeRO inside of stages, against all three bounds and that of memory."""
     graph, request = traced(4, batch=16, d=64), Request(Cluster.preset(spec))
     model = Model(graph, request)
-    bounds, seen = Bounds(model), 0
+    bounds, data, seen = Bounds(model), Style(("data",)), 0
     for count, virtual in ((2, 1), (8, 1), (8, 2)):
         cell = Cell(2, count, virtual, request.cluster.devices // 2, 1)
         part, placer = model.whole(count), model.placer(cell.mesh)
         least = {"rough": bounds.rough(cell), "quick": bounds.quick(cell).seconds, "full": bounds.of(cell).seconds}
         for zero in (0, 3):
-            inner = placer.pieces(part, placer.plan(part, ("data",)), ("data",), zero)
+            inner = placer.pieces(part, placer.plan(part, data), data, zero)
             ran = predict_staged(part, pipeline(part, 2, count, virtual, inner), request.cluster)
             assert all(ran.seconds >= seconds for seconds in least.values()), (cell, zero, ran.seconds, least)
             assert max(ran.peaks) >= bounds.least_bytes(cell)
@@ -262,8 +263,8 @@ def test_where_the_batch_at_once_has_no_room_a_pipeline_is_there_first(monkeypat
     graph, cluster = traced(6, batch=16, d=256, tokens=64), Cluster.preset("4xh100")
     room = 0.5 * predict(graph, presets.zero(graph, Mesh({"dp": 4}), 3), cluster).memory.peak_bytes
     guessed: list[Cell] = []
-    guess = Looker.guess
-    monkeypatch.setattr(Looker, "guess", lambda self, cell: guessed.append(cell) or guess(self, cell))
+    guess = CellScorer.guess
+    monkeypatch.setattr(CellScorer, "guess", lambda self, cell: guessed.append(cell) or guess(self, cell))
 
     def first(text: str) -> None:
         raise InterruptedError(text)

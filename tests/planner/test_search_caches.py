@@ -25,16 +25,17 @@ from laminar.ir.sbp import Split
 from laminar.ir.staged import Staged
 from laminar.placement import presets
 from laminar.placement.micro_batch import micro
+from laminar.planner.estimate.candidates import Score
 from laminar.planner.estimate.cost_by_depth import NAMES, Share
-from laminar.planner.estimate.model import Model, Score
+from laminar.planner.estimate.graphs_and_prices import Model
 from laminar.planner.estimate.pipeline_recompute import pipelined
-from laminar.planner.estimate.score import scored
-from laminar.planner.estimate.scorer import Looker
+from laminar.planner.estimate.score_cell import CellScorer
+from laminar.planner.estimate.score_placement import scored
 from laminar.planner.estimate.stage_cost import parts_of, share_of
-from laminar.planner.search.best_first import find
+from laminar.planner.search.best_first.search import find
 from laminar.planner.space.cell import Cell, cells
 from laminar.planner.space.request import Request
-from laminar.planner.space.styles import Placer, styles
+from laminar.planner.space.styles import Placer, Style, styles
 from laminar.staging import balance
 from laminar.staging.stage_plans import pipeline
 from tests.support.marks import slow
@@ -52,7 +53,7 @@ def model_of(layers: int = 6, batch: int = 16, d: int = 64, spec: str = "8xh100"
 def test_parts_of_one_data_parallel_rank_are_those_of_all(inner: str, recompute: bool) -> None:
     """Cells with the same samples on a rank share what was measured: a mesh with a data axis gives the same."""
     model = model_of()
-    cell, style = Cell(2, 4, 1, 2, 2, recompute), ("data", inner)
+    cell, style = Cell(2, 4, 1, 2, 2, recompute), Style(("data", inner))
     alone = parts_of(model, share_of(model, cell, style, 1))
     both = parts_of(model, Share(4, cell.mesh, style, 0, recompute, 4))
     assert alone.share.mesh.ranks == 2 and both.share.mesh.ranks == 4
@@ -76,7 +77,7 @@ def test_pipelines_are_estimated_near_to_what_they_are_simulated_to_take(
 ) -> None:
     """An estimate that is far off would have the search simulate the wrong plans; with some blocks made again too."""
     model = model_of(layers=12, batch=64, d=512, memory_bytes=memory_bytes)
-    style = ("data", "tensor")[: len(cell.mesh.sizes)]
+    style = Style.of(cell.mesh, "tensor")
     score = scored(model, cell, style, 1)
     assert (0 < sum(score.again) < 12) == (memory_bytes is not None)
     graph = model.whole(cell.micro_batches)
@@ -91,7 +92,7 @@ def test_one_more_micro_batch_is_under_way_where_there_is_room_for_it() -> None:
 
     def made(memory_bytes: float | None) -> tuple[Model, Staged, StagedPrediction]:
         model = model_of(layers=12, batch=64, d=512, memory_bytes=memory_bytes)
-        score = scored(model, cell, ("data",), 1)
+        score = scored(model, cell, Style(("data",)), 1)
         return model, *pipelined(model, score, model.whole(8), model.unfolded(score))[:2]
 
     model, staged, ran = made(None)
@@ -101,7 +102,7 @@ def test_one_more_micro_batch_is_under_way_where_there_is_room_for_it() -> None:
         _, staged, ran = made(memory)
         assert max(ran.peaks) == max(wanted.peaks) <= memory
         assert (staged.stash > 1) == (wanted is not without)
-    score = scored(model, Cell(2, 8, 1, 4, 1), ("data",), 1)
+    score = scored(model, Cell(2, 8, 1, 4, 1), Style(("data",)), 1)
     assert pipelined(model, score, model.whole(8), model.unfolded(score))[0].stash == 1.0  # one stage at a place
 
 
@@ -109,9 +110,9 @@ def test_a_guess_from_the_share_itself_is_its_score() -> None:
     """Guesses and scores are the same formula; only parts of other shares make them differ."""
     model = model_of(batch=32)
     cell = Cell(2, 4, 1, 2, 2)
-    ways = [("data", "tensor"), ("data", "free", "once")]
+    ways = [Style(("data", "tensor")), Style(("data", "free"), "once")]
     scores = [scored(model, cell, style, zero).seconds for style in ways for zero in (0, 1)]
-    looker = Looker(model)
+    looker = CellScorer(model)
     assert looker.guess(cell) == pytest.approx(min(scores))
     # Twice the samples in one go: from the parts at hand, in proportion.
     other = looker.guess(Cell(2, 2, 1, 2, 2))
@@ -213,7 +214,7 @@ def test_what_is_found_for_a_large_model_beats_what_people_use() -> None:
     model = Model(graph, request)
     for stages, micro_batches, again in ((8, 48, True), (8, 48, False), (4, 24, True), (16, 96, True)):
         cell = Cell(stages, micro_batches, 1, 1024 // 8 // stages, 8, again)
-        plan = model.unfolded(Score(cell, ("data", "tensor"), 1, None, 0.0, 0.0))
+        plan = model.unfolded(Score(cell, Style(("data", "tensor")), 1, None, 0.0, 0.0))
         whole = model.whole(micro_batches)
         ran = predict_staged(
             whole, pipeline(whole, stages, micro_batches, 1, plan, couple="microbatch"), request.cluster
@@ -226,7 +227,7 @@ def test_in_pieces_of_the_sequence_the_residual_stream_is_made_and_read_in_piece
     """Norms and sums then do only a part, and what forward keeps is less."""
     model = model_of(d=128)
     graph, mesh = model.small(1, 3), Mesh({"tp": 4})
-    plans = {style: model.planned(1, mesh, (style,)) for style in ("tensor", "sequence")}
+    plans = {style: model.planned(1, mesh, Style((style,))) for style in ("tensor", "sequence")}
     stream = presets.residual_stream(graph)
     assert stream
     for ref in stream:
@@ -237,16 +238,16 @@ def test_in_pieces_of_the_sequence_the_residual_stream_is_made_and_read_in_piece
         if ref.name in model.fold.at:
             assert plans["sequence"].ops[ref.name].outs[ref.index] == (Split(dims - 2),)
     cell = Cell(2, 4, 1, 1, 4)
-    tensor, sequence = (parts_of(model, share_of(model, cell, (style,), 1)) for style in ("tensor", "sequence"))
+    tensor, sequence = (parts_of(model, share_of(model, cell, Style((style,)), 1)) for style in ("tensor", "sequence"))
     assert sequence.kept_bytes.each < 0.8 * tensor.kept_bytes.each
 
 
 def test_with_micro_batches_weights_may_stay_whole_where_that_moves_less() -> None:
     """Gradients are added up once a step, so that many micro-batches share it: tokens are split, not weights."""
     model = Model(traced(6, batch=64, d=256, tokens=256), Request(Cluster.preset("8xh100")))
-    cell, style = Cell(2, 64, 1, 1, 4), ("free", "once")
+    cell, style = Cell(2, 64, 1, 1, 4), Style(("free",), "once")
     found = parts_of(model, share_of(model, cell, style, 1))
-    tensor = parts_of(model, share_of(model, cell, ("tensor",), 1))
+    tensor = parts_of(model, share_of(model, cell, Style(("tensor",)), 1))
     assert found.sums_bytes.each > 0.9 * found.grad_bytes.each  # terms on all ranks, to be added up at the end
     assert found.weight_bytes.each > 3 * tensor.weight_bytes.each
     assert found.forward_s.each + found.backward_s.each < tensor.forward_s.each + tensor.backward_s.each

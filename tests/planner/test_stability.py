@@ -28,7 +28,8 @@ from laminar.placement import presets
 from laminar.placement.micro_batch import micro
 from laminar.placement.random_plan import random_plan
 from laminar.planner.estimate.candidates import Found
-from laminar.planner.search.best_first import EQUAL, find
+from laminar.planner.search.best_first.certify import EQUAL
+from laminar.planner.search.best_first.search import find
 from laminar.planner.space.request import Request
 from laminar.staging.stage_plans import pipeline
 from tests.support.marks import slow

@@ -16,10 +16,12 @@ from laminar.forecast.step import predict
 from laminar.ir.cluster import Cluster
 from laminar.ir.graph import Graph
 from laminar.lower.buckets import BUCKET_BYTES
-from laminar.planner.estimate.model import Model, Score
+from laminar.planner.estimate.candidates import Score
+from laminar.planner.estimate.graphs_and_prices import Model
 from laminar.planner.estimate.storage_mix import Mix, kept_out, mixes
 from laminar.planner.space.cell import Cell
 from laminar.planner.space.request import Request
+from laminar.planner.space.styles import Style
 from tests.support import zoo
 from tests.support.golden_plans import gpt_of
 from tests.support.marks import slow
@@ -29,7 +31,7 @@ import gpt
 
 CLUSTER = Cluster.preset("4x2xh100@nvlink+eth100")
 """Nodes of two, joined by a slow network: pieces within a node are fast, pieces over all ranks are lean."""
-CELL, INNER = Cell(1, 1, 1, 4, 2), ("data", "inner")
+CELL, INNER = Cell(1, 1, 1, 4, 2), Style(("data", "inner"))
 
 
 @cache
@@ -53,7 +55,7 @@ def alike(room_bytes: float) -> float:
     """Seconds of the fastest plan within memory that does one thing to all tensors, by node or over all ranks."""
     found = [math.inf]
     made = model()
-    for cell, style in ((CELL, INNER), (CELL, ("data", "data")), (Cell(1, 1, 1, 8, 1), ("data",))):
+    for cell, style in ((CELL, INNER), (CELL, Style(("data", "data"))), (Cell(1, 1, 1, 8, 1), Style(("data",)))):
         for zero in (0, 1, 3):
             ran = predict(graph(), made.unfolded(Score(cell, style, zero, None, 0.0, 0.0)), CLUSTER)
             if ran.memory.peak_bytes <= room_bytes:
@@ -71,7 +73,7 @@ def test_a_mix_fits_and_is_no_slower_than_doing_one_thing_to_all_tensors(share: 
     assert (ran.seconds, ran.memory.peak_bytes) == (found.seconds, found.peak_bytes)
     assert found.peak_bytes <= room
     assert found.seconds <= alike(room)
-    assert found.score.style[-1] == "mixed"
+    assert found.score.style.mixed_storage
 
 
 def test_tensors_of_one_role_may_lie_differently() -> None:

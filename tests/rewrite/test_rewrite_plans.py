@@ -31,7 +31,7 @@ from laminar.ir.staged import Staged, load_plan
 from laminar.placement import presets
 from laminar.placement.fold import fold
 from laminar.placement.micro_batch import micro
-from laminar.planner.search.best_first import find
+from laminar.planner.search.best_first.search import find
 from laminar.planner.space.request import Request
 from laminar.planner.space.rewrites import Variants
 from laminar.rewrite.edit import is_packed
@@ -391,7 +391,7 @@ def test_without_time_only_the_captured_graph_is_vouched_for() -> None:
 @pytest.mark.slow
 def test_where_time_ends_early_what_was_found_has_a_bound_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """The plan is one of a rewritten graph, which then is part of what the certificate is about."""
-    monkeypatch.setattr("laminar.planner.search.best_first._Search.left", lambda self: -1.0)
+    monkeypatch.setattr("laminar.planner.search.best_first.incumbent.TimeLeft.left", lambda self: -1.0)
     request = Request(Cluster.preset("8xh100"), pin=ONE_CELL, only=("data", "zero", "rewrite"), budget_s=60.0)
     found = find(llama(6), request)
     assert found.plan.rewrites and len(found.space.data["rewrites"]) == 2

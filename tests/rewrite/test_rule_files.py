@@ -12,88 +12,8 @@ from laminar.errors import RuleError
 from laminar.rewrite import standalone as laws
 from laminar.rewrite.rule_files import Loaded, entries, load
 from laminar.runtime.check.prove_rewrites import TOLERANCE, prove
-from tests.support.rule_file_cases import TEXTS
+from tests.support.rule_file_cases import RIGHT, TEXTS, TRUE_BUT_UNUSED, WRONG, linear, relu, rule
 
-Spec = tuple[str, list[Any], dict[str, int]]
-
-
-def linear(x: Any, w: Any, acti: int = 0) -> Spec:
-    """x times w turned."""
-    return "OP_LINEAR", [x, w], {"PM_ACTI": acti}
-
-
-def concat(a: Any, b: Any, axis: int) -> Spec:
-    """Two values side by side."""
-    return "OP_CONCAT", [a, b], {"PM_NUM_INPUTS": 2, "PM_AXIS": axis, "PM_NUMDIM": 3}
-
-
-def add(a: Any, b: Any) -> Spec:
-    """A sum."""
-    return "OP_EW_ADD", [a, b], {}
-
-
-def mul(a: Any, b: Any) -> Spec:
-    """A product element by element."""
-    return "OP_EW_MUL", [a, b], {}
-
-
-def relu(a: Any) -> Spec:
-    """What is positive."""
-    return "OP_RELU", [a], {}
-
-
-def split(a: Any, axis: int) -> Spec:
-    """Two pieces."""
-    return "OP_SPLIT", [a], {"PM_NUM_OUTPUTS": 2, "PM_AXIS": axis}
-
-
-def rule(name: str, left: list[Spec], right: list[Spec], outputs: list[tuple[int, int, int, int]]) -> dict[str, Any]:
-    """One rule as the file has it; inputs are -1, -2, ..., the i-th op is i, one of its results (i, k)."""
-
-    def op(spec: Spec) -> dict[str, Any]:
-        ids = [i if isinstance(i, tuple) else (i, 0) for i in spec[1]]
-        return {
-            "_t": "Operator",
-            "type": spec[0],
-            "input": [{"_t": "Tensor", "opId": i, "tsId": t} for i, t in ids],
-            "para": [{"_t": "Parameter", "key": k, "value": v} for k, v in spec[2].items()],
-        }
-
-    maps = [{"_t": "MapOutput", "srcOpId": a, "srcTsId": b, "dstOpId": c, "dstTsId": d} for a, b, c, d in outputs]
-    return {"_t": "Rule", "name": name, "srcOp": [*map(op, left)], "dstOp": [*map(op, right)], "mappedOutput": maps}
-
-
-ONE = [(2, 0, 2, 0)]
-RIGHT = {
-    "factor": rule("factor", [linear(-1, -4), linear(-2, -4), add(0, 1)], [add(-1, -2), linear(0, -4)], [(2, 0, 1, 0)]),
-    "longer": rule("longer", [linear(-1, -4), linear(-2, -5), add(0, 1)],
-                   [concat(-1, -2, 2), concat(-4, -5, 2), linear(0, 1)], ONE),
-    "wider": rule("wider", [linear(-1, -4), linear(-1, -5), concat(0, 1, 2)],
-                  [concat(-4, -5, 1), linear(-1, 0)], [(2, 0, 1, 0)]),
-    "relu": rule("relu", [relu(-1), relu(-2), concat(0, 1, 2)], [concat(-1, -2, 2), relu(0)], [(2, 0, 1, 0)]),
-    "distribute": rule("distribute", [add(-2, -3), mul(-1, 0)], [mul(-1, -2), mul(-1, -3), add(0, 1)], [(1, 0, 2, 0)]),
-    "batch": rule("batch", [linear(-1, -4), linear(-2, -5), concat(0, 1, 0)],
-                  [concat(-1, -2, 0), concat(-4, -5, 0), linear(0, 1)], ONE),
-    "gram": rule("gram", [linear(-1, -2), linear(-1, -1), concat(0, 1, 2)],
-                 [concat(-2, -1, 1), linear(-1, 0)], [(2, 0, 1, 0)]),
-}  # fmt: skip
-TRUE_BUT_UNUSED = {
-    "handed out": rule("handed out", [linear(-1, -4), linear(-1, -5)],
-                       [concat(-4, -5, 1), linear(-1, 0), split(1, 2)], [(0, 0, 2, 0), (1, 0, 2, 1)]),
-    "fused": rule("fused", [linear(-1, -4), relu(0)], [linear(-1, -4, 2)], [(1, 0, 0, 0)]),
-    "again": rule("again", [linear(-1, -4), linear(-2, -4), add(0, 1)], [add(-1, -2), linear(0, -4)], [(2, 0, 1, 0)]),
-}  # fmt: skip
-WRONG = {
-    "relu of a sum": rule("relu of a sum", [add(-1, -2), relu(0)], [relu(-1), relu(-2), add(0, 1)], [(1, 0, 2, 0)]),
-    "other order": rule("other order", [concat(-1, -2, 2), relu(0)], [relu(-1), relu(-2), concat(1, 0, 2)],
-                        [(1, 0, 2, 0)]),
-    "relu too early": rule("relu too early", [linear(-1, -4, 2), linear(-2, -4, 2), add(0, 1)],
-                           [add(-1, -2), linear(0, -4, 2)], [(2, 0, 1, 0)]),
-    "from nowhere": rule("from nowhere", [linear(-1, -4)], [concat(-4, -6, 0), linear(-1, 0)], [(0, 0, 1, 0)]),
-    "too wide": rule("too wide", [linear(-1, -4), add(0, -1)], [concat(-1, -1, 2), linear(0, -4)], [(1, 0, 1, 0)]),
-    "placed": rule("placed", [("OP_PARTITION", [-1], {"PM_PARALLEL_DIM": 1, "PM_PARALLEL_DEGREE": 2})], [relu(-1)],
-                   [(0, 0, 0, 0)]),
-}  # fmt: skip
 SHAPES: dict[str, Any] = {
     "factor": {"A": (6, 3), "B": (3, 5), "C": (6, 3)},
     "factor-batched": {"A": (2, 6, 3), "B": (2, 3, 5), "C": (2, 6, 3)},
@@ -173,3 +93,38 @@ def test_a_file_that_is_not_there_is_refused_by_name(tmp_path: Path) -> None:
     """A typing error in a path is the commonest error of all."""
     with pytest.raises(RuleError, match=r"nowhere\.json is no file of rules"):
         load(tmp_path / "nowhere.json")
+
+
+@pytest.mark.parametrize(("one", "reason"), [
+    ({"name": "half", "srcOp": [{"type": "OP_RELU"}]}, "can't be read: KeyError: 'input'"),
+    ("a word", "can't be read: TypeError"),
+    (rule("conv", [("OP_CONV2D", [-1, -2], {})], [relu(-1)], [(0, 0, 0, 0)]), "an op that is not known: OP_CONV2D"),
+    (rule("tanh", [linear(-1, -4, 3)], [linear(-1, -4)], [(0, 0, 0, 0)]),
+     "an op that is not known: OP_LINEAR with PM_ACTI 3"),
+    (rule("wide", [("OP_SPLIT", [-1], {"PM_NUM_OUTPUTS": 10**9, "PM_AXIS": 1})], [relu(-1)], [(0, 0, 0, 0)]),
+     "too large"),
+    (rule("long", [relu(-1), *[relu(k) for k in range(40)]], [relu(-1)], [(40, 0, 0, 0)]), "too large"),
+    (rule("none", [relu(-1), ("OP_RELU", [], {})], [relu(-1)], [(1, 0, 0, 0)]), "no sizes fit both sides"),
+    (rule("three", [("OP_CONCAT", [-1, -2, -3], {"PM_AXIS": 2}), relu(0)],
+          [relu(-1), relu(-2), relu(-3), ("OP_CONCAT", [0, 1, 2], {"PM_AXIS": 2})], [(1, 0, 3, 0)]),
+     "can't be said in the language of rewrites"),
+    (rule("elsewhere", [relu(-1), relu(-2)], [linear(-1, -2)], [(0, 0, 0, 0)]), "the two sides differ"),
+    (rule("ahead", [relu(1), relu(-1)], [relu(-1)], [(0, 0, 0, 0)]), "no sizes fit both sides"),
+])  # fmt: skip
+def test_a_rule_that_makes_no_sense_is_left_out_and_the_others_are_not(one: Any, reason: str) -> None:
+    """Files are written by programs that know more ops than we do, and edited by hand."""
+    found = load({"_t": "RuleCollection", "rule": [one, RIGHT["factor"]]})
+    assert [r.name for r in found.rules] == ["factor", "factor-batched"]
+    (said,) = found.rejected.values()
+    assert said.startswith(reason)
+
+
+def test_names_that_are_taken_are_told_apart_by_number() -> None:
+    """Plans remember rules by name, and two of one file, or one of the file and one of the table, may share it."""
+    here = [{**RIGHT["factor"], "name": "merge-products"}, RIGHT["wider"], {**RIGHT["relu"], "name": "wider"}]
+    found = load({"_t": "RuleCollection", "rule": here})
+    assert {r.name for r in found.rules if "batched" not in r.name} == {
+        "merge-products (number 0)", "wider", "wider (number 2)"
+    }  # fmt: skip
+    assert found.origins["wider (number 2)-batched"] == "wider (number 2)"
+    assert all(r.carried for r in found.rules)

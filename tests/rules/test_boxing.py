@@ -31,9 +31,10 @@ from torch import Tensor
 from laminar.errors import PlacementError
 from laminar.ir.codec import Ref
 from laminar.ir.mesh import Link, Mesh
-from laminar.ir.program import Instr, Placed
+from laminar.ir.program import MoveCause
 from laminar.ir.sbp import B, NdSbp, P, Partial, S, Sbp, Split, check, local_indices, local_shape, show
 from laminar.ir.tensor import TensorSpec
+from laminar.lower.boxing_lines import boxing_line
 from laminar.rules.boxing import Step, boxing, chain_bytes, chain_s, step_bytes
 from laminar.runtime.check import lockstep
 from laminar.runtime.comm.shards import assemble, shard
@@ -88,8 +89,7 @@ def spread(whole: Tensor, nd: NdSbp, mesh: Mesh, chance: random.Random) -> list[
 def carried_out(chain: tuple[Step, ...], spec: TensorSpec, mesh: Mesh, held: list[Tensor]) -> list[Tensor]:
     """What ranks hold after a chain, all of them in this process."""
     for step in chain:
-        args = ((Ref("x"),), step.axes, (step.give,), (step.take,), step.op)
-        line = Instr("y", f"box.{step.kind}", args, (Ref("x"),), (Placed(spec, step.src),), (Placed(spec, step.dst),))
+        line = boxing_line("y", Ref("x"), spec, step, mesh.sizes, MoveCause("a test"))
         memory: list[dict[Ref, Any]] = [{Ref("x"): x} for x in held]
         program: Any = SimpleNamespace(mesh=mesh)
         held = [r[0] for r in lockstep._box(line, program, memory)]

@@ -23,7 +23,7 @@ import laminar
 from laminar import B, Mesh, S
 from laminar.errors import LaminarError
 from laminar.ir.codec import Ref
-from laminar.ir.program import Instr, Placed, Program, ProgramInput, ProgramOutput
+from laminar.ir.program import Boxing, Instr, Placed, Program, ProgramInput, ProgramOutput
 from laminar.ir.tensor import TensorSpec
 from laminar.runtime.check import lockstep
 from laminar.runtime.code.eager_step import Step
@@ -154,7 +154,8 @@ def gathered(*tail: Instr, out: str) -> Program:
 
     def gather(name: str, of: str) -> Instr:
         ref = Ref(of)
-        return Instr(name, "box.all_gather", ((ref,), (0,), ((0, 1),), ((0, 1),), "sum"), (ref,), (piece,), (whole,))
+        over = Boxing((0,), ((0, 1),), ((0, 1),))
+        return Instr(name, "box.all_gather", (ref,), (ref,), (piece,), (whole,), boxing=over)
 
     first, *rest = tail
     instrs = (gather("ga", "a"), first, gather("gb", "b"), *rest)

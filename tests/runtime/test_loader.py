@@ -45,7 +45,7 @@ from laminar.lower.schedules import dag_net
 from laminar.runtime.pipeline.loader import EPOCH, Loader, Mover
 from laminar.train.async_checkpoint import Saver
 from laminar.train.checkpoint import Snapshot
-from laminar.train.engine import Local, Sized
+from laminar.train.leaves import Local, Sized
 from laminar.train.loop import epochs, first, loop
 from tests.support.zoo import EXAMPLES, specimen
 

@@ -127,7 +127,7 @@ def test_a_rank_whose_data_fails_raises_it_and_the_others_name_it(two: Ranks, de
 def _silent(told: Path) -> str:
     """Rank 1 loads nothing at all until rank 0 has had enough of waiting for it."""
     job = new_job()
-    job._world.timeout_s = 0.5
+    job.peers.timeout_s = 0.5
 
     def late() -> Iterator[Tensor]:
         while not told.exists():

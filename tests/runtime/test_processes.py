@@ -26,9 +26,10 @@ from laminar.errors import LaminarError
 from laminar.ir.codec import Ref
 from laminar.ir.mesh import Mesh as MeshType
 from laminar.ir.plan import Plan
-from laminar.ir.program import Instr, Placed, Program, ProgramInput, ProgramOutput
+from laminar.ir.program import Instr, MoveCause, Placed, Program, ProgramInput, ProgramOutput
 from laminar.ir.sbp import NdSbp, Partial, Split, show
 from laminar.ir.tensor import TensorSpec
+from laminar.lower.boxing_lines import boxing_line
 from laminar.placement.random_plan import random_plan
 from laminar.rules.boxing import boxing
 from laminar.runtime.check.processes import run_processes
@@ -102,7 +103,7 @@ def test_the_rank_that_raises_is_heard_first() -> None:
     broken = replace(
         program,
         inputs=(*program.inputs, ProgramInput("two", "batch", two)),
-        instrs=(product, replace(gather, args=((Ref("y"),), *gather.args[1:]), refs=(Ref("y"),))),
+        instrs=(product, replace(gather, args=(Ref("y"),), refs=(Ref("y"),))),
     )
     inputs = {"x": torch.ones(7, 7, dtype=torch.float64), "two": torch.eye(2, dtype=torch.float64)}
     with pytest.raises(LaminarError, match="rank 3 failed") as caught:
@@ -126,10 +127,7 @@ def one_step_program(spec: TensorSpec, src: NdSbp, dst: NdSbp, mesh: MeshType) -
     """A program that boxes one tensor."""
     instrs, now = [], Ref("x")
     for i, step in enumerate(boxing(spec, src, dst, mesh.sizes)):
-        args = ((now,), step.axes, (step.give,), (step.take,), step.op)
-        instrs.append(
-            Instr(f"b{i}", f"box.{step.kind}", args, (now,), (Placed(spec, step.src),), (Placed(spec, step.dst),))
-        )
+        instrs.append(boxing_line(f"b{i}", now, spec, step, mesh.sizes, MoveCause("a test")))
         now = Ref(f"b{i}")
     given = (ProgramInput("x", "batch", Placed(spec, src)),)
     return Program(mesh, given, (), tuple(instrs), (ProgramOutput("y", "metric", now, Placed(spec, dst)),), "", "")

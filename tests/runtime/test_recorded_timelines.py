@@ -101,7 +101,7 @@ def test_labels_are_those_of_the_program(two: Ranks) -> None:
         if instr is not None:
             assert (span.op, span.module, span.phase) == (instr.op, instr.module, instr.phase)
             assert span.family == instr.kind if instr.moves else span.family
-    assert {s.cause for s in found.spans if s.kind == "communication"} <= {i.cause for i in program.collectives}
+    assert {s.cause for s in found.spans if s.kind == "communication"} <= {i.reason for i in program.collectives}
     assert found.meta["axes"] == {i.name: "dp" for i in program.collectives}
     spread = found.meta["spread_ns"]
     assert all(low <= middle <= high for low, middle, high in spread.values()) and "optimizer" in spread
@@ -135,7 +135,7 @@ def _late(where: str, shares: bool) -> Timeline:
         batch = _batches(1)[0]
         for _ in range(3):  # in the first ones ranks also wait to see that their batches agree
             job.step(batch)
-        share = job._engine.share
+        share = job.engine.share
 
         def slow(*args: Any) -> Any:
             time.sleep(SLEEP_S)
@@ -145,7 +145,7 @@ def _late(where: str, shares: bool) -> Timeline:
             if job.rank == 1 and where == "before":
                 time.sleep(SLEEP_S)
             if job.rank == 1 and where == "inside":
-                job._engine.share = slow
+                job.engine.share = slow
             job.step(batch)
     return t.timeline
 
@@ -380,7 +380,7 @@ def test_lines_of_a_collective_are_cut_at_waits_and_announcements() -> None:
 def test_only_recorded_steps_have_stamped_code() -> None:
     """Nothing is built, and nothing runs slower, until someone asks."""
     job = _job()
-    (ready,) = job._engine._ready.values()
+    (ready,) = job.engine._ready.values()
     job.step(_batches(1)[0])
     assert "_stamped" not in vars(ready.step)
     with job.timeline(steps=1) as t:
@@ -388,7 +388,7 @@ def test_only_recorded_steps_have_stamped_code() -> None:
         first = vars(ready.step)["_stamped"]
         job.step(_batches(1)[0])
     assert len(t.timeline.meta["steps_ns"]) == 1  # no more than was asked for
-    assert job._transport.tape is None and vars(ready.step)["_stamped"] is first
+    assert job.engine.transport.tape is None and vars(ready.step)["_stamped"] is first
     assert t.timeline.ranks == 1 and "perf_counter_ns" in first.run.code and "perf_counter_ns" not in ready.step.code
 
 

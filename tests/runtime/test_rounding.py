@@ -113,7 +113,7 @@ def spoilt(program: Program, key: str, how: str) -> Program:
     instrs: list[Instr] = []
     for instr in program.instrs:
         if how == "not reduced" and instr is reduced:
-            instr = replace(instr, args=(*instr.args[:4], "max"))
+            instr = replace(instr, boxing=replace(instr.box, reduction="max"))
         elif how != "not reduced" and (instr is reduced or (reduced is None and instr.name == at.name)):
             op, args = ops[how]
             wrong = Instr(name, op, args, (at,), (term,), (term,), phase="backward")
@@ -122,7 +122,7 @@ def spoilt(program: Program, key: str, how: str) -> Program:
                 continue
             instrs.append(wrong)
             refs = tuple(Ref(name) if r == at else r for r in instr.refs)
-            instr = replace(instr, refs=refs, args=(refs, *instr.args[1:]))
+            instr = replace(instr, refs=refs, args=refs)
         instrs.append(instr)
     outputs = program.outputs
     if reduced is None and how != "not reduced":

@@ -79,7 +79,7 @@ def test_a_missing_gradient_reduction_is_caught() -> None:
 
     def spoil(program: Program) -> Program:
         bucket = max(program.collectives, key=lambda i: len(i.refs))
-        wrong = replace(bucket, args=(*bucket.args[:4], "max"))
+        wrong = replace(bucket, boxing=replace(bucket.box, reduction="max"))
         return replace(program, instrs=tuple(wrong if i is bucket else i for i in program.instrs))
 
     report = verify_program(one.graph, plan, [one.inputs], change=spoil)

@@ -14,8 +14,8 @@ import laminar
 from laminar.ir.cluster import Cluster
 from laminar.ir.graph import Graph
 from laminar.planner.bounds.cell_bound import Bounds
-from laminar.planner.estimate.model import Model
-from laminar.planner.search.branches import Branches
+from laminar.planner.estimate.graphs_and_prices import Model
+from laminar.planner.search.best_first.branches import Branches
 from laminar.planner.space.request import asking
 
 

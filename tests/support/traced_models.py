@@ -13,7 +13,7 @@ from laminar.ir.cluster import Cluster
 from laminar.ir.graph import Graph, map_refs
 from laminar.placement.random_plan import random_plan
 from laminar.planner.bounds.cell_bound import Bounds
-from laminar.planner.estimate.model import Model
+from laminar.planner.estimate.graphs_and_prices import Model
 from laminar.planner.space.cell import Cell
 from laminar.planner.space.request import Request
 from laminar.planner.space.styles import Placer, styles

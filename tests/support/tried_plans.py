@@ -18,7 +18,7 @@ from laminar.lower.step import step_programs
 from laminar.placement import presets
 from laminar.placement.random_plan import random_plan
 from laminar.planner.bounds.signatures import Placements
-from laminar.planner.estimate.model import Model
+from laminar.planner.estimate.graphs_and_prices import Model
 from laminar.planner.space.cell import Cell
 from laminar.planner.space.request import Request
 

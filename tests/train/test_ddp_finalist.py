@@ -276,7 +276,7 @@ def _other_batches() -> str:
     model, data = chain(), batches(2)
     with _took(0.5), mock.patch.object(try_finalists, "FAR", 100.0):
         job = laminar.parallelize(model, counted, adamw(model), batch=data[0], cluster="2xcpu", device="cpu")
-    job._world.patience_s = 5.0
+    job.peers.patience_s = 5.0
     assert isinstance(job, DdpJob)
     try:
         job.step(data[job.rank])

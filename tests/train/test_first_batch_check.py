@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import laminar
 from laminar import CheckError, events
 from laminar.ir.graph import Graph
-from laminar.train import engine, first_batch_check
+from laminar.train import first_batch_check, tracer
 from laminar.train.compare_results import off
 from tests.support.rank_pool import Ranks
 from tests.support.small_job import adamw, batches, counted, mean, net
@@ -80,8 +80,8 @@ def _plan(plan: str, model: nn.Module, loss: Any, batch: Any) -> Any:
 
 def _mistaken(plan: str, mistake: str) -> str:
     change = MISTAKES[mistake][0]
-    capture = engine.probe
-    engine.probe = lambda graph: capture(change(graph))  # type: ignore[assignment]
+    capture = tracer.probe
+    tracer.probe = lambda graph: capture(change(graph))  # type: ignore[assignment]
     torch.manual_seed(0)
     model, batch = Net(), torch.randn(8, 6)
     try:
@@ -93,7 +93,7 @@ def _mistaken(plan: str, mistake: str) -> str:
             return str(error)
         return ""
     finally:
-        engine.probe = capture
+        tracer.probe = capture
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
@@ -109,14 +109,14 @@ def test_a_mistake_of_capture_is_named_on_every_rank(two: Ranks, plan: str, mist
 
 def test_it_can_be_left_out() -> None:
     """Whoever knows better says check=False, and trains on what was captured."""
-    capture = engine.probe
-    engine.probe = lambda graph: capture(_without_gradient(graph))  # type: ignore[assignment]
+    capture = tracer.probe
+    tracer.probe = lambda graph: capture(_without_gradient(graph))  # type: ignore[assignment]
     try:
         model, batch = Net(), torch.randn(8, 6)
         job = laminar.parallelize(model, _square, adamw(model), batch=batch, device="cpu", check=False)
         assert job.step(batch).loss > 0
     finally:
-        engine.probe = capture
+        tracer.probe = capture
 
 
 class Noisy(nn.Module):

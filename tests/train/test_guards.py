@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import laminar
 from laminar import events
 from laminar.errors import CaptureError, LaminarError, StateError
-from laminar.train import engine
+from laminar.train import tracer
 from tests.support.rank_pool import Ranks
 
 FACTOR = 1.0
@@ -275,9 +275,9 @@ def test_what_nobody_reads_costs_nothing() -> None:
             step()
 
     assert _captures(some) == 0
-    walks = step.job._engine.captures.guards.walks  # type: ignore[attr-defined]
+    walks = step.job.tracer.captures.guards.walks  # type: ignore[attr-defined]
     some()
-    assert step.job._engine.captures.guards.walks == walks  # type: ignore[attr-defined]
+    assert step.job.tracer.captures.guards.walks == walks  # type: ignore[attr-defined]
 
 
 def test_going_back_hits_what_is_compiled() -> None:
@@ -307,11 +307,11 @@ def test_a_graph_from_an_earlier_run_has_its_guards(tmp_path: Any, monkeypatch: 
             graphs[key] = make()
         return graphs[key]
 
-    monkeypatch.setattr(engine, "kept_graph", kept_graph)
+    monkeypatch.setattr(tracer, "kept_graph", kept_graph)
     for again in (False, True):
         model, twin, step, _ = _pair()
         step()
-        assert (step.job._engine.captures._reads is None) == again  # type: ignore[attr-defined]
+        assert (step.job.tracer.captures._reads is None) == again  # type: ignore[attr-defined]
         model.steps_done = 3
         assert _captures(step) == 0
         model.tau = twin.tau = 0.5
@@ -326,10 +326,10 @@ def test_the_same_graph_is_not_compiled_again() -> None:
 
     model, twin, step, _ = _pair(reads)
     step()
-    before = dict(step.job._engine._ready)  # type: ignore[attr-defined]
+    before = dict(step.job.engine._ready)  # type: ignore[attr-defined]
     model.steps_done = twin.steps_done = 5
     assert _captures(step) == 1
-    assert step.job._engine._ready == before  # type: ignore[attr-defined]
+    assert step.job.engine._ready == before  # type: ignore[attr-defined]
 
 
 def test_a_value_that_changes_all_the_time_is_named_with_the_ways_out(caplog: pytest.LogCaptureFixture) -> None:

@@ -90,7 +90,7 @@ def _last_batch(plan: str, local: bool) -> tuple[float, int]:
         half = {k: v.chunk(2)[job.rank] for k, v in b.items()}
         job.step(laminar.Local(half) if local else b)
     plain(other, mean, adamw(other), data)
-    return gap(job.state_dict(), other.state_dict()), len(job._engine._ready)
+    return gap(job.state_dict(), other.state_dict()), len(job.engine._ready)
 
 
 @pytest.mark.parametrize(
@@ -583,8 +583,8 @@ def _overflow(plan: str) -> tuple[list[bool], list[float], float]:
     for i in range(4):
         skipped.append(job.step(one(i)).skipped)
         weights.append(float(sum(v.double().abs().sum() for k, v in job.state_dict().items() if k != "seen")))
-    assert job._scaler is not None
-    return skipped, weights, job._scaler.scale
+    assert job.state.scaler is not None
+    return skipped, weights, job.state.scaler.scale
 
 
 @pytest.mark.parametrize("plan", ["data", "zero2", "tensor"])

@@ -350,7 +350,7 @@ def test_a_staged_plan_is_planned_verified_and_trained_from_the_command_line(
 ) -> None:
     """Plan to a file, explain it, compare it with one device, train with as many ranks as it has."""
     recipe, plan = str(EXAMPLES / "gpt.py:tiny"), str(tmp_path / "plan.json")
-    assert main(["plan", recipe, "--stages", "2", "--microbatches", "2", "-o", plan]) == 0
+    assert main(["plan", recipe, "--stages", "2", "--micro-batches", "2", "-o", plan]) == 0
     assert "stage 1 at place 1" in capsys.readouterr().out
     assert main(["explain", plan]) == 0
     assert "2 micro-batches, 1f1b, fixed order" in capsys.readouterr().out
@@ -365,7 +365,7 @@ def test_a_staged_plan_is_planned_verified_and_trained_from_the_command_line(
 def test_a_rank_that_dies_in_a_pipeline_is_named(tmp_path: Path) -> None:
     """The others wait for its parts; the run ends with one error that says who is gone, and nothing is left running."""
     recipe, plan, run = str(EXAMPLES / "gpt.py:tiny"), str(tmp_path / "plan.json"), tmp_path / "run"
-    assert main(["plan", recipe, "--stages", "2", "--microbatches", "2", "-o", plan]) == 0
+    assert main(["plan", recipe, "--stages", "2", "--micro-batches", "2", "-o", plan]) == 0
     command = [sys.executable, "-m", "laminar", "train", recipe, "--plan", plan, "--steps", "100000"]
     process = subprocess.Popen(
         [*command, "--run-dir", str(run)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

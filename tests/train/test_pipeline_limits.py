@@ -85,7 +85,7 @@ Hook = Callable[[str, int, int], None]
 
 def hooked(job: Any, before: Hook | None = None, after: Hook | None = None) -> Callable[[], None]:
     """Call something around every firing of a job; what is given back undoes it."""
-    actors = job._pipe.actors
+    actors = job.pipes.training.actors
     fire = actors._run
 
     def run(name: str, k: int, step: int, inputs: Any) -> Any:
@@ -116,7 +116,7 @@ Log = list[tuple[int, str, bool]]
 def _logged(options: dict[str, Any], steps: int) -> tuple[Net, Log, dict[str, int], list[float]]:
     """Two ways to know what is under way: when firings of this rank began and ended, and what its registers say."""
     job, log = job_of(**options), Log()
-    rank, actors = dist.get_rank(), job._pipe.actors
+    rank, actors = dist.get_rank(), job.pipes.training.actors
 
     def before(name: str, k: int, step: int) -> None:
         log.append((time.perf_counter_ns(), name, False))
@@ -224,7 +224,7 @@ def _flooded(micro: int, steps: int) -> tuple[dict[str, int], list[int], dict[st
     for _ in range(steps + 2):
         job.step(batch)
         resident.append(int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"))
-    actors = job._pipe.actors
+    actors = job.pipes.training.actors
     sizes, peaks = {q.name: q.bytes for q in actors.net.queues}, actors.peaks
     job.close()
     return sizes, resident[2:], peaks
@@ -360,7 +360,7 @@ def test_a_command_whose_stage_is_lost_ends_and_leaves_nothing(
 ) -> None:
     """`laminar train --plan`: one error that names the rank, and no process is left, not even one that is stopped."""
     recipe, plan, run = str(EXAMPLES / "gpt.py:tiny"), str(tmp_path / "plan.json"), tmp_path / "run"
-    assert main(["plan", recipe, "--stages", str(stages), "--microbatches", "4", "-o", plan]) == 0
+    assert main(["plan", recipe, "--stages", str(stages), "--micro-batches", "4", "-o", plan]) == 0
     command = [sys.executable, "-m", "laminar", "train", recipe, "--plan", plan, "--steps", "1000000", "--timeout", "8"]
     process = subprocess.Popen(
         [*command, "--run-dir", str(run)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -390,7 +390,7 @@ class Shuffled:
     """Has a job hear what comes late and in any order, goodbyes excepted."""
 
     def __init__(self, job: Any, seed: str) -> None:
-        self.lines, self.dice, self.held = job._pipe.actors._lines, random.Random(seed), list[Message]()
+        self.lines, self.dice, self.held = job.pipes.training.actors._lines, random.Random(seed), list[Message]()
         self.receive, self.lines.receive = self.lines.receive, self.some
         self.late = 0
         """Times that something had come and was not heard yet."""

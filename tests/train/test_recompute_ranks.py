@@ -32,7 +32,7 @@ def _train(what: str, recompute: tuple[str, ...], parts: int) -> tuple[list[floa
     job = laminar.parallelize(made, loss, partial(torch.optim.AdamW, lr=1e-2), batch=batches([SAMPLES])[0], plan=plan,
                               mesh=mesh, micro_batches=parts)  # fmt: skip
     losses = [job.step(b).loss for b in batches([SAMPLES, SAMPLES, SAMPLES // 2])]
-    programs = [ready.program for ready in job._engine._ready.values()]
+    programs = [ready.program for ready in job.engine._ready.values()]
     again = min(sum(i.phase == "recompute" for i in p.instrs) for p in programs)
     weights = job.state_dict()
     job.close()

@@ -19,7 +19,7 @@ from laminar.lower.stage_net import joining, layout_of, piped, together, widest
 from laminar.lower.stage_programs import stages
 from laminar.staging import balance
 from laminar.staging.stage_plans import again
-from laminar.train.engine import Leaves
+from laminar.train.leaves import Leaves
 from laminar.train.pipeline_steps import SIZES
 from tests.support.marks import slow
 from tests.support.rank_pool import Ranks
@@ -36,9 +36,9 @@ def _train(which: str, given_: Given, captured: int, micro: int, options: dict[s
     handed = [Sized(b, sizes) if sizes else b for b, (_, sizes) in zip(batches, given_, strict=True)]
     plan = planned(made, captured, micro, **options)
     job = laminar.parallelize(made, LOSSES[which], make, batch=handed[0], plan=plan, seed=SEED)
-    first = job._pipe
+    first = job.pipes.training
     said = [job.step(b).loss for b in handed]
-    out = said, job.state_dict(), job._pipe is first, len(job._pipe.sizes)
+    out = said, job.state_dict(), job.pipes.training is first, len(job.pipes.training.sizes)
     job.close()
     return out
 

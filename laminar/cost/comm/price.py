@@ -214,7 +214,7 @@ class CollectiveCost:
 
     def of(self, instr: Instr, mesh: Mesh, rank: int = 0, resident: bool = False) -> Answer:
         """Seconds of a collective of a program."""
-        return self.on(instr.kind, held_bytes(instr, mesh, rank), mesh, tuple(instr.args[1]), rank, resident)
+        return self.on(instr.kind, held_bytes(instr, mesh, rank), mesh, instr.box.axes, rank, resident)
 
     def _answer(self, kind: str, nbytes: int, t: Team, resident: bool) -> Answer:
         if kind not in KINDS:

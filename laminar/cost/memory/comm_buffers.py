@@ -105,7 +105,7 @@ class _Layout:
     # -- geometry ------------------------------------------------------------------------------
 
     def _ranks(self, instr: Instr) -> tuple[int, ...]:
-        return self.mesh.group(tuple(instr.args[1]), self.mesh.coords(self.rank))
+        return self.mesh.group(instr.box.axes, self.mesh.coords(self.rank))
 
     def _before(self, instr: Instr) -> list[int]:
         return [p.local(self.mesh, self.rank).nbytes for p in instr.ins]
@@ -133,7 +133,7 @@ class _Layout:
             # The region also has room for the sum of this rank's part; the terms are the bucket itself.
             item = self._item(instr)
             extra = aligned(total) - total + aligned(chunk(total // item, n, 0)[1] * item)
-            self.yards.setdefault(tuple(instr.args[1]), {})[instr.name] = extra
+            self.yards.setdefault(instr.box.axes, {})[instr.name] = extra
 
     def _local_gradients(self) -> None:
         for out in self.program.outputs:
@@ -179,7 +179,7 @@ class _Layout:
             if len(instr.refs) > 1:
                 return Need("finish", (most, most * len(ranks)))
             even = len({p.local(self.mesh, r).shape for p in instr.ins for r in ends}) == 1
-            if even and tuple(instr.args[2][0]) == (0, 1):
+            if even and instr.box.gives[0] == (0, 1):
                 return Need("start", holds=True)
             return Need("finish", (most * len(ranks),), holds=True)
         if instr.kind == "reduce_scatter":
@@ -198,7 +198,7 @@ class _Layout:
 
     def _ring(self, instr: Instr, nbytes: int) -> None:
         ring = "small" if nbytes <= SMALL_BYTES else "large"
-        areas = self.yards.setdefault(tuple(instr.args[1]), {})
+        areas = self.yards.setdefault(instr.box.axes, {})
         areas[ring] = max(areas.get(ring, 0), aligned(max(nbytes, 1)))
 
     def _rows(self, instr: Instr) -> None:
@@ -208,7 +208,7 @@ class _Layout:
         gather = instr.kind == "all_gather"
         totals = [0] * len(ranks)
         row = 0
-        for src, dst, give, take in zip(instr.ins, instr.outs, instr.args[2], instr.args[3], strict=True):
+        for src, dst, give, take in zip(instr.ins, instr.outs, instr.box.gives, instr.box.takes, strict=True):
             assert dst is not None
             whole = (dst if gather else src).local(self.mesh, self.rank).shape
             dim, blocks = give if gather else take

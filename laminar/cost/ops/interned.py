@@ -29,7 +29,7 @@ class Forms:
         self.examples: list[Instr] = []
         """The first line of each form."""
         self.plain: list[tuple[Any, ...]] = []
-        """Its arguments besides tensors."""
+        """Its arguments besides tensors; for a step of boxing, how it moves them."""
         self.of: list[int] = []
         """Which form."""
         self.reads: list[list[int]] = []
@@ -47,6 +47,8 @@ class Forms:
             op, args, refs, outs = instr.op, instr.args, instr.refs, instr.outs
             # Mostly tensors come first and all else behind; comparing says so faster than looking at each.
             plain = args[len(refs) :] if args[: len(refs)] == refs else _plain(args)
+            if instr.boxing is not None:
+                plain = (instr.boxing,)
             key = (op, instr.ins, outs, *plain)
             form = known.get(key)
             if form is None:

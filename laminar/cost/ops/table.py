@@ -51,8 +51,11 @@ def local_call(instr: Instr, mesh: Mesh, rank: int = 0) -> Call:
     if len(instr.args) >= 4 and instr.args[-4] == "offset":
         args = instr.args
     else:
+        given = instr.args
+        if (box := instr.boxing) is not None:
+            given = (given, box.axes, box.gives, box.takes, box.reduction)
         whole = Call(
-            instr.op, instr.args, tuple(p.spec for p in instr.ins), tuple(p.spec if p else None for p in instr.outs)
+            instr.op, given, tuple(p.spec for p in instr.ins), tuple(p.spec if p else None for p in instr.outs)
         )
         args = local_args(whole, ins, outs)
     if instr.op in DRAWS and instr.outs[0] is not None and any(isinstance(p, Split) for p in instr.outs[0].nd):

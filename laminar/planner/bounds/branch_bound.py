@@ -1,11 +1,11 @@
 """At least so many seconds, where branches have devices of their own.
 
-A way (`planner/search/branches.py`) says which ops run on which set of devices; how they lie there is open. The bound
-rests on what `planner/bounds/one_device.py` takes for granted. Each stage is lowered for one device; on a set of r
-devices an op takes at least a call and 1/r of the rest, and a stage updates at least 1/r of its parameters. A set
-begins when the first of its parts may, works on all micro-batches one after the other, and ends no later than the
-step: parts and what passes between them are a graph, and the longest path to the first of a set's parts, or from the
-last, is time in which it does nothing. A micro-batch by itself takes at least the longest path of all.
+A way (`planner/search/best_first/branches.py`) says which ops run on which set of devices; how they lie there is open.
+The bound rests on what `planner/bounds/one_device.py` takes for granted. Each stage is lowered for one device; on a set
+of r devices an op takes at least a call and 1/r of the rest, and a stage updates at least 1/r of its parameters. A set
+begins when the first of its parts may, works on all micro-batches one after the other, and ends no later than the step:
+parts and what passes between them are a graph, and the longest path to the first of a set's parts, or from the last, is
+time in which it does nothing. A micro-batch by itself takes at least the longest path of all.
 
 Where that does not rule a way out, what ranks of a set exchange is counted as for any stage (`Bounds.stage_s`), on the
 best of the meshes that sets may have. What messages between sets carry is left out, that there are any is not.
@@ -30,7 +30,7 @@ from laminar.placement import presets
 from laminar.planner.bounds.cell_bound import Bounds
 from laminar.planner.bounds.one_device import ONE, Kernel, kernel_s, kernels_of
 from laminar.planner.bounds.piece_bound import per_element_s
-from laminar.planner.estimate.model import Model
+from laminar.planner.estimate.graphs_and_prices import Model
 from laminar.planner.space.cell import Cell
 from laminar.rules.notation import calls_in
 from laminar.staging.stage_plans import arranged

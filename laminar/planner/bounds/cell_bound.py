@@ -56,8 +56,8 @@ from laminar.planner.bounds.one_device import ONE, Alone, kernel_s
 from laminar.planner.bounds.piece_bound import Least, Weights, per_element_s
 from laminar.planner.bounds.pipeline_bound import Order, Row, longest_row, stretch
 from laminar.planner.bounds.signatures import Piece, Placements, Prices
-from laminar.planner.estimate.model import Model
-from laminar.planner.estimate.score import extrapolated
+from laminar.planner.estimate.graphs_and_prices import Model
+from laminar.planner.estimate.score_placement import extrapolated
 from laminar.planner.space.cell import Cell
 
 MEANS = ((0.65, 0.65, 0.4), (0.3, 0.3, 0.4))

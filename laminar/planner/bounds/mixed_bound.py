@@ -30,7 +30,7 @@ from laminar.ir.graph import Graph
 from laminar.lower.split_stages import split
 from laminar.planner.bounds.one_device import ONE, Alone, kernel_s
 from laminar.planner.estimate.mixed_pipelines import Shop, Sides
-from laminar.planner.estimate.score import extrapolated
+from laminar.planner.estimate.score_placement import extrapolated
 from laminar.planner.space.cell import Cell
 from laminar.rules.notation import Call, call_of, calls_in
 from laminar.staging.balance import balanced

@@ -22,8 +22,8 @@ from laminar.lower.planned_recompute import boundary_bytes
 from laminar.lower.stage_programs import KEPT, stages
 from laminar.lower.step import step_programs
 from laminar.placement import presets
-from laminar.planner.estimate.model import Model
-from laminar.planner.estimate.score import extrapolated
+from laminar.planner.estimate.graphs_and_prices import Model
+from laminar.planner.estimate.score_placement import extrapolated
 from laminar.planner.space.cell import Cell
 from laminar.staging.stage_plans import pipeline
 

@@ -30,10 +30,11 @@ from laminar.forecast.step import Prediction, held_by, predict, timed
 from laminar.ir.plan import Plan
 from laminar.ir.program import SEND
 from laminar.lower.step import step_programs
-from laminar.planner.space.styles import SPARING
+from laminar.planner.space.styles import Style
 
 if TYPE_CHECKING:
-    from laminar.planner.estimate.model import Model, Score
+    from laminar.planner.estimate.candidates import Score
+    from laminar.planner.estimate.graphs_and_prices import Model
 from laminar.planner.estimate.block_mix import Mix, Ways
 
 TRIES = 5
@@ -42,11 +43,11 @@ WORTH = 0.998
 """A mix is simulated if it is expected to take less than this of the best."""
 
 
-def eased(model: Model, plan: Plan, style: tuple[str, ...], ways: Ways, mix: Mix) -> Plan:
+def eased(model: Model, plan: Plan, style: Style, ways: Ways, mix: Mix) -> Plan:
     """A plan with a mix."""
     whole, spared, away = ways.placed(mix)
-    again = model.patterns(whole, style) + model.patterns(spared, (*style, SPARING))
-    return replace(plan, recompute=again, offload=model.patterns(away, ()))
+    again = model.patterns(whole, style) + model.patterns(spared, replace(style, keep_products="all"))
+    return replace(plan, recompute=again, offload=model.patterns(away))
 
 
 def ways_of(model: Model, kept: Score, whole: Score | None) -> Ways:
@@ -75,7 +76,7 @@ def ways_of(model: Model, kept: Score, whole: Score | None) -> Ways:
 
     kept_s, kept_bytes, forward_s, _ = run(plan)
 
-    def way(style: tuple[str, ...]) -> tuple[float, float]:
+    def way(style: Style) -> tuple[float, float]:
         """The first blocks made again: in the last one's backward what they have saved is not needed any more."""
         seconds, held, _, _ = run(replace(plan, recompute=model.patterns(range(few), style, of=depth)))
         return max(0.0, seconds - kept_s) / few, max(0.0, kept_bytes - held) / few
@@ -85,12 +86,12 @@ def ways_of(model: Model, kept: Score, whole: Score | None) -> Ways:
         each = way(style)
         if whole is not None:  # at both depths, and so without what only the shallow model has
             each = max(0.0, whole.seconds - kept.seconds) / blocks, each[1]
-        found = replace(found, whole=each, spared=way((*style, SPARING)))
+        found = replace(found, whole=each, spared=way(replace(style, keep_products="all")))
     if request.offloads and forward_s:
-        one_s, one, _, sent = run(replace(plan, offload=model.patterns([min(1, few - 1)], (), of=depth)))
+        one_s, one, _, sent = run(replace(plan, offload=model.patterns([min(1, few - 1)], of=depth)))
         if sent and kept_bytes > one:
-            _, late, _, _ = run(replace(plan, offload=model.patterns([max(0, few - 1)], (), of=depth)))
-            _, every, _, _ = run(replace(plan, offload=model.patterns(range(blocks), ())))
+            _, late, _, _ = run(replace(plan, offload=model.patterns([max(0, few - 1)], of=depth)))
+            _, every, _, _ = run(replace(plan, offload=model.patterns(range(blocks))))
             found = replace(
                 found,
                 sent_bytes=sent,

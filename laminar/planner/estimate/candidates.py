@@ -1,4 +1,4 @@
-"""What a search hands on: plans that were simulated in full, the choice among them, and how they are told in words."""
+"""Candidates: placements with what they are expected to take, plans simulated in full, and what a search hands on."""
 
 from __future__ import annotations
 
@@ -11,12 +11,47 @@ from laminar.forecast.step import Prediction
 from laminar.ir.account import SimulatedPlan
 from laminar.ir.certificate import Certificate
 from laminar.ir.plan import Plan
+from laminar.ir.rewrites import Steps
 from laminar.ir.staged import Staged
-from laminar.planner.estimate.model import Score
+from laminar.planner.space.cell import Cell
 from laminar.planner.space.plan_space import Space
+from laminar.planner.space.styles import Style
 
 USUAL = frozenset({"data", "typed", "kept", "inner", "tensor", "sequence", "sparing"})
 """Styles of plans that have a name."""
+
+
+@dataclass(frozen=True, eq=False)
+class Score:
+    """A placement, and what it is expected to take."""
+
+    cell: Cell
+    style: Style
+    zero: int
+    plan: Plan | None
+    """Of the folded graph of a micro-batch; if it is not there, `Model.placed` makes it."""
+    seconds: float
+    peak_bytes: float
+    behind_s: float = 0.0
+    """Of the seconds, those behind the last op: gradients still on their way, updates."""
+    rewrites: Steps = ()
+    """What the graph was made by that it places, see `planner/space/rewrites.py`."""
+    again: tuple[int, ...] = ()
+    """By place, blocks that are made again in backward where not all are; nothing where all are, or none."""
+    blocks: int = 0
+    """Of how many, where not all are."""
+    saves_bytes: float = 0.0
+    """What one more saves of a step without stages, where not all are made again."""
+    spared: int = 0
+    """Of the blocks that are made again, those whose products are kept, where that is not so for all."""
+    away: int = 0
+    """Blocks that wait in the host's memory."""
+    apart: tuple[int, ...] = ()
+    """Devices of each set, where branches have some of their own (`planner/search/best_first/branches.py`)."""
+
+    def __str__(self) -> str:
+        zero = f" zero{self.zero}" if self.zero else ""
+        return f"{self.cell} {self.style}{zero}: {self.seconds * 1e3:.3f} ms, {self.peak_bytes / 1e9:.2f} GB"
 
 
 @dataclass(frozen=True)
@@ -41,7 +76,7 @@ class Final:
     @property
     def usual(self) -> bool:
         """Whether it has a name that people know."""
-        return USUAL.issuperset(self.score.style) and not self.score.apart and not self.plan.rewrites
+        return USUAL.issuperset(self.score.style.words) and not self.score.apart and not self.plan.rewrites
 
     @property
     def simple(self) -> tuple[int, ...]:
@@ -51,7 +86,7 @@ class Final:
                 "both", "mixed")  # fmt: skip
         steps = len(self.plan.rewrites)
         return (steps, cell.stages, bool(self.score.apart), cell.micro_batches > 1, cell.virtual,
-                max(map(ways.index, style)), cell.tp > 1, self.score.zero, cell.recompute,
+                max(map(ways.index, style.words)), cell.tp > 1, self.score.zero, cell.recompute,
                 self.score.away > 0)  # fmt: skip
 
     def row(self) -> SimulatedPlan:
@@ -108,7 +143,7 @@ def described(score: Score) -> str:
     names = {"data": "data parallel", "inner": "pieces within a node", "tensor": "tensor parallel",
              "sequence": "tensor and sequence parallel",
              "free": "placed freely", "lean": "placed freely within memory"}  # fmt: skip
-    ways = dict.fromkeys(names[s] for s in score.style if s in names)
+    ways = dict.fromkeys(names[s] for s in score.style.axes)
     cell = score.cell
     mesh = " x ".join(f"{n}={s}" for n, s in zip(cell.mesh.names, cell.mesh.sizes, strict=True))
     out = f"{' and '.join(ways)} on {mesh}"
@@ -117,18 +152,18 @@ def described(score: Score) -> str:
         out = f"branches apart on {sizes} devices" + (f", {' and '.join(ways)}" if max(score.apart) > 1 else "")
     if score.zero:
         out += f", ZeRO {score.zero}"
-        out += " gathered once" if "kept" in score.style and score.zero == 3 else ""
-    if "mixed" in score.style:
+        out += " gathered once" if score.style.gather_once and score.zero == 3 else ""
+    if score.style.mixed_storage:
         out += ", mixed pieces"
     if not cell.plain:
         out += f", {cell.stages} stages" if cell.stages > 1 and not score.apart else ""
         out += f", {cell.micro_batches} micro-batches" if cell.micro_batches > 1 or not score.apart else ""
         out += f", {cell.virtual} virtual stages each" if cell.virtual > 1 else ""
-    if cell.recompute and (any(score.again) or not score.again or "both" in score.style):
+    if cell.recompute and (any(score.again) or not score.again or score.style.keep_products == "some"):
         some = f"{sum(score.again)} of {score.blocks} " if score.again and sum(score.again) < score.blocks else ""
         part = f" (products of {score.spared} kept)" if 0 < score.spared < sum(score.again) else ""
-        spared = " but for products" if "sparing" in score.style or (score.spared and not part) else part
-        both = "both" in score.style and bool(some)
+        spared = " but for products" if score.style.keep_products == "all" or (score.spared and not part) else part
+        both = score.style.keep_products == "some" and bool(some)
         spared = " but for products" if both and not any(score.again) else spared
         out += f", {some if any(score.again) else ''}blocks made again{spared} in backward"
         out += ", the others but for products" if both and any(score.again) else ""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 
 from laminar.ir.mesh import Mesh
-from laminar.planner.space.styles import BOTH, SPARING
+from laminar.planner.space.styles import Style
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Share:
     micro_batches: int
     """Into how many the batch is cut whose samples all lie on the mesh."""
     mesh: Mesh
-    style: tuple[str, ...]
+    style: Style
     zero: int
     recompute: bool
     samples: int
@@ -42,8 +42,8 @@ class Share:
 
     def __post_init__(self) -> None:
         # Of blocks of both kinds, those of each are measured; without any it makes no difference what they would be.
-        gone = (BOTH,) if self.recompute else (BOTH, SPARING)
-        object.__setattr__(self, "style", tuple(s for s in self.style if s not in gone))
+        if self.style.keep_products == "some" or not self.recompute:
+            object.__setattr__(self, "style", replace(self.style, keep_products="none"))
 
 
 @dataclass(frozen=True)

@@ -28,12 +28,13 @@ from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh
 from laminar.ir.plan import Plan
 from laminar.ir.staged import Staged
+from laminar.planner.estimate.candidates import Score
 from laminar.planner.estimate.cost_by_depth import Parts, Share
-from laminar.planner.estimate.model import Model, Score
+from laminar.planner.estimate.graphs_and_prices import Model
 from laminar.planner.estimate.stage_cost import HOPS_HELD, ends_s, parts_of, share_of, work_by_op
 from laminar.planner.space.cell import DEEPEST, Cell, divisors
 from laminar.planner.space.request import Request
-from laminar.planner.space.styles import styles
+from laminar.planner.space.styles import Style, styles
 from laminar.staging.balance import work_s
 from laminar.staging.stage_plans import inner_plan, pipeline
 
@@ -152,7 +153,7 @@ class Priced:
     """One micro-batch of the whole model on the ranks of one stage of a side."""
 
     side: Side
-    style: tuple[str, ...]
+    style: Style
     zero: int
     share: Share
     parts: Parts
@@ -196,7 +197,7 @@ class Shop:
     def _priced(self, k: int, side: Side, micro: int, recompute: bool, zero: int) -> Iterator[Priced]:
         model = self.models[k]
         cell = Cell(1, micro, 1, side.dp, side.tp, recompute)
-        wanted = [s for s in styles(side.mesh, self.request.allows("tensor"), side.tp > 1) if "inner" not in s]
+        wanted = [s for s in styles(side.mesh, self.request.allows("tensor"), side.tp > 1) if "inner" not in s.axes]
         for style in wanted[:2]:
             try:
                 share = share_of(model, cell, style, zero)

@@ -45,11 +45,12 @@ from laminar.planner.estimate.stage_cost import (
     work_by_op,
 )
 from laminar.planner.space.cell import Cell
-from laminar.planner.space.styles import BOTH, SPARING
+from laminar.planner.space.styles import Style
 from laminar.staging.stage_plans import pipeline
 
 if TYPE_CHECKING:
-    from laminar.planner.estimate.model import Model, Score
+    from laminar.planner.estimate.candidates import Score
+    from laminar.planner.estimate.graphs_and_prices import Model
 
 Cut = Literal["stages", "places", "sent"]
 """How stages are cut: by what ops take on this machine, so that stages or places are even, or so that less is sent."""
@@ -202,7 +203,7 @@ class Places:
         return step_s, tuple(int(n) for n in made)
 
 
-def places(model: Model, cell: Cell, style: tuple[str, ...], zero: int, more: int = 0) -> Places:
+def places(model: Model, cell: Cell, style: Style, zero: int, more: int = 0) -> Places:
     """Of a cell in a style."""
     share = share_of(model, cell, style, zero)
     found = Places(model, cell, parts_of(model, without(share, style)), parts_of(model, share), zero, more)
@@ -210,12 +211,14 @@ def places(model: Model, cell: Cell, style: tuple[str, ...], zero: int, more: in
     return found
 
 
-def without(share: Share, style: tuple[str, ...]) -> Share:
+def without(share: Share, style: Style) -> Share:
     """The share of blocks that are not made again as a whole."""
-    return replace(share, style=(*share.style, SPARING)) if BOTH in style else replace(share, recompute=False)
+    if style.keep_products == "some":
+        return replace(share, style=replace(share.style, keep_products="all"))
+    return replace(share, recompute=False)
 
 
-def learned(model: Model, cell: Cell, style: tuple[str, ...], zero: int, ran: StagedPrediction) -> None:
+def learned(model: Model, cell: Cell, style: Style, zero: int, ran: StagedPrediction) -> None:
     """What places were found to hold with nothing made again is kept in mind for the cell in which blocks may be."""
     here = places(model, cell, style, zero)
     share = replace(share_of(model, cell, style, zero), recompute=False)
@@ -357,7 +360,7 @@ def _picked(
     here: Places,
     staged: Staged,
     bare: Mapping[str, float],
-    style: tuple[str, ...],
+    style: Style,
     least: Sequence[int],
 ) -> tuple[Staged, tuple[int, ...], tuple[int, ...], np.ndarray]:
     """Stages with as few blocks made again as places need, `least` of them at least; and what should then be held.
@@ -384,9 +387,9 @@ def _picked(
         held[place] = here.held(place, layers, again)
         for c, s in enumerate(mine):
             patterns = model.patterns(names[c], style, of=len(shares[s]))
-            if BOTH in style:
+            if style.keep_products == "some":
                 others = [b for b in shares[s] if b not in names[c]]
-                patterns += model.patterns(others, (*style, SPARING), of=len(shares[s]))
+                patterns += model.patterns(others, replace(style, keep_products="all"), of=len(shares[s]))
             own[s] = StagePlan(own[s].place, replace(own[s].plan, recompute=patterns))
             made |= {b: min(s, made.get(b, s)) for b in names[c]}
         pieces.append(sum(map(len, names)))

@@ -30,11 +30,12 @@ from laminar.ir.sbp import B, Partial, local_spec
 from laminar.lower.buckets import BUCKET_BYTES
 from laminar.lower.stage_programs import KEPT, stages
 from laminar.planner.space.cell import Cell
+from laminar.planner.space.styles import Style
 from laminar.staging.balance import slowest_s, work_s
 from laminar.staging.stage_plans import pipeline
 
 if TYPE_CHECKING:
-    from laminar.planner.estimate.model import Model
+    from laminar.planner.estimate.graphs_and_prices import Model
 from laminar.planner.estimate.cost_by_depth import NAMES, Line, Parts, Share
 
 HOPS_HELD = 5
@@ -45,21 +46,25 @@ FUSED_KEPT = 0.5
 """Of what forward keeps, what is left if a compiler may make cheap values again. Assumed."""
 
 
-def share_of(model: Model, cell: Cell, style: tuple[str, ...], zero: int) -> Share:
+def share_of(model: Model, cell: Cell, style: Style, zero: int) -> Share:
     """A data parallel axis only says how many samples are left."""
     samples = model.samples // cell.micro_batches
     if model.request.place:  # who names tensors and axes wants them as they are
         return Share(cell.micro_batches, cell.mesh, style, zero if zero == 3 else 0, cell.recompute, samples)
-    if style[0] == "data" and zero < 3 and "inner" not in style and samples % cell.dp == 0 and "dp" in cell.mesh.names:
+    data = style.axes[0] == "data" and "inner" not in style.axes
+    if data and zero < 3 and samples % cell.dp == 0 and "dp" in cell.mesh.names:
         return unit(model, cell, style, samples // cell.dp)
     return Share(cell.micro_batches, cell.mesh, style, zero if zero == 3 else 0, cell.recompute, samples)
 
 
-def unit(model: Model, cell: Cell, style: tuple[str, ...], samples: int) -> Share:
+def unit(model: Model, cell: Cell, style: Style, samples: int) -> Share:
     """The share of one data parallel rank, and the tensor parallel ones beside it, that has so many samples."""
-    mesh = Mesh({"tp": cell.tp}) if cell.tp > 1 else Mesh({"dp": 1})
-    inner = tuple(s for s, n in zip(style, cell.mesh.names, strict=False) if n == "tp") if cell.tp > 1 else ("data",)
-    return Share(model.samples // samples, mesh, inner + style[len(cell.mesh.names) :], 0, cell.recompute, samples)
+    mesh, axes = Mesh({"dp": 1}), Style(("data",)).axes
+    if cell.tp > 1:
+        mesh = Mesh({"tp": cell.tp})
+        axes = tuple(s for s, n in zip(style.axes, cell.mesh.names, strict=True) if n == "tp")
+    own = replace(style, axes=axes)
+    return Share(model.samples // samples, mesh, own, 0, cell.recompute, samples)
 
 
 def parts_of(model: Model, share: Share) -> Parts:

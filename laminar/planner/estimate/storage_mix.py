@@ -31,12 +31,12 @@ from laminar.ir.sbp import local_spec
 from laminar.lower.buckets import SMALL_BYTES
 from laminar.lower.step import step_programs
 from laminar.placement.minsum_capped import Capped
-from laminar.planner.estimate.candidates import Final
-from laminar.planner.estimate.model import Model, Score
+from laminar.planner.estimate.candidates import Final, Score
+from laminar.planner.estimate.graphs_and_prices import Model
 from laminar.planner.estimate.pipeline_recompute import some
-from laminar.planner.estimate.score import feasible, scored
+from laminar.planner.estimate.score_placement import feasible, scored
 from laminar.planner.space.cell import Cell
-from laminar.planner.space.styles import KEPT, ZERO, styles
+from laminar.planner.space.styles import ZERO, Style, styles
 
 GROUPS = 12
 """Groups for which other ways are tried: those that hold most."""
@@ -73,7 +73,7 @@ class Way:
 
 def kept_out(
     model: Model, cells: Iterable[Cell], scores: Sequence[Score], best_s: float
-) -> Iterator[tuple[Cell, tuple[str, ...]]]:
+) -> Iterator[tuple[Cell, Style]]:
     """Cells without micro-batches, and styles in which what is fastest there does not fit.
 
     Data parallel with pieces in each node is also asked for where a guess has kept its cell from being looked at.
@@ -83,11 +83,11 @@ def kept_out(
         return
     node = request.cluster.levels[0].size
     for cell in sorted(c for c in cells if c.plain and not c.recompute and c.ranks > 1):
-        mine = [(tuple(way for way in s.style if way != KEPT), s) for s in scores if s.cell == cell]
+        mine = [(replace(s.style, gather_once=False), s) for s in scores if s.cell == cell]
         named = styles(cell.mesh, request.allows("tensor"), False) if mine or cell.tp == node else []
         for style in dict.fromkeys([*named, *(style for style, _ in mine)]):
             fastest = min((s for bare, s in mine if bare == style), key=lambda s: s.seconds, default=None)
-            unknown = fastest is None and (mine or "inner" in style)
+            unknown = fastest is None and (mine or "inner" in style.axes)
             if unknown or (fastest is not None and fastest.seconds < best_s and not feasible(fastest, request)):
                 yield cell, style
 
@@ -119,7 +119,7 @@ def mixes(
 class Mix:
     """One way to spread a step's work over a mesh, and the ways in which its parameters may be stored."""
 
-    def __init__(self, model: Model, cell: Cell, style: tuple[str, ...]) -> None:
+    def __init__(self, model: Model, cell: Cell, style: Style) -> None:
         self.model, self.cell, self.style = model, cell, style
         graph, placer = model.small(1, model.keeps[-1]), model.placer(cell.mesh)
         bare = model.planned(1, cell.mesh, style)
@@ -129,9 +129,8 @@ class Mix:
         """The fastest of those that store all tensors in one way."""
         every = [own[self.base.zero], *own.values()]
         if len(cell.mesh.sizes) > 1:
-            over = style[: len(cell.mesh.sizes)]
-            for axes in (("data",) * len(over), ("data", "inner")):
-                every += [placer.pieces(graph, bare, axes, zero) for zero in ZERO if zero]
+            for over in (Style(("data", "data")), Style(("data", "inner"))):
+                every += [placer.pieces(graph, bare, over, zero) for zero in ZERO if zero]
         self.deep: list[Plan] = []
         """Of the whole graph, each with all tensors stored in one way; the base first."""
         seen = set()
@@ -272,7 +271,7 @@ class Mix:
         plan = replace(self.plan(stored, count), name="searched")
         ran = predict(model.graph, plan, request.cluster, optimizer=request.optimizer)
         cell = replace(self.cell, recompute=count > 0)
-        score = Score(cell, (*self.style, "mixed"), self.base.zero, plan, ran.seconds,
+        score = Score(cell, replace(self.style, mixed_storage=True), self.base.zero, plan, ran.seconds,
                       float(ran.memory.peak_bytes), again=(count,) if count else (),
                       blocks=len(model.block_names) if count else 0)  # fmt: skip
         return Final(score, plan, ran)

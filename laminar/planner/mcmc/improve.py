@@ -26,7 +26,7 @@ from laminar.forecast.step import held_by, timed
 from laminar.ir.graph import Graph
 from laminar.ir.plan import Plan
 from laminar.lower.step import step_programs
-from laminar.planner.estimate.model import Model
+from laminar.planner.estimate.graphs_and_prices import Model
 from laminar.planner.mcmc.additive_cost import Additive, classes
 from laminar.planner.mcmc.delta_step import Edited, Step
 from laminar.planner.mcmc.metropolis import Chain

@@ -6,7 +6,7 @@ from laminar.errors import PlanError
 from laminar.ir.account import Account, EstimatedPlan, OffloadSaving, RecomputeSaving, StageWork
 from laminar.ir.plan import Plan
 from laminar.ir.planned import Planned
-from laminar.ir.rewrites import described
+from laminar.ir.rewrites import carried, described
 from laminar.ir.sbp import show
 from laminar.ir.staged import Staged
 from laminar.planner.report.words import difference, sized
@@ -50,6 +50,7 @@ def _plan_lines(plan: Plan) -> list[str]:
         lines += ["", "parameters in pieces are gathered once a step: what forward has gathered stays for backward"]
     if plan.rewrites:
         lines += ["", f"rewritten before it is spread: {described(plan.rewrites)}"]
+        lines += [f"  {name}, from a file: {text}" for name, text in carried(plan.rewrites).items()]
     if account.proof is not None:
         lines.append(f"  {account.proof}")
     if account.eager:
@@ -102,6 +103,7 @@ def _staged_lines(plan: Staged) -> list[str]:
     ]
     if plan.rewrites:
         lines.append(f"rewritten before it is cut: {described(plan.rewrites)}")
+        lines += [f"  {name}, from a file: {text}" for name, text in carried(plan.rewrites).items()]
     if plan.account.proof is not None:
         lines.append(f"  {plan.account.proof}")
     known = plan.account.stages or (StageWork(),) * len(plan.stages)

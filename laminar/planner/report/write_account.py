@@ -88,4 +88,5 @@ def asked(request: Request) -> SearchOptions:
         optimizer=request.optimizer,
         pin={**request.pin, **request.place},
         only=tuple(request.only),
+        rules=tuple((rule.name, rule.text) for rule in request.rules),
     )

@@ -33,7 +33,7 @@ from laminar.ir.staged import Staged
 from laminar.placement.micro_batch import micro
 from laminar.placement.presets import like
 from laminar.planner.estimate.candidates import Nothing
-from laminar.planner.search.best_first import promised
+from laminar.planner.search.best_first.search import promised
 from laminar.planner.search.one_batch import refused, tried
 from laminar.planner.space.cell import Cell, divisors
 from laminar.planner.space.plan_space import Space

@@ -17,14 +17,15 @@ from laminar.forecast.pipeline_step import predict_staged
 from laminar.forecast.step import predict
 from laminar.ir.graph import Graph
 from laminar.ir.plan import Plan
+from laminar.ir.rewrites import carried
 from laminar.ir.staged import Staged, plan_of
 from laminar.placement.micro_batch import micro
-from laminar.planner.estimate.candidates import Final
-from laminar.planner.estimate.model import Score
-from laminar.planner.estimate.score import feasible
+from laminar.planner.estimate.candidates import Final, Score
+from laminar.planner.estimate.score_placement import feasible
 from laminar.planner.space.cell import Cell
 from laminar.planner.space.plan_space import Space
 from laminar.planner.space.request import Request
+from laminar.planner.space.styles import Style
 
 KEPT = 4
 """Plans that are remembered of one graph on one cluster, the latest."""
@@ -69,15 +70,16 @@ def across_commands(graph: Graph, cluster: str, optimizer: str = "adamw") -> Ite
 
 def _to_json(score: Score, plan: Plan | Staged) -> dict[str, Any]:
     cell = score.cell
-    told = {name: getattr(score, name) for name in ("style", "zero", "seconds", "peak_bytes", *COUNTS)}
+    figures = {name: getattr(score, name) for name in ("zero", "seconds", "peak_bytes", *COUNTS)}
+    told = {"style": score.style.words, **figures}
     place = [cell.stages, cell.micro_batches, cell.virtual, cell.dp, cell.tp, cell.recompute]
     return {"cell": place, "score": told, "plan": plan.to_json()}
 
 
 def _from_json(row: dict[str, Any]) -> tuple[Score, Plan | Staged]:
     plan, told = plan_of(row["plan"]), row["score"]
-    listed = {name: tuple(told[name]) for name in ("style", "again", "apart")}
-    return Score(cell=Cell(*row["cell"]), plan=None, rewrites=plan.rewrites, **{**told, **listed}), plan
+    typed = {"style": Style.from_words(told["style"]), "again": tuple(told["again"]), "apart": tuple(told["apart"])}
+    return Score(cell=Cell(*row["cell"]), plan=None, rewrites=plan.rewrites, **{**told, **typed}), plan
 
 
 def usable(graph: Graph, request: Request, space: Space) -> Iterator[Final]:
@@ -86,6 +88,8 @@ def usable(graph: Graph, request: Request, space: Space) -> Iterator[Final]:
         if score.apart or request.pin.get("zero", score.zero) != score.zero:
             continue
         if plan.rewrites and not request.allows("rewrite"):
+            continue
+        if not carried(plan.rewrites).items() <= {rule.name: rule.text for rule in request.rules}.items():
             continue
         about = Space({**space.data, "rewrites": [[step.to_json() for step in plan.rewrites]]})
         if feasible(score, request) and about.contains(plan, graph):

@@ -19,7 +19,7 @@ from laminar.ir.graph import Graph
 from laminar.placement.micro_batch import micro
 from laminar.planner.estimate.candidates import Found
 from laminar.planner.report.words import sized
-from laminar.planner.search.best_first import find
+from laminar.planner.search.best_first.search import find
 from laminar.planner.space.cell import divisors
 from laminar.planner.space.request import DIMENSIONS, Request
 from laminar.rules.samples import samples_of

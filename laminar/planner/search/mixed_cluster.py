@@ -5,7 +5,7 @@ make of them, priced side by side, and the best guesses are cut op by op, each p
 Cuts are made again with what the simulation found, and where a place holds more than its device has. A part alone is
 searched like any cluster; its plan leaves the other devices idle, and its account says so. A plan with stages on two
 kinds is an ordinary plan with stages: nothing else has to know. Pipelines that somebody could type
-(`planner/estimate/named_over_parts.py`) come last, on top of the budget: what is found is never slower than they are.
+(`planner/search/named_over_parts.py`) come last, on top of the budget: what is found is never slower than they are.
 
 The certificate rests on `planner/bounds/mixed_bound.py` for pipelines, and on the search of a part for plans on that
 part.
@@ -31,10 +31,10 @@ from laminar.ir.staged import Staged
 from laminar.planner.bounds.mixed_bound import SidesBounds
 from laminar.planner.estimate.candidates import Found
 from laminar.planner.estimate.mixed_pipelines import Guess, Priced, Shop, Side, Sides, all_sides, guessed, room_bytes
-from laminar.planner.estimate.named_over_parts import NamedOverParts, named_over_parts, typed
 from laminar.planner.report.step_breakdown import binding, counted, held, spent
 from laminar.planner.report.write_account import asked, explained
-from laminar.planner.search.best_first import find
+from laminar.planner.search.best_first.search import find
+from laminar.planner.search.named_over_parts import NamedOverParts, named_over_parts, typed
 from laminar.planner.space.contradictions import contradicted
 from laminar.planner.space.plan_space import Space
 from laminar.planner.space.request import Request

@@ -11,7 +11,7 @@ from laminar.ir.plan import Plan
 from laminar.ir.staged import Staged
 from laminar.planner.estimate.candidates import Nothing
 from laminar.planner.report.write_account import explained
-from laminar.planner.search.best_first import sought
+from laminar.planner.search.best_first.search import sought
 from laminar.planner.search.infeasible import relaxed
 from laminar.planner.space.request import Request
 

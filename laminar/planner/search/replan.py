@@ -35,15 +35,15 @@ from laminar.ir.graph import Graph
 from laminar.ir.plan import Plan
 from laminar.ir.planned import Origin
 from laminar.ir.staged import Staged
-from laminar.planner.estimate.candidates import described
+from laminar.planner.estimate.candidates import Score, described
 from laminar.planner.estimate.mixed_pipelines import Guess, Priced, Shop, Side, Sides, guessed, room_bytes
-from laminar.planner.estimate.model import Score
 from laminar.planner.estimate.stage_cost import ends_s, parts_of, share_of
 from laminar.planner.report.step_breakdown import counted
 from laminar.planner.report.write_account import asked
 from laminar.planner.search.mixed_cluster import MixedSearch, cut
 from laminar.planner.space.cell import DEEPEST, Cell, divisors
 from laminar.planner.space.request import Request
+from laminar.planner.space.styles import Style
 from laminar.rules.samples import samples_of
 from laminar.staging.coupled_samples import refuse_coupled
 
@@ -265,13 +265,13 @@ class Replan:
     def priced(self, side: Side, micro: int, zero: int = 0) -> Priced | None:
         """A side, from the one size of micro-batches that is simulated."""
         model, again = self.model, self.former.recompute
-        style = tuple("tensor" if name == "tp" else "data" for name in side.mesh.names)
+        style = Style.of(side.mesh, "tensor")
         size = max(d for d in divisors(model.samples) if d <= SIZE)
         times = model.samples // micro // side.dp / size
         cell = Cell(1, micro, 1, side.dp, side.tp, again)
         try:
             known = parts_of(
-                model, share_of(model, Cell(1, model.samples // size, 1, 1, side.tp, again), style[-1:], 0)
+                model, share_of(model, Cell(1, model.samples // size, 1, 1, side.tp, again), Style(style.axes[-1:]), 0)
             )
         except LaminarError:
             return None
@@ -294,7 +294,7 @@ class Replan:
         """Without stages; ZeRO as before, and more of it where it has to be."""
         cell, room = option.cell, room_bytes(self.request, option.cluster)
         assert cell is not None
-        style = tuple("tensor" if name == "tp" else "data" for name in cell.mesh.names)
+        style = Style.of(cell.mesh, "tensor")
         for zero in sorted({self.former.zero, 3}):
             score = Score(cell, style, zero, None, option.seconds, 0.0)
             plan = self.model.unfolded(score)

@@ -30,7 +30,7 @@ from laminar.planner.report.step_breakdown import spent
 from laminar.planner.report.words import difference, sized
 from laminar.planner.search.entry import best
 from laminar.planner.space.pins import matching
-from laminar.planner.space.request import asking
+from laminar.planner.space.request import asking, stored_pins
 
 CHANGES = ("memory_bytes", "margin", "devices", "cluster", "pin", "only", "link", "budget_s", "optimizer", "batch")
 
@@ -80,7 +80,7 @@ def what_if(
         former |= {"memory_bytes": None, "margin": None}
     options = {**former, **{k: v for k, v in given.items() if k in OPTIONS}}
     if "pin" in given:
-        pins = {**former.get("pin", {}), **given["pin"]}
+        pins = {**former.get("pin", {}), **stored_pins(given["pin"])}
         options["pin"] = {k: v for k, v in pins.items() if v is not None}
     said += [_said(k, v) for k, v in given.items() if k in OPTIONS]
     if not said:

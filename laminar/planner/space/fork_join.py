@@ -11,7 +11,7 @@ other ways than through its fork: such ways end behind all branches or begin bef
 wait for each other. In a series-parallel graph the regions are its parallel parts, each once.
 
 Masks, positions and casts of weights belong to whoever reads them and are no ops here, nor is anything that the loss
-does not need. Where branches may run is not the business of this file: see `planner/search/branches.py`.
+does not need. Where branches may run is not the business of this file: see `planner/search/best_first/branches.py`.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from laminar.ir.staged import Staged
 from laminar.placement.micro_batch import micro
 from laminar.planner.space.cell import Cell
 from laminar.planner.space.pins import parsed, pattern
-from laminar.planner.space.request import Request
+from laminar.planner.space.request import Request, texts
 
 PLACEMENTS = "every tensor in any placement that the rules allow, on one mesh for each stage"
 RECOMPUTE = "where a cell has it: any number of blocks of each stage, the first ones, whole or without their products"
@@ -44,6 +44,8 @@ ROWS = (
 )
 GATHERS = "parameters in pieces: once a step, or for forward and for backward"
 ALGORITHMS = "of each exchange the cheapest: ring, trees, direct, by switches with trees between them, by shared memory"
+NAMED = 8
+"""Rules of a file that are printed by name."""
 WORDS = ("placements", "cuts", "in a row", "recompute", "offload", "sets", "gathers", "algorithms")
 """What of a space is a sentence."""
 
@@ -92,6 +94,7 @@ class Space:
             **({"recompute": RECOMPUTE} if request.recomputes else {}),
             **({"offload": OFFLOAD} if request.offloads else {}),
             **({"blocks": blocks} if blocks else {}),
+            **({"rules": texts(request.rules)} if request.rules and request.allows("rewrite") else {}),
             "zero": [0, 1, 2, 3] if request.allows("zero") else [0],
             "gathers": GATHERS,
             "algorithms": ALGORITHMS,
@@ -122,6 +125,10 @@ class Space:
             lines.append(f"  {len(data['pipelines'])} pipelines over parts that differ, and plans on one part alone")
         lines += [f"  {key}: {data[key]}" for key in WORDS if key in data]
         lines += [f"  pinned: {name} as {placed}" for name, placed in data.get("pinned", {}).items()]
+        if data.get("rules"):
+            names = ", ".join(name for name, _ in data["rules"][:NAMED])
+            more = f" and {len(data['rules']) - NAMED} more" if len(data["rules"]) > NAMED else ""
+            lines.append(f"  rewritten by the rules of a file, too: {names}{more}")
         if data.get("rewrites"):
             lines.append(f"  {len(data['rewrites'])} graphs, the captured one and its rewrites")
         if data.get("branches"):

@@ -7,12 +7,14 @@ device's memory that it leaves free. Everything is checked here, by name, before
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from laminar.cost.machine import UPDATES
 from laminar.errors import PlanError
 from laminar.ir.cluster import Cluster
+from laminar.rewrite.apply import Rule
 
 DIMENSIONS = ("data", "tensor", "pipeline", "zero", "recompute", "offload", "rewrite")
 """`data`: the batch in parts. `tensor`: any other split of tensors. `pipeline`: stages and micro-batches. `zero`:
@@ -20,7 +22,10 @@ state, gradients and parameters in pieces. `recompute`: activations made again. 
 memory, on GPUs and without stages. `rewrite`: other graphs that compute the same."""
 BATCHES = ("fixed", "free")
 """The batch that was captured; or that, or an equal part of it, whichever trains most samples a second."""
-PINS = ("dp", "tp", "stages", "microbatches", "virtual", "zero", "recompute", "offload")
+PINS = ("dp", "tp", "stages", "micro_batches", "virtual", "zero", "recompute", "offload")
+"""Numbers that can be fixed, as users type them."""
+STORED = {"micro_batches": "microbatches", "micro-batches": "microbatches"}
+"""What is typed, and the word that requests, accounts and files have for it, which may be typed as well."""
 MARGIN = 0.08
 """Share of a device's memory that a plan leaves free unless asked otherwise: fragments, libraries, other processes."""
 
@@ -45,6 +50,8 @@ class Request:
     """Share of a device's memory that stays free; unless given `MARGIN`. Where `memory_bytes` is given, it says all."""
     batch: str = "fixed"
     """See `BATCHES`."""
+    rules: tuple[Rule, ...] = ()
+    """Rewrite rules of a file, searched with beside Laminar's own."""
 
     def __post_init__(self) -> None:
         if self.budget_s < 0 or self.proposals < 0:
@@ -61,7 +68,7 @@ class Request:
         if self.optimizer not in UPDATES:
             raise PlanError(f"no prices for optimizer {self.optimizer!r}", allowed="  ".join(UPDATES))
         for name, value in self.pin.items():
-            if name not in PINS:
+            if name not in PINS and name not in STORED.values():
                 raise PlanError(f"nothing called {name!r} can be pinned", allowed="  ".join(PINS))
             least = 0 if name in ("zero", "recompute", "offload") else 1
             if not isinstance(value, int) or value < least:
@@ -96,11 +103,21 @@ class Request:
         return self.allows("offload") and self.pin.get("offload", 1) > 0 and self.cluster.device.kind == "gpu"
 
 
+def texts(rules: Iterable[Rule]) -> list[list[str]]:
+    """Rules of a file as plain data: name and text."""
+    return [[rule.name, rule.text] for rule in rules]
+
+
 def dimensions(text: str | Sequence[str] | None) -> tuple[str, ...]:
     """`only` as users write it: "data,tensor", a list, or nothing for all."""
     if text is None:
         return DIMENSIONS
     return tuple(t.strip() for t in text.split(",")) if isinstance(text, str) else tuple(text)
+
+
+def stored_pins(pin: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Pins by the names that requests have for them."""
+    return {STORED.get(name, name): value for name, value in (pin or {}).items()}
 
 
 def asking(
@@ -113,9 +130,15 @@ def asking(
     proposals: int = 0,
     margin: float | None = None,
     batch: str = "fixed",
+    rules: Iterable[Rule | Sequence[str]] = (),
 ) -> Request:
-    """A request from what users write: pins of numbers and of tensors in one table, dimensions in one text."""
-    place = {k: v for k, v in (pin or {}).items() if k not in PINS and isinstance(v, str)}
-    numbers = {k: v for k, v in (pin or {}).items() if k not in place}
-    return Request(cluster, memory_bytes, budget_s, optimizer, numbers,  # type: ignore[arg-type]
-                   dimensions(only), place, proposals, margin, batch)  # fmt: skip
+    """A request from what users write: pins of numbers and of tensors in one table, dimensions in one text.
+
+    Rules may be given as pairs of name and text, as `texts` gives them.
+    """
+    read = tuple(r if isinstance(r, Rule) else Rule.of_file(*r) for r in rules)
+    known = {*PINS, *STORED.values()}
+    place = {k: v for k, v in stored_pins(pin).items() if k not in known and isinstance(v, str)}
+    numbers = {k: v for k, v in stored_pins(pin).items() if k not in place}
+    return Request(cluster, memory_bytes, budget_s, optimizer, numbers,
+                   dimensions(only), place, proposals, margin, batch, read)  # fmt: skip

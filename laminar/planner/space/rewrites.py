@@ -20,7 +20,7 @@ the graph as captured go to the search, the fastest first.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from laminar.errors import LaminarError
@@ -32,6 +32,7 @@ from laminar.lower.step import step_programs
 from laminar.placement import presets
 from laminar.placement.fold import Fold, fold
 from laminar.planner.space.request import Request
+from laminar.rewrite.apply import Rule
 from laminar.rewrite.rules import RULES
 from laminar.rewrite.variants import replayed, variants
 from laminar.rules.samples import samples_of
@@ -74,7 +75,8 @@ class Variants:
         price = _Price(graph, request)
         room = int(SHARE * request.budget_s / OP_S / max(1, len(shallow.nodes)))
         limit = max(1, min(TRIED, room)) if request.allows("rewrite") else 1
-        moves = variants(shallow, limit=limit, apart=False)
+        rules = (*RULES, *request.rules)
+        moves = variants(shallow, rules, limit=limit, apart=False)
         small = list(moves)
         whole_s = price(shallow) if small[1:] else 1.0
         hopes = [price(v.graph) / whole_s for v in small[1:]]
@@ -82,7 +84,7 @@ class Variants:
         for expected, k in sorted((h if h > 0 else math.inf, k) for k, h in enumerate(hopes, 1)):
             deep = None
             if expected <= 1 - GAIN and len(self.found) <= given:
-                steps = _needed(shallow, small[k].applied, price, expected * whole_s)
+                steps = _needed(shallow, small[k].applied, rules, price, expected * whole_s)
                 deep = _deep(graph, folded, steps)
             if deep is not None and all(deep[0] != c.steps for c in self.found):
                 self.found.append(Candidate(deep[0], deep[1], expected))
@@ -98,9 +100,9 @@ class Variants:
         return len(self.found)
 
 
-def _needed(shallow: Graph, applied: Steps, price: _Price, seconds: float) -> Steps:
+def _needed(shallow: Graph, applied: Steps, rules: Sequence[Rule], price: _Price, seconds: float) -> Steps:
     """Merging and splitting alone, if tidying up beforehand saves nothing: a compiler may do the same by itself."""
-    kinds = {r.name: r.kind for r in RULES}
+    kinds = {r.name: r.kind for r in rules}
     bare = tuple(s for s in applied if kinds[s.rule])
     made, done = replayed(shallow, bare)
     return bare if bare and done == bare and price(made) <= (1 + SAME) * seconds else applied

@@ -17,8 +17,9 @@ micro-batches gradients are reduced once a step (`once`): splitting tokens and k
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, cast, get_args
 
 from laminar.cost.machine import Machine
 from laminar.errors import LaminarError, PlanError
@@ -35,18 +36,8 @@ HIDDEN = 0.9
 """Share of the gradients' reduction that other work is taken to hide, where it is taken to hide any."""
 ONCE = 0.99
 """Share of the gradients' reduction that a micro-batch does not pay, if it is done once for all of them. Assumed."""
-KEPT = "kept"
-"""Ends a style in which parameters in pieces are gathered once: what forward has gathered stays for backward."""
-SPARING = "sparing"
-"""Ends a style in which blocks that are made again keep their products."""
-BOTH = "both"
-"""Ends a style in which all blocks are made again: as few as can be as a whole, the others but for their products."""
-LEAN = "lean"
-"""An axis on which parameters are in pieces where that takes little."""
 STORED_S = 1e-9
 """What a stored byte costs where nothing else matters."""
-TYPED = "typed"
-"""Ends a style that is as `laminar.plans` writes it."""
 SMALL = 0.005
 """Share of all parameters that stays whole in all stages of ZeRO, the smallest tensors first: it saves next to nothing
 to cut them, and every piece is a kernel. Assumed."""
@@ -54,24 +45,83 @@ ZERO = (0, 1, 3)
 """Stages of ZeRO that differ: gradients leave a step in pieces wherever state is in pieces."""
 
 
-def styles(mesh: Mesh, tensor: bool, free: bool, lean: bool = False, parts: bool = False) -> list[tuple[str, ...]]:
+AxisStyle = Literal["data", "inner", "tensor", "sequence", "free", "lean"]
+"""What an axis may be used for, see above."""
+Overlap = Literal["none", "hidden", "once"]
+"""What placing takes of gradients' reduction to cost nothing: nothing; most of it, hidden by other work; nearly all of
+it, done once for all micro-batches."""
+KeepProducts = Literal["none", "some", "all"]
+"""Which of the blocks that are recomputed keep their products. With `some` all blocks are recomputed: as few as can be
+as a whole, the others but for their products."""
+
+
+@dataclass(frozen=True)
+class Style:
+    """How a graph is spread over a mesh, in words that people know: a style for each axis, and what holds for all."""
+
+    axes: tuple[AxisStyle, ...] = ()
+    overlap: Overlap = "none"
+    gather_once: bool = False
+    """Whether sharded parameters are gathered once: what forward has gathered stays for backward."""
+    keep_products: KeepProducts = "none"
+    as_preset: bool = False
+    """Whether it is as `laminar.plans` writes it."""
+    mixed_storage: bool = False
+    """Whether tensors are stored each in a way of its own (`planner/estimate/storage_mix.py`)."""
+
+    @staticmethod
+    def of(mesh: Mesh, inner: AxisStyle, overlap: Overlap = "none", outer: AxisStyle = "data") -> Style:
+        """One style on the axis `tp`, another on what is around it."""
+        return Style(tuple(inner if name == "tp" else outer for name in mesh.names), overlap)
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """As files hold it: the axes, then what is said besides."""
+        products = {"none": (), "some": ("both",), "all": ("sparing",)}
+        return (
+            *self.axes,
+            *(() if self.overlap == "none" else (self.overlap,)),
+            *(("kept",) if self.gather_once else ()),
+            *products[self.keep_products],
+            *(("typed",) if self.as_preset else ()),
+            *(("mixed",) if self.mixed_storage else ()),
+        )
+
+    @staticmethod
+    def from_words(words: Sequence[str]) -> Style:
+        """The inverse."""
+        known = get_args(AxisStyle)
+        return Style(
+            axes=tuple(cast(AxisStyle, word) for word in words if word in known),
+            overlap="hidden" if "hidden" in words else "once" if "once" in words else "none",
+            gather_once="kept" in words,
+            keep_products="all" if "sparing" in words else "some" if "both" in words else "none",
+            as_preset="typed" in words,
+            mixed_storage="mixed" in words,
+        )
+
+    def __str__(self) -> str:
+        return "+".join(self.words)
+
+
+def styles(mesh: Mesh, tensor: bool, free: bool, lean: bool = False, parts: bool = False) -> list[Style]:
     """Which style each axis may have, the best known first; with `lean`, also those that only save memory.
 
     With `parts` for a step of several micro-batches.
     """
     names = mesh.names
-    out = [tuple("tensor" if n == "tp" else "data" for n in names)] if tensor or "tp" not in names else []
+    out = [Style.of(mesh, "tensor")] if tensor or "tp" not in names else []
     if lean and tensor and "tp" in names:
-        out.append(tuple("sequence" if n == "tp" else "data" for n in names))
+        out.append(Style.of(mesh, "sequence"))
     if parts and tensor and "tp" in names:
-        out += [(*(way if n == "tp" else "data" for n in names), "once") for way in ("free", LEAN)]
+        out += [Style.of(mesh, "free", "once"), Style.of(mesh, "lean", "once")]
     if len(names) == 2:
-        out += [("data", "inner"), ("data", "data")]
+        out += [Style(("data", "inner")), Style(("data", "data"))]
     if free and tensor and mesh.ranks > 1:
         if "tp" in names and "dp" in names:
-            out += [("data", "free", "hidden"), ("free", "free", "hidden"), ("free", "free")]
+            out += [Style(("data", "free"), "hidden"), Style(("free", "free"), "hidden"), Style(("free", "free"))]
         elif "dp" in names:  # one axis of one size: what it is called makes no difference
-            out += [("free",), ("free", "hidden")]
+            out += [Style(("free",)), Style(("free",), "hidden")]
     return out
 
 
@@ -108,14 +158,13 @@ class Placer:
             self.costs[hidden] = [PricedAxis(machine, mesh, a, hidden, one) for a, one in enumerate(open_)]
         self.solved: dict[Hashable, Solved] = {}
 
-    def plan(self, graph: Graph, style: tuple[str, ...], byte_s: float | None = None) -> Plan:
+    def plan(self, graph: Graph, style: Style, byte_s: float | None = None) -> Plan:
         """The graph spread in one style; `byte_s` is what a stored byte costs on lean axes, if that is known."""
-        axes = list(style[: len(self.mesh.sizes)])
         pins = []
-        for axis, one in enumerate(axes):
+        for axis, one in enumerate(style.axes):
             if one in ("data", "inner"):
                 pins.append(presets.data_pins(graph, self.mesh, axis))
-            elif one == LEAN:
+            elif one == "lean":
                 pins.append(Pins(stored_byte_s=self._byte_s(graph, style) if byte_s is None else byte_s))
             else:
                 pins.append(
@@ -123,15 +172,15 @@ class Placer:
                 )
         for here, fixed in zip(pins, pinned(graph, self.mesh, self.place), strict=True):
             here.inputs.update(fixed)
-        hidden = HIDDEN if "hidden" in style else ONCE if "once" in style else 0.0
+        hidden = {"none": 0.0, "hidden": HIDDEN, "once": ONCE}[style.overlap]
         names = []
-        for axis in range(len(axes)):
+        for axis in range(len(style.axes)):
             # "inner" pins what "data" does; what is hidden makes no difference where nothing is left open.
-            before = tuple("data" if one == "inner" else one for one in axes[: axis + 1])
-            names.append((graph.hash, before, hidden if {"free", LEAN}.intersection(before) else 0.0, byte_s))
-        return completed(graph, self.mesh, pins, "+".join(axes), self.costs[hidden], names, self.solved)
+            before = tuple("data" if one == "inner" else one for one in style.axes[: axis + 1])
+            names.append((graph.hash, before, hidden if {"free", "lean"}.intersection(before) else 0.0, byte_s))
+        return completed(graph, self.mesh, pins, "+".join(style.axes), self.costs[hidden], names, self.solved)
 
-    def _byte_s(self, graph: Graph, style: tuple[str, ...]) -> float:
+    def _byte_s(self, graph: Graph, style: Style) -> float:
         """Seconds of a micro-batch for each byte of parameters that the leanest placement saves, in the mean."""
         (fast_s, most), (lean_s, least) = (
             (_completion_s(plan) - byte_s * stored, stored)
@@ -143,14 +192,14 @@ class Placer:
             raise PlanError("parameters in pieces save nothing on this mesh")
         return float(max(0.0, lean_s - fast_s) / (most - least))
 
-    def pieces(self, graph: Graph, plan: Plan, style: tuple[str, ...], zero: int) -> Plan:
+    def pieces(self, graph: Graph, plan: Plan, style: Style, zero: int) -> Plan:
         """The plan with a stage of ZeRO."""
-        found = presets.in_pieces(graph, plan, zero, (1,) if "inner" in style else None, SMALL)
-        found = replace(found, gather_once=zero == 3 and KEPT in style)
+        found = presets.in_pieces(graph, plan, zero, (1,) if "inner" in style.axes else None, SMALL)
+        found = replace(found, gather_once=zero == 3 and style.gather_once)
         fixed = {n: plan.inputs[n] for here in pinned(graph, self.mesh, self.place) for n in here}
         return replace(found, inputs={**found.inputs, **fixed}) if fixed else found
 
-    def plans(self, graph: Graph, wanted: list[tuple[str, ...]]) -> Iterator[tuple[tuple[str, ...], Plan]]:
+    def plans(self, graph: Graph, wanted: Sequence[Style]) -> Iterator[tuple[Style, Plan]]:
         """All that can be had; a style that a model has no rules for is left out."""
         seen: set[tuple[str, bool]] = set()
         for style in wanted:
@@ -158,6 +207,6 @@ class Placer:
                 found = self.plan(graph, style)
             except LaminarError:
                 continue
-            if (found.hash, "inner" in style) not in seen:
-                seen.add((found.hash, "inner" in style))
+            if (found.hash, "inner" in style.axes) not in seen:
+                seen.add((found.hash, "inner" in style.axes))
                 yield style, found

@@ -14,10 +14,9 @@ from torch import Tensor
 
 from laminar.errors import PlanError
 from laminar.ir.codec import Ref
-from laminar.ir.program import Instr, Program, ProgramInput, ProgramOutput, placed
-from laminar.ir.sbp import show
+from laminar.ir.program import Instr, MoveCause, Program, ProgramInput, ProgramOutput, placed
+from laminar.lower.boxing_lines import boxing_line
 from laminar.lower.stage_programs import KEPT, Part, Stages
-from laminar.rules.boxing import step_bytes
 from laminar.rules.crossing import Crossing, crossing
 from laminar.runtime.check import lockstep
 from laminar.runtime.comm.cross_mesh import Receiver, Sender
@@ -121,19 +120,7 @@ def reduction(crossing: Crossing) -> Program:
     lines: list[Instr] = []
     now = Ref("x")
     for step in crossing.before:
-        lines.append(
-            Instr(
-                f"cross{len(lines)}",
-                f"box.{step.kind}",
-                ((now,), step.axes, (step.give,), (step.take,), step.op),
-                (now,),
-                (placed(spec, step.src),),
-                (placed(spec, step.dst),),
-                phase="move",
-                why=f"{show(step.src)} to {show(step.dst)} for a crossing",
-                bytes=step_bytes(step, spec, mesh.sizes),
-            )
-        )
+        lines.append(boxing_line(f"cross{len(lines)}", now, spec, step, mesh.sizes, MoveCause("a crossing")))
         now = Ref(lines[-1].name)
     first = ProgramInput("x", "moved", placed(spec, crossing.src_nd))
     last = ProgramOutput("x", "moved", now, placed(spec, crossing.mid))

@@ -31,7 +31,7 @@ from laminar.ir.plan import Plan
 from laminar.ir.staged import Staged
 from laminar.placement.fold import fold
 from laminar.placement.micro_batch import micro
-from laminar.rewrite.apply import work_of
+from laminar.rewrite.apply import Rule, work_of
 from laminar.rewrite.rules import RULES
 from laminar.rewrite.standalone import stage
 from laminar.rewrite.variants import replayed
@@ -68,9 +68,14 @@ class Proof:
         return f"{'proved' if self.holds else 'WRONG'} on random numbers, {on}: worst error {worst:.0e}"
 
 
-def proof(captured: Graph, plan: Plan | Staged) -> Proof:
-    """Run the rewrites of a plan against the graph they start from; rules are run once and remembered."""
-    rules = {name: alone(name) for name in dict.fromkeys(s.rule for s in plan.rewrites)}
+def proof(captured: Graph, plan: Plan | Staged, of_file: Mapping[str, float] | None = None) -> Proof:
+    """Run the rewrites of a plan against the graph they start from; rules are run once and remembered.
+
+    `of_file` has the errors of rules that were read from a file, which nobody here knows the shapes for.
+    """
+    known = of_file or {}
+    names = dict.fromkeys(s.rule for s in plan.rewrites)
+    rules = {name: known[name] if name in known else alone(name) for name in names}
     small = fold(captured).small(KEPT)
     with contextlib.suppress(LaminarError):  # whose samples need each other: all of them
         small = micro(small, samples_of(small))
@@ -87,9 +92,13 @@ def proof(captured: Graph, plan: Plan | Staged) -> Proof:
 
 @cache
 def alone(name: str) -> float:
-    """The worst error of a rule on a graph that is its own left side; infinite if it does not find itself there."""
+    """The worst error of a rule of the table on a graph that is its own left side, see `error_on`."""
     rule = next(r for r in RULES if r.name == name)
-    graph = stage(rule)
+    return error_on(rule, stage(rule))
+
+
+def error_on(rule: Rule, graph: Graph) -> float:
+    """The worst error that a rule makes in a graph that is its own left side; infinite if it does not find itself."""
     sites = rule.find(graph)
     return prove(graph, rule.apply(graph, sites[0])) if sites else math.inf
 

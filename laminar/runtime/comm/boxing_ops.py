@@ -39,17 +39,17 @@ class Box:
     @staticmethod
     def of(instr: Instr, mesh: Mesh, rank: int, which: int = 0) -> Box:
         """The geometry of tensor `which` of a boxing instruction."""
-        _, axes, gives, takes, op = instr.args
-        ranks = mesh.group(axes, mesh.coords(rank))
+        boxing = instr.box
+        ranks = mesh.group(boxing.axes, mesh.coords(rank))
         src, dst = instr.ins[which], instr.outs[which]
         assert dst is not None
         return Box(
             instr.kind,
             ranks,
             ranks.index(rank),
-            gives[which],
-            takes[which],
-            op,
+            boxing.gives[which],
+            boxing.takes[which],
+            boxing.reduction,
             src.local(mesh, rank).shape,
             dst.local(mesh, rank).shape,
             tuple(src.local(mesh, r).shape for r in ranks),

@@ -273,7 +273,8 @@ def exchange(
     rank that holds nothing, the result is on `device` and of the dtype that the crossing was made for. Gloo sends
     nothing from a GPU: there it goes through the host.
     """
-    rank = dist.get_rank()
+    world = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
+    rank = dist.get_rank(group)
     device = torch.device(device) if held is None else held.device
     if device.type == "cuda" and dist.get_backend(group) == "gloo":
         got = exchange(crossing, None if held is None else held.cpu(), group, tag)
@@ -283,10 +284,10 @@ def exchange(
     if rank in crossing.dst.ranks:
         receiver = Receiver(crossing, rank)
         room = receiver.room(device) if held is None else receiver.room(held.device, held.dtype)
-        posted += [dist.P2POp(dist.irecv, x, peer, group, tag) for peer, x in room.buffers]
+        posted += [dist.P2POp(dist.irecv, x, world[peer], group, tag) for peer, x in room.buffers]
     if rank in crossing.src.ranks:
         assert held is not None
-        posted += [dist.P2POp(dist.isend, x, peer, group, tag) for peer, x in Sender(crossing, rank).pack(held)]
+        posted += [dist.P2POp(dist.isend, x, world[peer], group, tag) for peer, x in Sender(crossing, rank).pack(held)]
     for work in dist.batch_isend_irecv(posted) if posted else ():
         work.wait()
     return None if receiver is None or room is None else receiver.unpack(room, held)

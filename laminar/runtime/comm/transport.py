@@ -228,18 +228,23 @@ class Groups:
         share: bool = True,
         timeout_s: float = 600.0,
         ranks: Sequence[int] | None = None,
+        group: Any = None,
     ) -> None:
         """`share`: exchange through shared memory where ranks have it; `timeout_s` is how long to wait there.
 
         `ranks`: which ranks of the world the mesh is made of; all of them in order unless said. Only they make this.
+        `group`: the process group of the world; torch's default one unless said.
         """
         if not dist.is_initialized():
             raise MeshError("no process group", next="start under torchrun, or call dist.init_process_group first")
-        world = dist.get_world_size()
+        self._all = dist.group.WORLD if group is None else group
+        world = dist.get_world_size(group)
         if ranks is None and mesh.ranks != world:
             raise MeshError(f"{mesh} has {mesh.ranks} ranks, the world has {world}",
                             next=f"start {mesh.ranks} processes, or use a mesh of {world}")  # fmt: skip
-        self._begin(mesh, tuple(range(world) if ranks is None else ranks), dist.get_rank(), device, share, timeout_s)
+        numbers = dist.get_process_group_ranks(self._all)
+        members = tuple(numbers[r] for r in (range(world) if ranks is None else ranks))
+        self._begin(mesh, members, dist.get_rank(), device, share, timeout_s)
 
     def _begin(
         self, mesh: Mesh, world: tuple[int, ...], at: int, device: torch.device | str, share: bool, timeout_s: float
@@ -260,14 +265,14 @@ class Groups:
         `in_order` promises that its lines will run one after the other as they stand, so that a gathered
         tensor's memory may be used again behind its last reader.
         """
-        for axes in sorted({i.args[1] for i in program.collectives}):
+        for axes in sorted({i.box.axes for i in program.collectives}):
             if axes not in self._groups:
                 self._groups[axes] = self._joined(axes)
         self._given, self._leaving = {}, p2p_collectives.leaving(program)
         self._yards = {}
         if self.device.type != "cpu":
             return
-        for axes in sorted({i.args[1] for i in program.collectives}):
+        for axes in sorted({i.box.axes for i in program.collectives}):
             self._open_yard(axes, program)
         if in_order:
             by_name = {i.name: i for i in program.instrs}
@@ -284,7 +289,7 @@ class Groups:
         """Leave the process groups that were made here, with their threads; no exchange may be under way."""
         for talk in self._groups.values():
             group = getattr(talk, "group", None)
-            if group is not None and group is not dist.group.WORLD:
+            if group is not None and group is not self._all:
                 dist.destroy_process_group(group)
         self._groups, self._yards = {}, {}
 
@@ -303,8 +308,8 @@ class Groups:
             if members in done:
                 continue
             done.add(members)
-            if len(members) == dist.get_world_size():
-                group = dist.group.WORLD
+            if len(members) == dist.get_world_size(self._all):
+                group = self._all
             elif len(self.world) == dist.get_world_size():
                 group = dist.new_group([self.world[r] for r in members])
             elif self.rank in members:  # those outside of this mesh are not here to take part
@@ -321,7 +326,7 @@ class Groups:
             return
         leaving = {o.ref for o in program.outputs if o.kind not in PASSING}
         for instr in program.collectives:
-            if instr.args[1] != axes:
+            if instr.box.axes != axes:
                 continue
             dtype = DTYPES[instr.ins[0].spec.dtype]
             boxes = [Box.of(instr, self.mesh, self.rank, i) for i in range(len(instr.refs))]
@@ -346,18 +351,18 @@ class Groups:
 
     def bucket(self, instr: Instr, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> Bucket:
         """The buffer of a merged all-reduce."""
-        yard = self._yards.get(instr.args[1])
+        yard = self._yards.get(instr.box.axes)
         return Bucket(shapes, dtype, self.device, yard.buckets.get(instr.name) if yard else None)
 
     def exchange(self, instr: Instr, rank: int, copy: bool, bucket: Bucket | None, fill: Sequence[int]) -> Exchange:
         """The exchange of one collective."""
-        group = self._groups[instr.args[1]]
-        yard = self._yards.get(instr.args[1])
+        group = self._groups[instr.box.axes]
+        yard = self._yards.get(instr.box.axes)
         found = self._shared(yard, instr, copy, bucket, fill) if yard else None
         if found is not None:
             return found
         if instr.kind == "all_reduce":
-            return AllReduce(group, instr.args[4], copy, bucket, fill)
+            return AllReduce(group, instr.box.reduction, copy, bucket, fill)
         boxes = [Box.of(instr, self.mesh, self.rank, i) for i in range(len(instr.refs))]
         box = boxes[0]
         if instr.kind in ("all_gather", "reduce_scatter") and self.device.type == "cpu" and "gloo" in group.backend:
@@ -378,7 +383,7 @@ class Groups:
         self, yard: Yard, instr: Instr, copy: bool, bucket: Bucket | None, fill: Sequence[int]
     ) -> Exchange | None:
         """The exchange through shared memory, if there is a way."""
-        dtype, op = DTYPES[instr.ins[0].spec.dtype], instr.args[4]
+        dtype, op = DTYPES[instr.ins[0].spec.dtype], instr.box.reduction
         boxes = [Box.of(instr, self.mesh, self.rank, i) for i in range(len(instr.refs))]
         if instr.kind == "all_gather":
             return shm_collectives.Gather(yard, boxes, dtype, self._given.get(instr.name))

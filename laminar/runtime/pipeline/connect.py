@@ -43,29 +43,38 @@ def join(
     shared: bool = True,
     timeout_s: float = 600.0,
     on_failure: Callable[[RankError], None] | None = None,
+    group: Any = None,
 ) -> Actors | None:
     """This rank's actors. Every rank of the world calls this; those that are in no place of the net get None.
 
-    `edges` by queue and the place that reads it; the others are straight. `shared=False`: no shared memory.
+    `edges` by queue and the place that reads it; the others are straight. `shared=False`: no shared memory. `group` is
+    the process group of the world, torch's default one unless said; ranks of the net are ranks of that.
     """
     if not dist.is_initialized():
         raise NetError("no process group", next="start under torchrun, or call dist.init_process_group first")
-    me, device = dist.get_rank(), torch.device(device)
+    me, device = dist.get_rank(group), torch.device(device)
     wired = wires(net, dict(edges or {}))
     ranks = sorted({r for place in net.places for r in place.ranks})
-    if ranks[-1] >= dist.get_world_size():
-        raise NetError(f"the net has rank {ranks[-1]}, the world has {dist.get_world_size()} ranks")
-    lines = Sockets.open(None, ranks, neighbours(net, wired), timeout_s)
-    nccl = device.type == "cuda" and "nccl" in str(dist.get_backend())
-    mine, agreed = share(wired, None, shared and not nccl)
+    numbers = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
+    if ranks[-1] >= len(numbers):
+        raise NetError(f"the net has rank {ranks[-1]}, the world has {len(numbers)} ranks")
+    lines = Sockets.open(group, ranks, neighbours(net, wired), timeout_s)
+    nccl = device.type == "cuda" and "nccl" in str(dist.get_backend(group))
+    mine, agreed = share(wired, group, shared and not nccl)
     keys = [(w.number, a, b) for w in wired for a, b in w.edge.pairs if a != b]
     rest = [key for key in keys if key not in agreed]
     groups: dict[Any, Any] = {}
+
+    def made(members: Sequence[int], backend: str) -> Any:
+        alone = len(numbers) < dist.get_world_size()  # ranks outside of this world are not here to take part
+        those = [numbers[r] for r in members]
+        return dist.new_group(those, timedelta(seconds=timeout_s), backend, use_local_synchronization=alone)
+
     if rest and nccl:
         for pair in sorted({key[1:] for key in rest}):
-            groups[pair] = dist.new_group(list(pair), timedelta(seconds=timeout_s), "nccl")
+            groups[pair] = made(pair, "nccl")
     elif rest:
-        groups[None] = dist.new_group(ranks, timedelta(seconds=timeout_s), "gloo")
+        groups[None] = made(ranks, "gloo")
     if lines is None:
         return None
     senders: dict[tuple[int, int], Sender] = {}
@@ -73,26 +82,26 @@ def join(
     for key in keys:
         number, src, dst = key
         wire, registers = wired[number], wired[number].queue.registers
-        group: Any = groups.get(key[1:] if nccl else None)
+        talk: Any = groups.get(key[1:] if nccl else None)
         other = dst if src == me else src
-        peer = dist.get_group_rank(group, other) if key not in agreed and me in (src, dst) else -1
+        peer = dist.get_group_rank(talk, numbers[other]) if key not in agreed and me in (src, dst) else -1
         if src == me:
             senders[number, dst] = (
                 RingSender(mine[key], registers) if key in agreed
-                else InOrderSender(group, peer) if nccl
-                else PostedSender(group, peer, tag_of(wired, number), wire, device.type == "cuda")
+                else InOrderSender(talk, peer) if nccl
+                else PostedSender(talk, peer, tag_of(wired, number), wire, device.type == "cuda")
             )  # fmt: skip
         elif dst == me:
             receivers[number, src] = (
                 RingReceiver(mine[key], registers, device) if key in agreed
-                else InOrderReceiver(group, peer, device) if nccl
-                else PostedReceiver(group, peer, tag_of(wired, number), wire, device, timeout_s, src)
+                else InOrderReceiver(talk, peer, device) if nccl
+                else PostedReceiver(talk, peer, tag_of(wired, number), wire, device, timeout_s, src)
             )  # fmt: skip
 
     def leave() -> None:
-        for pair, group in groups.items():
+        for pair, talk in groups.items():
             if pair is None or me in pair:
-                dist.destroy_process_group(group)
+                dist.destroy_process_group(talk)
 
     out = Actors(net, run, lines, wired, senders, receivers, initial=initial, timeout_s=timeout_s,
                  on_failure=on_failure, on_close=leave)  # fmt: skip

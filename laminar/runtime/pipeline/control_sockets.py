@@ -93,7 +93,7 @@ class Sockets:
 
         Those outside `ranks` only take part in the gathering of addresses.
         """
-        me, size = dist.get_rank(), dist.get_world_size(group)
+        me, size = dist.get_rank(group), dist.get_world_size(group)
         mine: tuple[str, int, bytes] | None = None
         if me in ranks:
             door = socket.create_server((_address(), 0), backlog=max(size, 16))
@@ -108,7 +108,7 @@ class Sockets:
             door.settimeout(timeout_s)
             for low, high in sorted(pairs):
                 if high == me:
-                    host, port, token = found[_within(group, low)]
+                    host, port, token = found[low]
                     s = socket.create_connection((host, port), timeout_s)
                     s.sendall(token + me.to_bytes(4, "little"))
                     sockets[low] = s
@@ -209,10 +209,6 @@ class Sockets:
         self.flush()
         for r in list(self._sockets):
             self._end(r)
-
-
-def _within(group: Any, rank: int) -> int:
-    return rank if group is None else dist.get_group_rank(group, rank)
 
 
 def _exactly(s: socket.socket, count: int) -> bytes:

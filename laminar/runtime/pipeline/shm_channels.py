@@ -44,7 +44,7 @@ def layout(wires: list[Wire], rank: int) -> tuple[dict[Key, tuple[int, int]], in
 
 def share(wires: list[Wire], group: Any, wanted: bool = True) -> tuple[dict[Key, Tensor], set[Key]]:
     """Rings of this rank, as sender or reader, and the keys of all ranks' rings. All ranks of `group` call this."""
-    me, size = dist.get_rank(), dist.get_world_size(group)
+    me, size = dist.get_rank(group), dist.get_world_size(group)
     mine, total = layout(wires, me)
     region, note = shm_arena._region(total) if wanted and mine else (None, None)
     notes: list[Any] = [None] * size

@@ -64,7 +64,7 @@ def line_span(instr: Instr, part: str) -> Span:
     """The span of a line, without its times; `part` is start or finish for a collective, else empty."""
     name = f"{instr.name}/{part}" if part else instr.name
     if part:
-        known = {"kind": "communication", "family": instr.kind, "cause": instr.cause, "bytes": instr.bytes}
+        known = {"kind": "communication", "family": instr.kind, "cause": instr.reason, "bytes": instr.bytes}
     else:
         known = {"kind": "compute", "family": "fused" if instr.op == "fused.part" else family_of(instr.op)}
     return Span(name, "compute", 0, 0, 0, op=instr.op, module=instr.module, phase=instr.phase, **known)  # type: ignore[arg-type]
@@ -115,7 +115,7 @@ def described(
 ) -> Recordable:
     """Code that stamps these lines, with what is known about them."""
     mesh, coords = program.mesh, program.mesh.coords(rank)
-    members = [mesh.group(i.args[1], coords) if part else None for i, part in lines]
+    members = [mesh.group(i.box.axes, coords) if part else None for i, part in lines]
     groups = {i.name: g for (i, part), g in zip(lines, members, strict=True) if part == "start" and g is not None}
     found = {name: _yard(x) for name, x in exchanges.items()}
     yards = {y: groups[name] for name, y in found.items() if y is not None}

@@ -19,11 +19,13 @@ from laminar.forecast.step import held_by, timed
 from laminar.ir.plan import Plan
 from laminar.lower.step import step_programs
 from laminar.planner.estimate.activation_mix import ways_of
-from laminar.planner.estimate.model import Model, Score
+from laminar.planner.estimate.candidates import Score
+from laminar.planner.estimate.graphs_and_prices import Model
 from laminar.planner.estimate.pipeline_recompute import held_bytes, places, some
 from laminar.planner.estimate.stage_cost import parts_of, pipelined_s, share_of
 from laminar.planner.space.cell import Cell
 from laminar.planner.space.request import Request
+from laminar.planner.space.styles import Style
 
 
 def extrapolated(at: dict[int, float], layers: int) -> float:
@@ -38,7 +40,7 @@ def extrapolated(at: dict[int, float], layers: int) -> float:
 def scored(
     model: Model,
     cell: Cell,
-    style: tuple[str, ...],
+    style: Style,
     zero: int,
     plan: Plan | None = None,
     worth_s: float = math.inf,
@@ -59,7 +61,7 @@ def scored(
 
 
 def _shallow(
-    model: Model, cell: Cell, style: tuple[str, ...], zero: int, plan: Plan | None, worth_s: float, roomy: float = 0.0
+    model: Model, cell: Cell, style: Style, zero: int, plan: Plan | None, worth_s: float, roomy: float = 0.0
 ) -> Score:
     """A step without micro-batches, nothing or everything made again."""
     if plan is None:
@@ -77,7 +79,7 @@ def _shallow(
     return found
 
 
-def _between(model: Model, cell: Cell, style: tuple[str, ...], zero: int, plan: Plan | None, worth_s: float) -> Score:
+def _between(model: Model, cell: Cell, style: Style, zero: int, plan: Plan | None, worth_s: float) -> Score:
     """A step without micro-batches, as few blocks made again as fit: between none and all, in proportion.
 
     Or fewer, if others wait in the host's memory or keep their products.
@@ -128,7 +130,7 @@ def _some_again(model: Model, none: Score, every: Score) -> Score:
     )
 
 
-def _first_saves(model: Model, plan: Plan, style: tuple[str, ...]) -> float:
+def _first_saves(model: Model, plan: Plan, style: Style) -> float:
     """Bytes that the first block saves if it alone is made again."""
     keep = model.depths[-1]
     deep = model.deepened(plan, model.small(1, keep))
@@ -136,7 +138,7 @@ def _first_saves(model: Model, plan: Plan, style: tuple[str, ...]) -> float:
     return none - one
 
 
-def _spread(model: Model, cell: Cell, style: tuple[str, ...], zero: int, plan: Plan | None, worth_s: float) -> Score:
+def _spread(model: Model, cell: Cell, style: Style, zero: int, plan: Plan | None, worth_s: float) -> Score:
     """A step with micro-batches in which every place makes again as few blocks as fit."""
     del worth_s
     here = places(model, cell, style, zero)

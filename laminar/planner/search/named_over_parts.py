@@ -15,7 +15,7 @@ from laminar.ir.graph import Graph
 from laminar.ir.staged import Staged
 from laminar.placement import presets
 from laminar.planner.estimate.mixed_pipelines import Sides, pipeline_on
-from laminar.planner.estimate.named_plans import EACH
+from laminar.planner.space.named_plans import EACH
 from laminar.planner.space.request import Request
 from laminar.staging.stage_plans import inner_plan, pipeline
 

@@ -34,10 +34,11 @@ from laminar.lower.split_stages import light_ops
 from laminar.planner.bounds.branch_bound import Floor
 from laminar.planner.bounds.cell_bound import Bounds
 from laminar.planner.bounds.piece_bound import per_element_s
-from laminar.planner.estimate.candidates import Final
-from laminar.planner.estimate.model import Model, Score
+from laminar.planner.estimate.candidates import Final, Score
+from laminar.planner.estimate.graphs_and_prices import Model
 from laminar.planner.space.cell import Cell, divisors
 from laminar.planner.space.fork_join import Region, forward_reads, regions
+from laminar.planner.space.styles import Overlap, Style
 from laminar.staging.balance import work_s
 from laminar.staging.stage_plans import arranged
 
@@ -105,7 +106,7 @@ class Inner:
     """How a set of devices is used."""
 
     cell: Cell
-    style: tuple[str, ...]
+    style: Style
     zero: int
 
 
@@ -294,10 +295,10 @@ class Branches:
         pinned = request.pin.get("zero")
         zeros = (0,) if size == 1 or not request.allows("zero") else (0, 1, 3)
         zeros = zeros if pinned is None or size == 1 else (pinned,)
-        out = [Inner(cell, ("data",), zero) for zero in zeros]
+        out = [Inner(cell, Style(("data",)), zero) for zero in zeros]
         if size > 1 and request.allows("tensor"):
-            once = ("once",) if micro > 1 else ()
-            ways = {1: ("free", *once), 2: ("data", "free", *once)}
+            overlap: Overlap = "once" if micro > 1 else "none"
+            ways = {1: Style(("free",), overlap), 2: Style(("data", "free"), overlap)}
             cells = [(one, ways[len(one.mesh.sizes)]) for one in self._cells(size, micro)]
             out += [Inner(one, style, zero) for one, style in cells for zero in zeros if zero < 3]
         return out
@@ -336,7 +337,7 @@ class Branches:
             self.looked_at.add(way)
             options = [self.options(size, way.micro_batches) for size in way.sizes]
             data = [o[0] for o in options]
-            free = [next((inner for inner in o if "free" in inner.style), o[0]) for o in options]
+            free = [next((inner for inner in o if "free" in inner.style.axes), o[0]) for o in options]
             tries = [self.simulated(way, inners) for inners in ([data] if data == free else [data, free])]
             found += [one for one in tries if one is not None]
         best: Tried | None = None

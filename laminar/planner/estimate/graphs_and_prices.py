@@ -1,14 +1,14 @@
-"""One model at all sizes of micro-batches and depths, and a score: what a placement of it is expected to take.
+"""One model at all sizes of micro-batches and depths: its graphs, prices on meshes, and placements, each made once.
 
-Everything that estimates asks a `Model` for graphs, prices and placements, so that each is made once. It knows nothing
-about how scores are made (`score.py`), nor about who fills its tables.
+Everything that estimates asks a `Model` for them. It knows nothing about how placements are scored
+(`score_placement.py`), nor about who fills its tables.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
@@ -21,15 +21,15 @@ from laminar.ir.graph import Graph, Node
 from laminar.ir.mesh import Mesh
 from laminar.ir.patterns import COLLECTIVES, PRODUCTS
 from laminar.ir.plan import Plan
-from laminar.ir.rewrites import Steps
 from laminar.ir.sbp import local_spec
 from laminar.placement.fold import Fold, fold
 from laminar.placement.micro_batch import micro
 from laminar.planner.estimate.block_mix import Ways
+from laminar.planner.estimate.candidates import Score
 from laminar.planner.estimate.cost_by_depth import Parts, Share
 from laminar.planner.space.cell import Cell
 from laminar.planner.space.request import Request
-from laminar.planner.space.styles import BOTH, LEAN, SPARING, Placer
+from laminar.planner.space.styles import Placer, Style
 from laminar.rules.samples import samples_of
 from laminar.staging.balance import cuttable
 
@@ -37,39 +37,6 @@ KEPT = 3
 """Layers of the folded graph on which placements are decided."""
 DEPTHS = (2, 4)
 """Depths that are simulated. Gradients of a layer may share a bucket with those of the next: an even difference."""
-
-
-@dataclass(frozen=True, eq=False)
-class Score:
-    """A placement, and what it is expected to take."""
-
-    cell: Cell
-    style: tuple[str, ...]
-    zero: int
-    plan: Plan | None
-    """Of the folded graph of a micro-batch; if it is not there, `Model.placed` makes it."""
-    seconds: float
-    peak_bytes: float
-    behind_s: float = 0.0
-    """Of the seconds, those behind the last op: gradients still on their way, updates."""
-    rewrites: Steps = ()
-    """What the graph was made by that it places, see `planner/space/rewrites.py`."""
-    again: tuple[int, ...] = ()
-    """By place, blocks that are made again in backward where not all are; nothing where all are, or none."""
-    blocks: int = 0
-    """Of how many, where not all are."""
-    saves_bytes: float = 0.0
-    """What one more saves of a step without stages, where not all are made again."""
-    spared: int = 0
-    """Of the blocks that are made again, those whose products are kept, where that is not so for all."""
-    away: int = 0
-    """Blocks that wait in the host's memory."""
-    apart: tuple[int, ...] = ()
-    """Devices of each set, where branches have some of their own (`planner/search/branches.py`)."""
-
-    def __str__(self) -> str:
-        zero = f" zero{self.zero}" if self.zero else ""
-        return f"{self.cell} {'+'.join(self.style)}{zero}: {self.seconds * 1e3:.3f} ms, {self.peak_bytes / 1e9:.2f} GB"
 
 
 class Model:
@@ -81,7 +48,7 @@ class Model:
         self._placers: dict[Mesh, Placer] = {}
         self._micro: dict[tuple[int, int], Graph] = {}
         self._deep: dict[int, Graph] = {}
-        self._plans: dict[tuple[int, Mesh, tuple[str, ...]], Plan] = {}
+        self._plans: dict[tuple[int, Mesh, Style], Plan] = {}
         self.parts: dict[Share, Parts] = {}
         """What micro-batches were found to take."""
         self.modules: dict[Share, dict[str, float]] = {}
@@ -90,11 +57,11 @@ class Model:
         """Seconds before each op that belongs to one stage."""
         self.uneven: dict[tuple[Share, int], float] = {}
         """How much longer the slowest of so many stages takes than the mean."""
-        self.off: dict[tuple[Cell, tuple[str, ...], int], np.ndarray] = {}
+        self.off: dict[tuple[Cell, Style, int], np.ndarray] = {}
         """By place, bytes by which the estimate of a pipeline was found to be too low."""
-        self.shallow: dict[tuple[Cell, tuple[str, ...], int], Score] = {}
+        self.shallow: dict[tuple[Cell, Style, int], Score] = {}
         """Scores of steps without micro-batches in which nothing or everything is made again."""
-        self.ways: dict[tuple[Cell, tuple[str, ...], int], Ways] = {}
+        self.ways: dict[tuple[Cell, Style, int], Ways] = {}
         """And what else may become of their blocks."""
 
     @cached_property
@@ -202,9 +169,9 @@ class Model:
                 out[node.name] = at[name]
         return out
 
-    def planned(self, micro_batches: int, mesh: Mesh, style: tuple[str, ...]) -> Plan:
+    def planned(self, micro_batches: int, mesh: Mesh, style: Style) -> Plan:
         """The folded graph of a micro-batch spread over a mesh in one style, without ZeRO."""
-        style = tuple(s for s in style if s not in (SPARING, BOTH))
+        style = replace(style, keep_products="none")
         key = (micro_batches, mesh, style)
         if key not in self._plans:
             self._plans[key] = self.placer(mesh).plan(self.small(micro_batches, self.keeps[-1]), style)
@@ -219,19 +186,20 @@ class Model:
         plan = self.placer(cell.mesh).pieces(graph, plan, score.style, score.zero)
         return replace(plan, recompute=self.again(cell, score.style))
 
-    def again(self, cell: Cell, style: tuple[str, ...]) -> tuple[str, ...]:
+    def again(self, cell: Cell, style: Style) -> tuple[str, ...]:
         """Patterns of what backward makes again; where the stream is in pieces, what is gathered from them too."""
         return self.patterns(range(len(self.block_names)), style) if cell.recompute else ()
 
-    def patterns(self, blocks: Sequence[int], style: tuple[str, ...], of: int | None = None) -> tuple[str, ...]:
+    def patterns(self, blocks: Sequence[int], style: Style | None = None, of: int | None = None) -> tuple[str, ...]:
         """The same for some blocks, by their place in the order; with all of so many, or of all, the whole family."""
         if not blocks or self.blocks is None:
             return ()
         every = len(blocks) == (len(self.block_names) if of is None else of)
         text = self.blocks if every else pattern(self.blocks, [self.block_names[b] for b in sorted(blocks)])
-        if SPARING in style:
-            return (f"{text}{PRODUCTS}{COLLECTIVES}" if LEAN in style else f"{text}{PRODUCTS}",)
-        return (f"{text}{COLLECTIVES}" if {"sequence", LEAN}.intersection(style) else text,)
+        style = style or Style()
+        if style.keep_products == "all":
+            return (f"{text}{PRODUCTS}{COLLECTIVES}" if "lean" in style.axes else f"{text}{PRODUCTS}",)
+        return (f"{text}{COLLECTIVES}" if {"sequence", "lean"}.intersection(style.axes) else text,)
 
     def unfolded(self, score: Score) -> Plan:
         """Its placement on the micro-batch's graph at full depth."""

@@ -13,7 +13,7 @@ machine's prices ask for it, and as `laminar.plans` writes them: neither is alwa
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 
 from laminar.ir.graph import Graph
@@ -22,7 +22,7 @@ from laminar.ir.staged import Staged
 from laminar.placement import presets
 from laminar.planner.space.cell import Cell
 from laminar.planner.space.request import Request
-from laminar.planner.space.styles import KEPT, TYPED
+from laminar.planner.space.styles import AxisStyle, Style
 from laminar.staging.stage_plans import pipeline
 
 EACH = (1, 2, 4, 8)
@@ -34,7 +34,7 @@ class Named:
     """A plan with a name, before it is made."""
 
     cell: Cell
-    style: tuple[str, ...]
+    style: Style
     zero: int
     typed: Callable[[], Plan] | None = None
     """What `laminar.plans` makes of the folded graph; without it, what the search does."""
@@ -43,7 +43,7 @@ class Named:
     """What `laminar.plans` makes of the graph of a micro-batch, where there are stages."""
 
     @property
-    def key(self) -> tuple[Cell, tuple[str, ...], int]:
+    def key(self) -> tuple[Cell, Style, int]:
         """What tells it from others."""
         return self.cell, self.style, self.zero
 
@@ -57,22 +57,18 @@ def named(request: Request, cells: Sequence[Cell], graph: Graph) -> Iterator[Nam
     node = request.cluster.levels[0].size
     known = [c for c in cells if c.tp == 1 or request.allows("tensor")]
     for cell in sorted((c for c in known if c.plain), key=lambda c: (c.recompute, c.tp > 1, c.dp > 1)):
-        for inner in ("tensor", "sequence") if cell.tp > 1 else ("data",):
-            style = _style(cell, inner)
+        inners: tuple[AxisStyle, ...] = ("tensor", "sequence") if cell.tp > 1 else ("data",)
+        for style in (Style.of(cell.mesh, inner) for inner in inners):
             yield from (Named(cell, style, z) for z in zeros if not z or cell.ranks > 1)
             if 3 in zeros and cell.ranks > 1 and not cell.recompute:
-                yield Named(cell, (*style, KEPT), 3)
+                yield Named(cell, replace(style, gather_once=True), 3)
         if not cell.recompute and not request.place:
             yield from _typed(cell, typed, graph)
     for cell in (c for c in known if not c.plain and c.virtual == 1 and (c.tp in (1, node) or c.dp == 1)):
         if cell.micro_batches % cell.stages == 0 and cell.micro_batches // cell.stages in EACH:
-            style = _style(cell, "tensor")
+            style = Style.of(cell.mesh, "tensor")
             for zero in (z for z in zeros if z < 3 and (not z or cell.ranks > 1)):
                 yield Named(cell, style, zero, staged=None if zero or request.place or cell.recompute else _cut(cell))
-
-
-def _style(cell: Cell, inner: str) -> tuple[str, ...]:
-    return tuple(inner if name == "tp" else "data" for name in cell.mesh.names)
 
 
 def _cut(cell: Cell) -> Callable[[Graph], Staged]:
@@ -81,15 +77,18 @@ def _cut(cell: Cell) -> Callable[[Graph], Staged]:
 
 def _typed(cell: Cell, zeros: Sequence[int], graph: Graph) -> Iterator[Named]:
     """What `laminar.plans` has for a mesh; ZeRO on two axes cuts other pieces than on one."""
-    mesh, data = cell.mesh, tuple("data" for _ in cell.mesh.names)
+    mesh = cell.mesh
+    data = replace(Style.of(mesh, "data"), as_preset=True)
     if cell.tp > 1 and 0 in zeros:
-        yield Named(cell, (*_style(cell, "tensor"), TYPED), 0, cache(lambda: presets.tensor_parallel(graph, mesh)))
+        tensor = replace(Style.of(mesh, "tensor"), as_preset=True)
+        yield Named(cell, tensor, 0, cache(lambda: presets.tensor_parallel(graph, mesh)))
     if cell.tp > 1 and cell.dp == 1:
         return
     if 0 in zeros and cell.tp == 1:
-        yield Named(cell, (*data, TYPED), 0, cache(lambda: presets.data_parallel(graph, mesh)))
+        yield Named(cell, data, 0, cache(lambda: presets.data_parallel(graph, mesh)))
     stages = [s for s in zeros if s and mesh.ranks > 1]
     for stage in stages:
-        yield Named(cell, (*data, TYPED), stage, cache(partial(presets.zero, graph, mesh, stage)))
+        yield Named(cell, data, stage, cache(partial(presets.zero, graph, mesh, stage)))
     if 3 in stages:
-        yield Named(cell, (*data, KEPT, TYPED), 3, cache(lambda: presets.zero(graph, mesh, 3, gather_once=True)))
+        once = replace(data, gather_once=True)
+        yield Named(cell, once, 3, cache(lambda: presets.zero(graph, mesh, 3, gather_once=True)))
