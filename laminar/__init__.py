@@ -11,6 +11,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from laminar.ir.answers import answered_by
 from laminar.ir.cluster_makers import clusters_made_by
 
 __version__ = "0.1.0"
@@ -31,6 +32,7 @@ _WHERE = {
     "Loss": "laminar.capture.losses",
     "Mesh": "laminar.ir.mesh",
     "MeshError": "laminar.errors",
+    "NoPlanFits": "laminar.errors",
     "NoRuleError": "laminar.errors",
     "NonFiniteError": "laminar.errors",
     "OptimizerError": "laminar.errors",
@@ -83,6 +85,7 @@ __all__ = [
     "Loss",
     "Mesh",
     "MeshError",
+    "NoPlanFits",
     "NoRuleError",
     "NonFiniteError",
     "OptimizerError",
@@ -144,6 +147,14 @@ def _cluster_makers() -> Any:
 clusters_made_by(_cluster_makers)
 
 
+def _planner_answers() -> Any:
+    """The planner answers questions about plans: `plan.explain()`, `plan.why(...)`."""
+    return import_module("laminar.planner.answers").ANSWERS
+
+
+answered_by(_planner_answers)
+
+
 class _Front(ModuleType):
     """This module, with `capture` and `lower` naming the functions though rooms are called so too.
 
@@ -195,6 +206,7 @@ if TYPE_CHECKING:
         LaminarError,
         MeshError,
         NonFiniteError,
+        NoPlanFits,
         NoRuleError,
         OptimizerError,
         OutOfMemoryError,

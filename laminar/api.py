@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from laminar.errors import LaminarError, PlanError, RecipeError
+from laminar.ir.account import SearchOptions
 from laminar.ir.cluster import Cluster
 from laminar.ir.graph import RNG, SCALE, Graph
 from laminar.ir.mesh import Mesh
@@ -19,7 +20,7 @@ from laminar.ir.sbp import Sbp
 from laminar.ir.staged import Staged
 from laminar.placement import presets
 from laminar.placement.presets import Patterns
-from laminar.planner.report.traffic import accounted
+from laminar.planner.report.program_traffic import with_traffic
 from laminar.rewrite.variants import rewritten
 from laminar.staging.stage_plans import again as restaged
 from laminar.staging.stage_plans import pipeline
@@ -204,7 +205,8 @@ def plan(
     read = rules if isinstance(rules, ProvedRules) else proved_rules(rules)
     request = replace(request, rules=read.new)
     found = _proved(graph, best(graph, request, progress), request, read.errors, progress)
-    return replace(found, account={**found.account, "rules": {**read.counts(), "used": carried_sites(found.rewrites)}})
+    used = replace(read.counts(), used=carried_sites(found.rewrites))
+    return replace(found, account=replace(found.account, rules=used))
 
 
 def _proved(
@@ -226,7 +228,7 @@ def _proved(
         plainer = {"rules": ()} if request.rules else {"only": tuple(d for d in request.only if d != "rewrite")}
         request = replace(request, **plainer)
         found = best(graph, request, progress)
-    return found if shown is None else replace(found, account={**found.account, "proof": str(shown)})
+    return found if shown is None else replace(found, account=replace(found.account, proof=str(shown)))
 
 
 def replan(
@@ -249,25 +251,24 @@ def replan(
     Nothing is proved about the result; `laminar.plan(graph, left)` searches, where
     `left = cluster.without([7])`.
     """
-    from laminar.ir.planned import cluster_for
-    from laminar.planner.search.batch_size import own
+    from laminar.planner.report.graph_of_plan import cluster_for, graph_of_own_batch
     from laminar.planner.search.replan import replan as planned_anew
     from laminar.planner.space.request import asking
 
     if not lost and cluster is None:
         raise PlanError("nothing is lost", next="name the devices: lost=[7]; or what is left: cluster=...")
-    former: dict[str, Any] = dict(plan.account.get("request") or {})
+    former = plan.account.options or SearchOptions()
     if memory_bytes is None and margin is None:
-        memory_bytes, margin = former.get("memory_bytes"), former.get("margin")
+        memory_bytes, margin = former.memory_bytes, former.margin
     request = asking(
         cluster_for(plan, cluster).without(lost),
         memory_bytes,
-        optimizer=former.get("optimizer", "adamw"),
-        only=former.get("only"),
+        optimizer=former.optimizer,
+        only=former.only or None,
         margin=margin,
-        rules=former.get("rules", ()),
+        rules=former.rules,
     )
-    return planned_anew(own(plan, graph), plan, request)
+    return planned_anew(graph_of_own_batch(plan, graph), plan, request)
 
 
 class plans:
@@ -281,7 +282,7 @@ class plans:
     @staticmethod
     def data_parallel(graph: Graph, mesh: Mesh, recompute: Patterns = (), offload: Patterns = ()) -> Plan:
         """The batch split over every axis, parameters whole, gradients summed."""
-        return accounted(graph, presets.data_parallel(graph, mesh, recompute, offload))
+        return with_traffic(graph, presets.data_parallel(graph, mesh, recompute, offload))
 
     @staticmethod
     def zero(
@@ -297,14 +298,14 @@ class plans:
         With `gather_once` what forward has gathered of parameters stays for backward: a third less is exchanged, and
         parameters are whole on every rank while a step lasts.
         """
-        return accounted(graph, presets.zero(graph, mesh, stage, recompute, offload, gather_once))
+        return with_traffic(graph, presets.zero(graph, mesh, stage, recompute, offload, gather_once))
 
     @staticmethod
     def tensor_parallel(
         graph: Graph, mesh: Mesh, axis: str | None = None, recompute: Patterns = (), offload: Patterns = ()
     ) -> Plan:
         """Weights split over `axis` (`tp` unless named), the residual stream whole; other axes data parallel."""
-        return accounted(graph, presets.tensor_parallel(graph, mesh, axis, recompute, offload))
+        return with_traffic(graph, presets.tensor_parallel(graph, mesh, axis, recompute, offload))
 
     @staticmethod
     def named(
@@ -316,7 +317,7 @@ class plans:
         gather_once: bool = False,
     ) -> Plan:
         """The plan that `laminar.parallelize(plan=name)` runs: "data", "zero1", "zero2", "zero3" or "tensor"."""
-        return accounted(graph, presets.named(name, graph, mesh, recompute, offload, gather_once))
+        return with_traffic(graph, presets.named(name, graph, mesh, recompute, offload, gather_once))
 
     @staticmethod
     def placed(
@@ -327,7 +328,7 @@ class plans:
         offload: Patterns = (),
     ) -> Plan:
         """A few tensors placed by name pattern, the rest filled in at minimum cost."""
-        return accounted(graph, presets.seeded(graph, mesh, seeds, recompute, offload))
+        return with_traffic(graph, presets.seeded(graph, mesh, seeds, recompute, offload))
 
     seeded = placed
     """The name from before."""
@@ -464,7 +465,7 @@ def for_plan(plan: Plan | Staged, batch: Any) -> Any:
     """As many samples of a batch as a plan is for, the first ones, where its batch was free and is a part of this."""
     from laminar.train.leaves import Leaves
 
-    known = plan.account.get("batch", {}).get("samples", 0)
+    known = plan.account.batch.samples if plan.account.batch else 0
     samples = Leaves.of(batch).samples if known else 0
     return micro_batches(batch, samples // known)[0] if known and known < samples and samples % known == 0 else batch
 
@@ -549,7 +550,7 @@ def parallelize(
 
         world, plan = plan_search.begun(model, loss, optimizer, batch, cluster, options, measure)
     plan = plan_for.loaded(plan)
-    if world is None and isinstance(plan, Plan | Staged) and "batch" in plan.account:
+    if world is None and isinstance(plan, Plan | Staged) and plan.account.batch is not None:
         from laminar.planner.search.batch_size import refuse_other
         from laminar.train.leaves import Leaves
 

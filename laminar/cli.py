@@ -125,8 +125,8 @@ def do_verify(args: argparse.Namespace) -> int:
                   "eager_tolerance", "eager_differs")  # fmt: skip
         print(json.dumps({key: getattr(report, key) for key in fields}))
     else:
-        if "batch" in plan.account:
-            print(f"the plan is for batches of {plan.account['batch']['samples']} samples: the first ones of each")
+        if plan.account.batch is not None:
+            print(f"the plan is for batches of {plan.account.batch.samples} samples: the first ones of each")
         print(report)
     return 0 if report.ok else 1
 

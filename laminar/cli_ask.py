@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import itertools
 import json
+import math
 import re
 import sys
 import threading
@@ -21,14 +22,14 @@ from typing import Any
 
 from laminar import cli_cost
 from laminar.errors import PlanError
+from laminar.ir.account import Account
 from laminar.ir.cluster import Cluster
 from laminar.ir.graph import Graph
 from laminar.ir.plan import Plan
-from laminar.ir.planned import sized
 from laminar.ir.staged import Staged, load_plan
 from laminar.launch.vocabulary import memory_bytes
-from laminar.planner.report.throughput import rates
-from laminar.planner.report.throughput import told as figures
+from laminar.planner.report.throughput import rate_lines, rates
+from laminar.planner.report.words import sized
 from laminar.planner.space.request import PINNABLE, STORED_PINS
 
 EXPLAIN = """\
@@ -106,7 +107,9 @@ def parse_changes(text: str) -> dict[str, Any]:
                 out.setdefault("pin", {})[name] = pin
         except (ValueError, argparse.ArgumentTypeError):
             of = " of bytes" if name == "memory" else ""
-            raise PlanError(f"{name} is a number{of}, not {value!r}", next="write --what-if 'memory=40GB; tp=8'") from None
+            raise PlanError(
+                f"{name} is a number{of}, not {value!r}", next="write --what-if 'memory=40GB; tp=8'"
+            ) from None
     if isinstance(out.get("cluster"), str):
         out["cluster"] = cli_cost.cluster_of(out["cluster"])
     return out
@@ -128,7 +131,7 @@ def told(
         print(json.dumps({"plan": plan.hash, **data, **found, **{k: _plain(v) for k, v in answers.items()}}))
         return 0
     print(plan.explain(price=args.price))
-    print("\n".join(figures(plan.account, args.tokens, args.price)))
+    print("\n".join(rate_lines(plan.account, args.tokens, args.price)))
     if getattr(args, "compare", False):
         print(compared(plan.account))
     _print(answers)
@@ -165,7 +168,7 @@ def _answers(
         with working("searching again", args.json):
             out["what_if"] = [plan.what_if(**{"graph": graph_of(), **change}) for change in changes]
     if args.flags:
-        known = plan.origin is None and "form" in plan.account
+        known = plan.origin is None and plan.account.form is not None
         out["flags"] = plan.flags(args.flags, graph=None if known else graph_of())
     if args.dot:
         Path(args.dot).write_text(plan.dot(graph=graph_of(), cluster=cluster))
@@ -184,12 +187,12 @@ def do_explain(args: argparse.Namespace) -> int:
     made: list[Graph] = []
 
     def graph() -> Graph:
-        recipe = args.recipe or plan.account.get("recipe")
+        recipe = args.recipe or plan.account.recipe
         if recipe is None:
             raise PlanError(f"{args.plan} does not say which recipe it is for", next="--recipe file.py:function")
         if not made:
             with working("capturing", args.json):
-                made.append(graph_of(recipe, 1, plan.account.get("precision", "f32")))
+                made.append(graph_of(recipe, 1, plan.account.work.precision if plan.account.work else "f32"))
         return made[0]
 
     cluster = cli_cost.cluster_of(args.cluster) if args.cluster else None
@@ -199,20 +202,20 @@ def do_explain(args: argparse.Namespace) -> int:
         print(json.dumps({"plan": plan.hash, **plan.to_json(), **found, **{k: _plain(v) for k, v in answers.items()}}))
         return 0
     print(plan.explain(price=args.price))
-    print("\n".join(figures(plan.account, args.tokens, args.price)))
+    print("\n".join(rate_lines(plan.account, args.tokens, args.price)))
     _print(answers)
     return 0
 
 
-def compared(account: dict[str, Any]) -> str:
+def compared(account: Account) -> str:
     """All plans that were looked at, as bars: the longer, the more steps a second."""
-    rows = account["looked_at"]
-    best = min(row["step_s"] for row in rows if row["fits"])
+    rows = account.looked_at
+    best = min((row.step_s for row in rows if row.fits), default=0.0)
     lines = ["", "plans that were looked at, steps per second"]
     for row in rows:
-        bar = "#" * max(1, round(40 * best / row["step_s"]))
-        note = "" if row["fits"] else f"  does not fit: {sized(row['peak_bytes'])}"
-        lines.append(f"  {1 / row['step_s']:10.3f}  {bar:<41} {row['plan']}{note}")
+        bar = "#" * max(1, round(40 * best / row.step_s))
+        note = "" if row.fits else f"  does not fit: {sized(row.peak_bytes or math.inf)}"
+        lines.append(f"  {1 / row.step_s:10.3f}  {bar:<41} {row.plan}{note}")
     return "\n".join(lines)
 
 

@@ -260,32 +260,32 @@ def do_simulate(args: argparse.Namespace) -> int:
     from laminar.forecast.pipeline_step import predict_staged
     from laminar.forecast.step import predict
     from laminar.placement.presets import like
-    from laminar.planner.report.throughput import rates, told, work_of
-    from laminar.planner.search.batch_size import own
+    from laminar.planner.report.graph_of_plan import cluster_named, graph_of_own_batch
+    from laminar.planner.report.throughput import rate_lines, rates, with_work
     from laminar.staging.stage_plans import again
 
     plan = load_plan(args.plan)
-    recipe = args.recipe or plan.account.get("recipe")
+    recipe = args.recipe or plan.account.recipe
     if recipe is None:
         raise PlanError(f"{args.plan} does not say which recipe it is for", next="--recipe path/to/file.py:function")
-    cluster = cluster_of(args.cluster or plan.account.get("cluster_file") or plan.account.get("cluster"))
+    cluster = cluster_of(args.cluster or cluster_named(plan))
     if args.load_s < 0 or args.prefetch < 0:
         raise PlanError(f"--load-s {args.load_s} --prefetch {args.prefetch}", allowed="0 or more")
     asked: dict[str, Any] = {"optimizer": args.optimizer, "load_s": args.load_s, "prefetch": args.prefetch}
-    own_precision = plan.account.get("precision", "f32")
+    own_precision = plan.account.work.precision if plan.account.work else "f32"
     precision, kind = args.precision or own_precision, "cpu" if cluster.on([0]).device.kind == "cpu" else "cuda"
     times = 1
     if isinstance(plan, Staged):
-        free = plan.account.get("batch", {"captured": 1, "samples": 1})
-        times = plan.micro_batches
-        graph = graph_of(recipe, times * free["captured"] // free["samples"], precision, kind)
+        times, free = plan.micro_batches, plan.account.batch
+        parts = times * free.captured // free.samples if free else times
+        graph = graph_of(recipe, parts, precision, kind)
         plan = again(graph, plan) if precision != own_precision else plan
         found: Any = predict_staged(graph, plan, cluster, **asked)
     else:
-        graph = own(plan, graph_of(recipe, 1, precision, kind))
+        graph = graph_of_own_batch(plan, graph_of(recipe, 1, precision, kind))
         plan = like(graph, plan) if precision != own_precision else plan
         found = predict(graph, plan, cluster, **asked)
-    account = {**plan.account, **work_of(graph, precision, cluster, times), **found.account()}
+    account = replace(with_work(plan.account, graph, precision, cluster, times), step=found.figures())
     line = found.timeline
     if args.output:
         line.save(args.output)
@@ -298,10 +298,10 @@ def do_simulate(args: argparse.Namespace) -> int:
     parts = line.breakdown()
     if args.json:
         about = {"precision": precision, **rates(account, args.tokens, args.price)}
-        print(json.dumps({"plan": plan.hash, **found.account(), **about, "breakdown": parts}))
+        print(json.dumps({"plan": plan.hash, **found.figures().to_json(), **about, "breakdown": parts}))
         return 0
     print(replace(plan, account=account).forecast())
-    print("\n".join(told(account, args.tokens, args.price)).strip("\n"))
+    print("\n".join(rate_lines(account, args.tokens, args.price)).strip("\n"))
     if isinstance(plan, Plan):
         print(found.memory)
     print(rendered(parts, line.step_ns))

@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,7 @@ from laminar.ir.sbp import parse
 from laminar.ir.staged import SCHEDULES, Staged, plan_of
 from laminar.launch.vocabulary import MEMORY, PRECISIONS, couple_word, hidden, memory_bytes, plan_name
 from laminar.placement.presets import NAMES
-from laminar.planner.report.throughput import work_of
+from laminar.planner.report.throughput import with_work
 from laminar.planner.space.request import PINNABLE, STORED_PINS
 
 if TYPE_CHECKING:
@@ -159,17 +160,19 @@ def _search(args: argparse.Namespace) -> int:
     if args.measure:
         with working("measuring", args.json):
             found = taken(args.recipe, found)
-    account = {**found.account, **work_of(graph, args.precision, cluster), "recipe": args.recipe}
-    if "batch" in found.account:
-        account |= {key: found.account[key] for key in ("samples", "tokens") if key in found.account}
-        account["flops"] *= found.account["batch"]["samples"] / found.account["batch"]["captured"]
-    account |= {"cluster_file": args.cluster} if args.cluster.endswith(".json") else {}
+    account = replace(with_work(found.account, graph, args.precision, cluster), recipe=args.recipe)
+    if account.batch is not None and account.work is not None:
+        share = account.batch.samples / account.batch.captured
+        work = replace(account.work, flops=account.work.flops * share)
+        account = replace(account, samples=found.account.samples, tokens=found.account.tokens, work=work)
+    if args.cluster.endswith(".json"):
+        account = replace(account, cluster_file=args.cluster)
     found = replace(found, account=account)
-    data: dict[str, Any] = {"graph": graph.hash, **found.account}
-    if rules is not None:
+    data: dict[str, Any] = {"graph": graph.hash, **account.to_json()}
+    if rules is not None and account.rules is not None:
         data["rules"] = {**data["rules"], "each": [verdict.to_json() for verdict in rules.verdicts]}
         if not args.json:
-            print(f"{rules}\n  {_taken(found.account['rules']['used'])}\n")
+            print(f"{rules}\n  {_taken(account.rules.used)}\n")
     return told(args, found, lambda: graph, cluster, data)
 
 
@@ -189,7 +192,7 @@ def _bar(done: int, of: int, width: int = 20) -> str:
     return f"[{'#' * filled}{'.' * (width - filled)}] {done}/{of}"
 
 
-def _taken(used: dict[str, int]) -> str:
+def _taken(used: Mapping[str, int]) -> str:
     """Which of the rules a plan uses."""
     return "the plan uses " + (", ".join(f"{name} x{n}" for name, n in used.items()) or "none of them")
 
@@ -225,14 +228,14 @@ def _made(args: argparse.Namespace) -> int:
             plan = plans.placed(graph, mesh, parse_seeds(args.place), **kept)
         else:
             plan = plans.named(args.preset or "data", graph, mesh, **kept, gather_once=args.gather_once)
-        account = {**plan.account, **work_of(graph, args.precision, cluster), "recipe": args.recipe}
+        account = replace(with_work(plan.account, graph, args.precision, cluster), recipe=args.recipe)
         plan = replace(plan, account=account)
         if cluster is not None:
-            from laminar.forecast.step import accounted
+            from laminar.forecast.step import with_prediction
 
-            plan = accounted(graph, plan, cluster)
+            plan = with_prediction(graph, plan, cluster)
             if args.cluster.endswith(".json"):
-                plan = replace(plan, account={**plan.account, "cluster_file": args.cluster})
+                plan = replace(plan, account=replace(plan.account, cluster_file=args.cluster))
     if args.program:
         from laminar.lower.lower import lower
 
@@ -241,7 +244,9 @@ def _made(args: argparse.Namespace) -> int:
         program = lower(graph, plan)
         print(json.dumps({"plan": plan.hash, "program": program.to_json()}) if args.json else program)
         return 0
-    return told(args, plan, lambda: graph, cluster, {"graph": graph.hash, "mesh": mesh.to_json(), **plan.account})
+    return told(
+        args, plan, lambda: graph, cluster, {"graph": graph.hash, "mesh": mesh.to_json(), **plan.account.to_json()}
+    )
 
 
 def _stages(args: argparse.Namespace, mesh: Mesh | None) -> int:
@@ -264,15 +269,17 @@ def _stages(args: argparse.Namespace, mesh: Mesh | None) -> int:
             graph, stages, args.micro_batches, args.virtual, inner, differ, schedule=args.schedule, window=window,
             stash=args.stash, couple=args.couple, recompute=args.recompute, offload=args.offload,
         )  # fmt: skip
-        account = {**plan.account, **work_of(graph, args.precision, cluster, args.micro_batches), "recipe": args.recipe}
+        account = with_work(plan.account, graph, args.precision, cluster, args.micro_batches)
+        account = replace(account, recipe=args.recipe)
         if cluster is not None:
             from laminar.forecast.pipeline_step import predict_staged
 
-            account |= predict_staged(graph, plan, cluster).account()
-            account |= {"cluster_file": args.cluster} if args.cluster.endswith(".json") else {}
+            account = replace(account, step=predict_staged(graph, plan, cluster).figures())
+            if args.cluster.endswith(".json"):
+                account = replace(account, cluster_file=args.cluster)
         plan = replace(plan, account=account)
     whole = partial(graph_of, args.recipe, 1, args.precision, _kind(cluster))
-    return told(args, plan, whole, cluster, {"graph": graph.hash, "ranks": plan.ranks, **plan.account})
+    return told(args, plan, whole, cluster, {"graph": graph.hash, "ranks": plan.ranks, **plan.account.to_json()})
 
 
 def _kind(cluster: Any) -> str:

@@ -6,6 +6,7 @@
     ├── PlacementError      a placement that can't hold for a tensor
     │   └── NoRuleError     an op has no signature for the placements asked for
     ├── PlanError           a plan that does not fit its graph, its mesh or this version
+    │   └── NoPlanFits      no plan that was looked at fits the memory (knows the fewest bytes seen)
     ├── RuleError           a rewrite rule that can't be read, or does not hold
     ├── MeshError           a mesh that makes no sense, or is larger than the world
     ├── ClusterError        a description of a machine that makes no sense, or is too small
@@ -29,6 +30,8 @@ traceback, the command line decides about that.
 """
 
 from __future__ import annotations
+
+from math import inf
 
 
 class LaminarError(Exception):
@@ -59,6 +62,15 @@ class NoRuleError(PlacementError):
 
 class PlanError(LaminarError):
     """A plan that does not fit its graph, its mesh or this version."""
+
+
+class NoPlanFits(PlanError):
+    """No plan that a search looked at fits the memory."""
+
+    def __init__(self, what: str, *, least_bytes: float = inf, **lines: str) -> None:
+        """`least_bytes` is what the leanest plan that was looked at needs on its fullest rank."""
+        super().__init__(what, **lines)
+        self.least_bytes = least_bytes
 
 
 class RuleError(LaminarError):

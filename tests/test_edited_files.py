@@ -176,7 +176,7 @@ def test_the_place_in_the_file_is_named() -> None:
     assert "no field 'inputs'" in edited(lambda d: d.pop("inputs"))
     assert "name: 3, not a text" in edited(lambda d: d.update(name=3))
     assert "account: a list, not an object" in edited(lambda d: d.update(account=[]))
-    assert "account: it has no 'solver'" in edited(lambda d: d["account"].pop("solver"))
+    assert "account: no field 'solver'" in edited(lambda d: d["account"].pop("solver"))
     assert "gather_once: 'yes', not true or false" in edited(lambda d: d.update(gather_once="yes"))
     assert "does not place output loss:loss" in edited(lambda d: d["outputs"].pop("loss:loss"))
 

@@ -19,6 +19,7 @@ from laminar.cost.schedule import Price, Schedule, schedule
 from laminar.cost.sim.pipeline import Execution, execute
 from laminar.cost.sim.simulate import simulate
 from laminar.forecast.step import machine, section_of, sigma_of
+from laminar.ir.account import PlacePeak, PredictedStep
 from laminar.ir.cluster import Cluster
 from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh
@@ -90,24 +91,28 @@ class StagedPrediction:
         found = self.execution.one(min(STEADY, self.execution.steps) - 1)
         return replace(found, meta={**found.meta, "plan": self.staged.hash, "cluster": self.cluster.name})
 
-    def account(self) -> dict[str, Any]:
-        """For `Staged.account`."""
+    @property
+    def peak_bytes(self) -> int:
+        """On the fullest rank of all places."""
+        return max(self.peaks)
+
+    def figures(self) -> PredictedStep:
+        """For the account of the plan."""
         low, high = self.interval_s
-        account = {
-            "step_s": self.seconds,
-            "step_low_s": low,
-            "step_high_s": high,
-            "peak_bytes": max(self.peaks),
-            "cluster": self.cluster.name,
-            "bubbles": [round(b, 4) for b in self.bubbles],
-        }
-        if len(self.cluster.parts) > 1:
-            account["places"] = [
-                {"part": part.name, "device": part.device.name, "peak_bytes": peak,
-                 "memory_bytes": part.device.memory_bytes.value}
-                for part, peak in zip(self.homes, self.peaks, strict=True)
-            ]  # fmt: skip
-        return account
+        places = (
+            PlacePeak(part=part.name, device=part.device.name, peak_bytes=peak,
+                      memory_bytes=part.device.memory_bytes.value)
+            for part, peak in zip(self.homes, self.peaks, strict=True)
+        )  # fmt: skip
+        return PredictedStep(
+            step_s=self.seconds,
+            step_low_s=low,
+            step_high_s=high,
+            peak_bytes=self.peak_bytes,
+            cluster=self.cluster.name,
+            bubbles=tuple(round(b, 4) for b in self.bubbles),
+            places=tuple(places) if len(self.cluster.parts) > 1 else (),
+        )
 
     @property
     def homes(self) -> tuple[Cluster, ...]:

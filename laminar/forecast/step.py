@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 from laminar.cost.calibrate import Calibration, interval
 from laminar.cost.machine import UPDATES, Machine
@@ -19,6 +18,7 @@ from laminar.cost.memory.peak import Memory, memory
 from laminar.cost.ops.table import cpu_section
 from laminar.cost.schedule import Exchange, Schedule, schedule
 from laminar.cost.sim.simulate import Times, simulate, timeline
+from laminar.ir.account import PredictedStep
 from laminar.ir.cluster import Cluster
 from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh
@@ -113,17 +113,22 @@ class Prediction:
                 out.append((int(self.times.end[at[name]]), held))
         return tuple(sorted(out))
 
-    def account(self) -> dict[str, Any]:
-        """For `Plan.account`."""
+    @property
+    def peak_bytes(self) -> int:
+        """On the fullest rank."""
+        return self.memory.peak_bytes
+
+    def figures(self) -> PredictedStep:
+        """For the account of the plan."""
         low, high = self.interval_s
-        return {
-            "step_s": self.seconds,
-            "step_low_s": low,
-            "step_high_s": high,
-            "peak_bytes": self.memory.peak_bytes,
-            "cluster": self.cluster.name,
-            "known": self.known(),
-        }
+        return PredictedStep(
+            step_s=self.seconds,
+            step_low_s=low,
+            step_high_s=high,
+            peak_bytes=self.peak_bytes,
+            cluster=self.cluster.name,
+            known=self.known(),
+        )
 
     def known(self) -> dict[str, float]:
         """Shares of the work's seconds by how their price is known."""
@@ -213,10 +218,10 @@ def sigma_of(made: Schedule, calibration: Calibration) -> float:
     return math.hypot(parts, UNCALIBRATED)
 
 
-def accounted(graph: Graph, plan: Plan, cluster: Cluster, optimizer: str = "adamw") -> Plan:
+def with_prediction(graph: Graph, plan: Plan, cluster: Cluster, optimizer: str = "adamw") -> Plan:
     """The plan with the prediction written into its account."""
     found = predict(graph, plan, cluster, optimizer=optimizer)
-    return replace(plan, account={**plan.account, **found.account()})
+    return replace(plan, account=replace(plan.account, step=found.figures()))
 
 
-__all__ = ["Exchange", "Prediction", "accounted", "machine", "predict", "predict_program"]
+__all__ = ["Exchange", "Prediction", "machine", "predict", "predict_program", "with_prediction"]

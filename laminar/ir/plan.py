@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from laminar.errors import PlacementError, PlanError
+from laminar.ir.account import Account
 from laminar.ir.codec import canonical
 from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh
 from laminar.ir.patterns import apart, as_patterns
-from laminar.ir.planned import Origin, Planned, account_of, reading_account, searched
+from laminar.ir.planned import Origin, Planned
 from laminar.ir.reading import Part
-from laminar.ir.rewrites import Steps, carried, described, rewrites_from, rewrites_json
+from laminar.ir.rewrites import Steps, rewrites_from, rewrites_json
 from laminar.ir.sbp import NdSbp, check, parse_nd, show
 
 VERSION = 1
@@ -81,8 +82,8 @@ class Plan(Planned):
     state: dict[str, NdSbp] = field(default_factory=dict)
     """Placement of the optimizer state, by parameter; a parameter not named has it as it lies itself."""
     name: str = "hand"
-    account: dict[str, Any] = field(default_factory=dict)
-    """What the plan costs, filled in by whoever made it: for `explain`, not part of the identity."""
+    account: Account = field(default_factory=Account)
+    """What it says about itself, filled in by whoever made it: not part of the identity."""
     recompute: tuple[str, ...] = ()
     """What backward makes again instead of keeping it: patterns of modules and values, see `ir/patterns.py`."""
     origin: Origin | None = field(default=None, compare=False, repr=False)
@@ -111,7 +112,7 @@ class Plan(Planned):
             **({"offload": list(self.offload)} if self.offload else {}),
             **({"gather_once": True} if self.gather_once else {}),
             **rewrites_json(self.rewrites, self.captured_hash),
-            "account": self.account,
+            "account": self.account.to_json(),
         }
 
     @staticmethod
@@ -136,7 +137,7 @@ class Plan(Planned):
             outputs={k: _placed(nd, mesh) for k, nd in part["outputs"].fields().items()},
             state={k: _placed(nd, mesh) for k, nd in part["state"].fields().items()},
             name=part["name"].text(),
-            account=account_of(part["account"]),
+            account=Account.from_part(part["account"]),
             recompute=part.get("recompute", None).read(as_patterns),
             rewrites=rewrites,
             captured_hash=captured,
@@ -162,7 +163,8 @@ class Plan(Planned):
     @cached_property
     def hash(self) -> str:
         """Identity of the decision; its name and its account do not count."""
-        data = {k: v for k, v in replace(self, ops={}).to_json().items() if k not in ("account", "name")}
+        bare = replace(self, ops={}, account=Account())
+        data = {k: v for k, v in bare.to_json().items() if k not in ("account", "name")}
         before, behind = canonical(data).split('"ops":{}', 1)
         ops = ",".join([f"{json.dumps(name)}:{_chosen(self.ops[name])}" for name in sorted(self.ops)])
         return hashlib.sha256(f'{before}"ops":{{{ops}}}{behind}'.encode()).hexdigest()
@@ -200,110 +202,16 @@ class Plan(Planned):
 
     def with_recompute(self, *patterns: str) -> Plan:
         """The same plan with these modules and values made again in backward, and no others; its account is empty."""
-        return replace(self, recompute=as_patterns(patterns), account={})
+        return replace(self, recompute=as_patterns(patterns), account=Account())
 
     def with_offload(self, *patterns: str) -> Plan:
         """The same plan with what these modules make kept in the host's memory, and no others; its account is empty."""
-        return replace(self, offload=as_patterns(patterns), account={})
-
-    def explain(self, price: float | None = None) -> str:
-        """What is spread how, which collectives follow and why, what was not split, and what a search has to say.
-
-        `price` is that of a device-hour, in any currency.
-        """
-        with reading_account():
-            return self._explained(price)
-
-    def _explained(self, price: float | None) -> str:
-        lines = [
-            f"plan {self.hash[:12]} ({self.name}), graph {self.graph_hash[:12]}, {self.mesh}, {self.mesh.ranks} ranks"
-        ]
-        lines += ["", "inputs, grouped by placement"]
-        groups: dict[str, list[str]] = {}
-        for name, nd in self.inputs.items():
-            groups.setdefault(show(nd), []).append(name)
-        for placement, names in sorted(groups.items(), key=lambda g: -len(g[1])):
-            lines.append(
-                f"  {placement:<28} {len(names):>4}  {', '.join(names[:4])}{', ...' if len(names) > 4 else ''}"
-            )
-        account = self.account
-        if self.recompute:
-            lines += ["", f"made again in backward: {', '.join(self.recompute)}", *_again(account)]
-        if self.offload:
-            lines += ["", f"kept in the host's memory: {', '.join(self.offload)}", *_away(account)]
-        if self.gather_once:
-            lines += ["", "parameters in pieces are gathered once a step: what forward has gathered stays for backward"]
-        if self.rewrites:
-            lines += ["", f"rewritten before it is spread: {described(self.rewrites)}"]
-            lines += [f"  {name}, from a file: {text}" for name, text in carried(self.rewrites).items()]
-        if "proof" in account:
-            lines.append(f"  {account['proof']}")
-        if "eager" in account:
-            lines += ["", "runs as it is, in plain PyTorch", *(f"  {row}" for row in account["eager"])]
-        if "collectives" in account:
-            lines += ["", f"collectives per step: {account['count']}, {account['bytes']:,} bytes received per rank"]
-            for row in account["collectives"]:
-                lines.append(
-                    f"  {row['kind']:<15} over {row['axes']:<8} x{row['count']:<4} {row['bytes']:>14,} B  {row['why']}"
-                )
-        if "parameter_bytes" in account:
-            lines += [
-                "",
-                f"parameters per rank: {account['parameter_bytes']:,} of {account['parameter_bytes_whole']:,} bytes",
-            ]
-        if "cost_s" in account:
-            lines.append(
-                f"cost on an assumed machine, without overlap: {account['cost_s'] * 1e3:.3f} ms; "
-                f"everything on every rank instead: {account['replicated_s'] * 1e3:.3f} ms"
-            )
-            lines.append(account["solver"])
-        if "step_s" in account:
-            lines += ["", self.forecast()]
-        lines += searched(account, price)
-        if account.get("unsplit"):
-            lines += ["", "computed whole on every rank, because nothing says how to split them"]
-            for row in account["unsplit"]:
-                lines.append(f"  {row['op']:<28} {row['share']:6.2%} of the work  {row['where']}")
-        return "\n".join(lines)
-
-    @reading_account()
-    def forecast(self) -> str:
-        """Seconds and bytes of a step as predicted, with the 90 % interval and how they are known."""
-        a = self.account
-        known = ", ".join(f"{share:.0%} {how}" for how, share in a.get("known", {}).items() if share >= 0.005)
-        return (
-            f"a step on {a['cluster']}: {a['step_s'] * 1e3:.3f} ms predicted "
-            f"({a['step_low_s'] * 1e3:.3f} to {a['step_high_s'] * 1e3:.3f}, 90 %)\n"
-            f"  prices: {known}\n"
-            f"  memory of the fullest rank: {a['peak_bytes']:,} bytes"
-        )
+        return replace(self, offload=as_patterns(patterns), account=Account())
 
     def __str__(self) -> str:
         return f"Plan({self.hash[:12]}, {self.name}, {self.mesh}, {len(self.ops)} ops)"
 
 
-def _again(account: dict[str, Any]) -> list[str]:
-    """What recompute saves and costs, where known."""
-    if "again" not in account:
-        return []
-    a = account["again"]
-    return [
-        f"  {a['blocks']} blocks and {a['values']} values: {a['lines']} lines run twice, "
-        f"{a['kept_bytes']:,} instead of {a['whole_bytes']:,} bytes of activations kept per rank"
-    ]
-
-
-def _away(account: dict[str, Any]) -> list[str]:
-    """What offload takes off the device, where known."""
-    if "offload" not in account:
-        return []
-    a = account["offload"]
-    return [
-        f"  {a['tensors']} tensors of {a['blocks']} blocks, {a['bytes']:,} bytes there and back in a step; "
-        f"{a['kept_bytes']:,} instead of {a['whole_bytes']:,} bytes of activations kept per rank"
-    ]
-
-
-def runs_ddp(plan: Any) -> bool:
+def runs_ddp(plan: Planned) -> bool:
     """Whether a plan is run by torch's own data parallel, because that was measured fastest."""
-    return bool(plan.account.get("runs") == "ddp")
+    return plan.account.runs == "ddp"

@@ -7,11 +7,12 @@ no torch, so it can be printed, diffed, counted, simulated, saved as JSON and re
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
 from laminar.errors import PlanError
+from laminar.ir.account import CollectiveRow, ProgramTraffic
 from laminar.ir.codec import Ref, content_hash, decode, decode_ref, encode
 from laminar.ir.graph import Constant, refs_in
 from laminar.ir.mesh import Mesh
@@ -236,22 +237,21 @@ class Program:
         """The axes a collective runs over, as a reader writes them."""
         return "x".join(self.mesh.names[a] for a in instr.box.axes)
 
-    def account(self) -> dict[str, Any]:
+    def traffic(self) -> ProgramTraffic:
         """What the program moves and holds: the numbers `Plan.explain` prints."""
-        rows: dict[tuple[str, str, str], dict[str, Any]] = {}
+        rows: dict[tuple[str, str, str], CollectiveRow] = {}
         for i in self.collectives:
             key = (i.kind, self.axis_names(i), i.change)
-            row = rows.setdefault(key, {"kind": key[0], "axes": key[1], "why": key[2], "count": 0, "bytes": 0})
-            row["count"] += 1
-            row["bytes"] += i.bytes
+            row = rows.get(key) or CollectiveRow(kind=key[0], axes=key[1], why=key[2], count=0, bytes=0)
+            rows[key] = replace(row, count=row.count + 1, bytes=row.bytes + i.bytes)
         params = [i.placed for i in self.inputs if i.kind == "param"]
-        return {
-            "collectives": sorted(rows.values(), key=lambda r: -r["bytes"]),
-            "count": len(self.collectives),
-            "bytes": sum(i.bytes for i in self.collectives),
-            "parameter_bytes": sum(p.local(self.mesh).nbytes for p in params),
-            "parameter_bytes_whole": sum(p.spec.nbytes for p in params),
-        }
+        return ProgramTraffic(
+            collectives=tuple(sorted(rows.values(), key=lambda r: -r.bytes)),
+            count=len(self.collectives),
+            bytes=sum(i.bytes for i in self.collectives),
+            parameter_bytes=sum(p.local(self.mesh).nbytes for p in params),
+            parameter_bytes_whole=sum(p.spec.nbytes for p in params),
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Plain data; `from_json` is the inverse."""

@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from laminar.errors import PlanError
+from laminar.ir.account import Account
 from laminar.ir.codec import content_hash
 from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh, Place
 from laminar.ir.plan import Plan
-from laminar.ir.planned import Origin, Planned, account_of, reading_account, searched
+from laminar.ir.planned import Origin, Planned
 from laminar.ir.reading import Part
-from laminar.ir.rewrites import Steps, carried, described, rewrites_from, rewrites_json
+from laminar.ir.rewrites import Steps, rewrites_from, rewrites_json
 
 VERSION = 1
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zero-bubble-level", "backward-first")
@@ -57,8 +58,8 @@ class Staged(Planned):
     coupled: bool = False
     """Whether ops that couple samples may see one micro-batch at a time."""
     name: str = "hand"
-    account: dict[str, Any] = field(default_factory=dict)
-    """What the plan costs, filled in by whoever made it: for `explain`, not part of the identity."""
+    account: Account = field(default_factory=Account)
+    """What it says about itself, filled in by whoever made it: not part of the identity."""
     origin: Origin | None = field(default=None, compare=False, repr=False)
     """What it was made from, where known: not saved, and no part of the identity."""
     rewrites: Steps = ()
@@ -110,7 +111,7 @@ class Staged(Planned):
             "registers": self.registers,
             "coupled": self.coupled,
             **rewrites_json(self.rewrites, self.captured_hash),
-            "account": self.account,
+            "account": self.account.to_json(),
         }
 
     @staticmethod
@@ -129,26 +130,27 @@ class Staged(Planned):
         if odd := next((k for k, s in of.items() if s >= len(stages)), None):
             raise part["of"][odd].wrong(f"stage {of[odd]}, of {len(stages)}")
         window = part["window"]
+        fields: dict[str, Any] = {
+            "graph_hash": part["graph"].text(),
+            "places": places,
+            "stages": stages,
+            "of": of,
+            "micro_batches": part["micro_batches"].whole(1),
+            "schedule": part["schedule"].text(),
+            "window": None if window.value is None else window.whole(),
+            "apart": part["apart"].flag(),
+            "stash": part["stash"].number(1.0),
+            "registers": {k: v.whole(1) for k, v in part["registers"].fields().items()},
+            "coupled": part["coupled"].flag(),
+            "name": part["name"].text(),
+            "account": Account.from_part(part["account"]),
+            "rewrites": rewrites,
+            "captured_hash": captured,
+        }
         try:
-            return Staged(
-                graph_hash=part["graph"].text(),
-                places=places,
-                stages=stages,
-                of=of,
-                micro_batches=part["micro_batches"].whole(1),
-                schedule=part["schedule"].text(),
-                window=None if window.value is None else window.whole(),
-                apart=part["apart"].flag(),
-                stash=part["stash"].number(1.0),
-                registers={k: v.whole(1) for k, v in part["registers"].fields().items()},
-                coupled=part["coupled"].flag(),
-                name=part["name"].text(),
-                account=account_of(part["account"]),
-                rewrites=rewrites,
-                captured_hash=captured,
-            )
+            return Staged(**fields)
         except PlanError as error:
-            raise error if str(error).startswith("corrupt plan") else part.wrong(str(error)) from error
+            raise part.wrong(str(error)) from error
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON."""
@@ -168,52 +170,6 @@ class Staged(Planned):
                 f"plan {self.hash[:12]} is for graph {self.graph_hash[:12]}, not {graph.hash[:12]}",
                 next="laminar.rewritten(graph, plan)" if graph.hash == self.captured_hash else again,
             )
-
-    def explain(self, price: float | None = None) -> str:
-        """What runs where, in which order, what each stage moves, and what a search has to say.
-
-        `price` is that of a device-hour, in any currency.
-        """
-        with reading_account():
-            return self._explained(price)
-
-    def _explained(self, price: float | None) -> str:
-        window = "any order" if self.window is None else f"window {self.window}" if self.window else "fixed order"
-        lines = [
-            f"plan {self.hash[:12]} ({self.name}), graph {self.graph_hash[:12]}, {len(self.stages)} stages at "
-            f"{len(self.places)} places, {self.ranks} ranks",
-            f"{self.micro_batches} micro-batches, {self.schedule}, {window}",
-        ]
-        if self.rewrites:
-            lines.append(f"rewritten before it is cut: {described(self.rewrites)}")
-            lines += [f"  {name}, from a file: {text}" for name, text in carried(self.rewrites).items()]
-        if "proof" in self.account:
-            lines.append(f"  {self.account['proof']}")
-        for s, stage in enumerate(self.stages):
-            about = self.account.get("stages", [{}] * len(self.stages))[s]
-            share = f", {about['share']:.1%} of the work" if "share" in about else ""
-            lines.append(f"stage {s} at place {stage.place} ({self.places[stage.place]}){share}")
-            if "modules" in about:
-                lines.append(f"  {about['modules']}")
-            if stage.plan.recompute:
-                lines.append(f"  made again in backward: {', '.join(stage.plan.recompute)}")
-            if "sends" in about:
-                lines.append(f"  sends {about['sends']:,} bytes per micro-batch")
-        if "step_s" in self.account:
-            lines += ["", self.forecast()]
-        return "\n".join([*lines, *searched(self.account, price)])
-
-    @reading_account()
-    def forecast(self) -> str:
-        """Seconds, bubbles and bytes of a step as predicted, with the 90 % interval."""
-        a = self.account
-        idle = ", ".join(f"{b:.0%}" for b in a["bubbles"])
-        return (
-            f"a step on {a['cluster']}: {a['step_s'] * 1e3:.3f} ms predicted "
-            f"({a['step_low_s'] * 1e3:.3f} to {a['step_high_s'] * 1e3:.3f}, 90 %)\n"
-            f"  places idle: {idle}\n"
-            f"  memory of the fullest rank: {a['peak_bytes']:,} bytes, all registers counted"
-        )
 
     def __str__(self) -> str:
         return f"Staged({self.hash[:12]}, {self.name}, {len(self.stages)} stages, {self.micro_batches} micro-batches)"

@@ -35,6 +35,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from laminar.errors import PlanError
+from laminar.ir.account import OffloadSaving
 from laminar.ir.codec import Ref
 from laminar.ir.graph import map_refs
 from laminar.ir.ops import FREE, HOST_BRING, HOST_COPIES, HOST_SEND
@@ -150,16 +151,16 @@ def sent_bytes(program: Program, rank: int = 0) -> int:
     return sum(p.local(program.mesh, rank).nbytes for p in outs)
 
 
-def account(program: Program) -> dict[str, int]:
+def offload_saving(program: Program) -> OffloadSaving:
     """What `Plan.explain` tells about offload."""
     sends = [i for i in program.instrs if i.op == HOST_SEND]
-    return {
-        "blocks": len(sends),
-        "tensors": sum(len(i.outs) for i in sends),
-        "bytes": sent_bytes(program),
-        "kept_bytes": boundary_bytes(program),
-        "whole_bytes": boundary_bytes(without(program)),
-    }
+    return OffloadSaving(
+        blocks=len(sends),
+        tensors=sum(len(i.outs) for i in sends),
+        bytes=sent_bytes(program),
+        kept_bytes=boundary_bytes(program),
+        whole_bytes=boundary_bytes(without(program)),
+    )
 
 
 def _blocks(program: Program) -> list[_Block]:

@@ -25,6 +25,7 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from laminar.cost.ops.families import COMPUTES, family_of
+from laminar.ir.account import RecomputeSaving
 from laminar.ir.codec import Ref
 from laminar.ir.graph import map_refs
 from laminar.ir.ops import FREE
@@ -54,15 +55,15 @@ def made_again(program: Program, picked: Picked) -> Program:
     return drop_unused(_weights_once(run_again(program, lines_again(program, picked), ANEW)))
 
 
-def saved(without: Program, program: Program, picked: Picked) -> dict[str, int]:
+def recompute_saving(without: Program, program: Program, picked: Picked) -> RecomputeSaving:
     """What `Plan.explain` tells about recompute, from the program without it and the one with it."""
-    return {
-        "blocks": len(picked.blocks),
-        "values": len(picked.values),
-        "lines": sum(i.phase == "recompute" for i in program.instrs),
-        "kept_bytes": boundary_bytes(program),
-        "whole_bytes": boundary_bytes(without),
-    }
+    return RecomputeSaving(
+        blocks=len(picked.blocks),
+        values=len(picked.values),
+        lines=sum(i.phase == "recompute" for i in program.instrs),
+        kept_bytes=boundary_bytes(program),
+        whole_bytes=boundary_bytes(without),
+    )
 
 
 def boundary(program: Program) -> dict[Ref, Placed]:

@@ -18,6 +18,7 @@ import numpy as np
 
 from laminar.cost.ops.roofline import op_s
 from laminar.errors import NoRuleError, PlanError
+from laminar.ir.account import Account, CompletionCost, WholeOp
 from laminar.ir.codec import Ref
 from laminar.ir.graph import Graph, Node
 from laminar.ir.mesh import Mesh
@@ -115,26 +116,28 @@ def completed(
         )
         for n in graph.nodes
     }
-    account = {
-        "cost_s": total,
-        "replicated_s": whole_s,
-        "solver": "completed exactly, axis by axis" if exact else "completed approximately: some tables were cut",
-        "unsplit": _unsplit(graph, whole, whole_s),
-    }
+    found = CompletionCost(
+        cost_s=total,
+        replicated_s=whole_s,
+        solver="completed exactly, axis by axis" if exact else "completed approximately: some tables were cut",
+        unsplit=_unsplit(graph, whole, whole_s),
+    )
+    account = Account(completion=found)
     return Plan(mesh, graph.hash, ops, {k: tuple(v) for k, v in inputs.items()}, outputs, {}, name, account)
 
 
 _op_s = lru_cache(maxsize=1 << 16)(op_s)
 
 
-def _unsplit(graph: Graph, calls: Mapping[str, Call], total_s: float) -> list[dict[str, object]]:
+def _unsplit(graph: Graph, calls: Mapping[str, Call], total_s: float) -> tuple[WholeOp, ...]:
     """Ops with neither rule nor probed signature, and their share of the work."""
     probed = {name for name, sigs in graph.probed if sigs}
     rows = []
     for node in graph.nodes:
         if rule_for(calls[node.name]) is None and node.name not in probed:
-            rows.append({"op": node.op, "share": op_s(calls[node.name]) / (total_s or 1.0), "where": node.where})
-    return rows
+            share = op_s(calls[node.name]) / (total_s or 1.0)
+            rows.append(WholeOp(op=node.op, share=share, where=node.where))
+    return tuple(rows)
 
 
 @dataclass

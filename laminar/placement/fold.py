@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from laminar.ir.account import Account
 from laminar.ir.codec import Ref
 from laminar.ir.graph import Graph, Node, map_refs
 from laminar.ir.plan import Plan
@@ -136,7 +137,7 @@ class Fold:
             {k: v for k, v in {**lost, **outputs}.items() if k in wanted},
             {k: v for k, v in spread(plan.state).items() if k in names},
             plan.name,
-            {},
+            Account(),
             plan.recompute,
             offload=plan.offload,
             gather_once=plan.gather_once,

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from laminar.errors import MeshError, PlanError
+from laminar.ir.account import Account
 from laminar.ir.codec import Ref
 from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh
@@ -103,7 +104,7 @@ def in_pieces(graph: Graph, plan: Plan, stage: int, axes: Sequence[int] | None =
                 outputs[f"grad:{item.name}"] = nd
             if stage >= 3:
                 inputs[item.name] = nd
-    return replace(plan, state=state, inputs=inputs, outputs=outputs, account={})
+    return replace(plan, state=state, inputs=inputs, outputs=outputs, account=Account())
 
 
 def _smallest(graph: Graph, share: float) -> set[str]:

@@ -23,6 +23,7 @@ from typing import Any
 
 from laminar.cost.ops.roofline import op_s
 from laminar.errors import PlanError
+from laminar.ir.account import Account, StageWork
 from laminar.ir.codec import Ref
 from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh, Place
@@ -204,19 +205,21 @@ def _modules(graph: Graph) -> str:
 # --- balance
 
 
-def _account(graph: Graph, cut: Split) -> dict[str, Any]:
+def _account(graph: Graph, cut: Split) -> Account:
     """What `explain` tells about the stages."""
     seconds = {name: op_s(call) for name, call in calls_in(graph).items()}
     whole = sum(seconds.values()) or 1.0
     rows = []
     for s, own in enumerate(cut.graphs):
         modules = list(dict.fromkeys(n.module for n in own.nodes if n.phase == "forward" and n.module))
-        rows.append({
-            "share": sum(seconds.get(n.name, 0.0) for n in own.nodes) / whole,
-            "modules": f"{modules[0]} to {modules[-1]}" if len(modules) > 1 else "".join(modules),
-            "sends": sum(graph.specs[e.ref].nbytes for e in cut.edges if e.src == s),
-        })  # fmt: skip
-    return {"stages": rows, "tied": {n: list(where) for n, where in cut.tied.items()}}
+        rows.append(
+            StageWork(
+                share=sum(seconds.get(n.name, 0.0) for n in own.nodes) / whole,
+                modules=f"{modules[0]} to {modules[-1]}" if len(modules) > 1 else "".join(modules),
+                sends=sum(graph.specs[e.ref].nbytes for e in cut.edges if e.src == s),
+            )
+        )
+    return Account(stages=tuple(rows))
 
 
 # --- the plan of one stage

@@ -60,8 +60,8 @@ def chosen(plan: Any, graph: Graph, mesh: Mesh, device: torch.device) -> Plan:
             return plan_here
         made, steps = replayed(graph, plan.rewrites)
         here = carrying(presets.like(made, plan), graph, steps)
-        told = {key: value for key, value in plan.account.items() if key in ("measured", "unmeasured")}
-        return replace(here, account={**here.account, **told})
+        measured, unmeasured = plan.account.measured, plan.account.unmeasured
+        return replace(here, account=replace(here.account, measured=measured, unmeasured=unmeasured))
     if callable(plan):
         made = plan(graph, mesh)
         if not isinstance(made, Plan):

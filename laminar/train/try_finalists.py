@@ -97,28 +97,26 @@ def tried(
         return untried(plan, "; ".join([why, *(f"{name}: {reason}" for name, reason in left_out.items())]))
 
     def choice() -> Any:
-        about = {"seconds": time.perf_counter() - start}
-        about |= {"micro_batches": micro_batches} if micro_batches > 1 else {}
-        return settled(plan, some, measured(rows), left_out, **about).to_json()
+        spent_s = time.perf_counter() - start
+        found = settled(plan, some, measured(rows), left_out, seconds=spent_s, micro_batches=micro_batches)
+        return found.to_json()
 
     taken = Plan.from_json(world.told("choice", choice))
-    told = taken.account["measured"]
-    emit("measured", done=True, taken=_taken(told), hash=taken.hash, **told)
+    told = taken.account.measured
+    assert told is not None
+    name = next(row.plan for row in told.rows if row.taken)
+    emit("measured", done=True, taken=name, hash=taken.hash, **told.to_json())
     return replace(taken, origin=plan.origin)
 
 
 def untried(plan: Plan, why: str) -> Plan:
     """The plan that was predicted fastest, which says why nothing was measured."""
     emit("measured", done=False, why=why)
-    return replace(plan, account={**plan.account, "unmeasured": why})
+    return replace(plan, account=replace(plan.account, unmeasured=why))
 
 
 def _none(rows: Sequence[list[float] | str]) -> bool:
     return all(isinstance(row, str) for row in rows)
-
-
-def _taken(told: dict[str, Any]) -> str:
-    return next(str(row["plan"]) for row in told["rows"] if row["taken"])
 
 
 # --- whether it is worth it

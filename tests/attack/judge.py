@@ -23,8 +23,9 @@ from functools import cached_property, partial
 from typing import Any, TypeVar
 
 from laminar.errors import LaminarError
-from laminar.forecast.pipeline_step import predict_staged
-from laminar.forecast.step import predict
+from laminar.forecast.pipeline_step import StagedPrediction, predict_staged
+from laminar.forecast.step import Prediction, predict
+from laminar.ir.account import Account
 from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh
 from laminar.ir.plan import Plan
@@ -37,7 +38,7 @@ from laminar.planner.estimate.graphs_and_prices import Model
 from laminar.planner.mcmc.improve import improve
 from laminar.planner.search.best_first.branches import Branches, Way
 from laminar.planner.space.cell import Cell
-from laminar.planner.space.certificate import ROUNDING
+from laminar.planner.space.contradictions import ROUNDING
 from laminar.planner.space.plan_space import Space
 from laminar.planner.space.request import Request
 from laminar.planner.space.styles import styles
@@ -253,13 +254,13 @@ class Attack:
         """
         if one.plan.hash in self.seen:
             return self.seen[one.plan.hash]
+        ran: Prediction | StagedPrediction
         if isinstance(one.bare, Staged):
-            staged = predict_staged(one.graph, one.bare, self.cluster)
-            seconds, peak = staged.seconds, max(staged.peaks)
+            ran = predict_staged(one.graph, one.bare, self.cluster)
         else:
-            flat = predict(one.graph, one.bare, self.cluster)
-            seconds, peak = flat.seconds, flat.memory.peak_bytes
-        plan = replace(one.plan, account={"peak_bytes": peak})
+            ran = predict(one.graph, one.bare, self.cluster)
+        seconds, peak = ran.seconds, ran.peak_bytes
+        plan = replace(one.plan, account=Account(step=ran.figures()))
         inside, wrong = self.judged(plan, seconds, peak, named, way)
         self.report.wrong += wrong
         key = (self.cluster_hash, one.plan.hash)

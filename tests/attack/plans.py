@@ -26,6 +26,7 @@ from functools import cached_property
 from typing import Any
 
 from laminar.errors import LaminarError, PlanError
+from laminar.ir.account import Account
 from laminar.ir.graph import Graph, Node
 from laminar.ir.mesh import Mesh
 from laminar.ir.patterns import WITHOUT_PRODUCTS
@@ -170,7 +171,9 @@ class Flat(Brood):
         self.steps = first.rewrites if first is not None else ()
         self.graph = rewritten(graph, first) if first is not None else graph
         self.change = Change(self.graph, mesh, blocks, more if self.graph is graph else none)
-        self.found = [] if first is None else [replace(first, rewrites=(), captured_hash="", account={}, origin=None)]
+        self.found = (
+            [] if first is None else [replace(first, rewrites=(), captured_hash="", account=Account(), origin=None)]
+        )
 
     @cached_property
     def waiting(self) -> list[Plan]:
@@ -380,7 +383,7 @@ class Orders(Brood):
         self.first = True
 
     def next(self, rng: random.Random) -> tuple[Staged, Candidate]:
-        plan = replace(self.found, account={}, origin=None)
+        plan = replace(self.found, account=Account(), origin=None)
         if not self.first:
             plan = replace(plan, **ordered(len(plan.stages) > len(plan.places), rng))
         self.first = False

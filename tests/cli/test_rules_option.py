@@ -339,7 +339,7 @@ def test_a_file_without_anything_new_says_so(tmp_path: Path) -> None:
     path.write_text(json.dumps({"_t": "RuleCollection", "rule": [RIGHT["longer"]]}))
     found = proved_rules(path)
     assert found.new == () and str(found).splitlines()[1] == "  0 are new, and searched with"
-    assert isinstance(found, ProvedRules) and found.counts()["left_out"] == {"in Laminar's table already": 1}
+    assert isinstance(found, ProvedRules) and found.counts().left_out == {"in Laminar's table already": 1}
 
 
 def test_the_bar_is_as_long_as_what_is_done() -> None:

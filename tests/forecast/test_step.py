@@ -15,7 +15,7 @@ from laminar.cost.sim.delta import again
 from laminar.cost.sim.simulate import simulate
 from laminar.errors import ClusterError
 from laminar.forecast.features import ddp_features, step_features
-from laminar.forecast.step import Prediction, accounted, machine, predict, section_of
+from laminar.forecast.step import Prediction, machine, predict, section_of, with_prediction
 from laminar.ir.cluster import Cluster
 from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh
@@ -78,7 +78,7 @@ def test_a_plan_says_what_it_will_take_and_how_that_is_known() -> None:
     """`plan.explain()` gains seconds and bytes with their interval; the decision stays the same decision."""
     graph = graph_of("gpt.py:tiny")
     bare = laminar.plans.data_parallel(graph, Mesh({"dp": 8}))
-    plan = accounted(graph, bare, Cluster.preset("8xh100"))
+    plan = with_prediction(graph, bare, Cluster.preset("8xh100"))
     assert plan.hash == bare.hash and plan.step_s and plan.peak_bytes
     text = plan.explain()
     assert f"{plan.step_s * 1e3:.3f} ms predicted" in text and "90 %" in text and f"{plan.peak_bytes:,} bytes" in text

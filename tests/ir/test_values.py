@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
 
 from laminar.errors import GraphError, MeshError, PlacementError, PlanError
+from laminar.ir.account import Account
 from laminar.ir.codec import Dtype, Ref, canonical, content_hash, decode, encode
 from laminar.ir.graph import Constant, Graph, Input, Node, Output, check, map_refs, refs_in, widen
 from laminar.ir.mesh import Link, Mesh
@@ -207,11 +208,11 @@ def test_a_plan_survives_json_with_its_hash(data: st.DataObject) -> None:
         data.draw(st.dictionaries(names, nds, max_size=3)),
         data.draw(st.dictionaries(names, nds, max_size=3)),
         "drawn",
-        {"count": 3},
+        Account(samples=3, more={"note": [1]}),
     )
     again = Plan.from_json(json.loads(json.dumps(plan.to_json())))
     assert again == plan and again.hash == plan.hash
-    assert dataclasses.replace(plan, name="other", account={}).hash == plan.hash
+    assert dataclasses.replace(plan, name="other", account=Account()).hash == plan.hash
     assert dataclasses.replace(plan, graph_hash="other").hash != plan.hash
 
 

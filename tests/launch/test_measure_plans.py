@@ -101,12 +101,13 @@ def test_torchs_own_data_parallel_takes_part_where_it_does_the_same(
 def test_what_is_predicted_alike_takes_part_once(searched: Any) -> None:
     """Two names for one program would cost the place of a plan that is another."""
     before = finalists(searched)
-    twin, row = replace(searched, gather_once=True), searched.account["choice"]
-    account = {**searched.account, "runners_up": [{**row, "plan": "twin"}, *searched.account["runners_up"]]}
+    twin, row = replace(searched, gather_once=True), replace(searched.account.choice, plan="twin")
+    account = replace(searched.account, runners_up=(row, *searched.account.runners_up))
     origin = replace(searched.origin, others=(twin, *searched.origin.others))
     found = finalists(replace(searched, account=account, origin=origin))
     assert twin.hash != searched.hash and [f.plan.hash for f in found] == [f.plan.hash for f in before]
-    account["runners_up"][0]["step_s"] += 1e-6
+    row = replace(row, step_s=row.step_s + 1e-6)
+    account = replace(account, runners_up=(row, *account.runners_up[1:]))
     assert finalists(replace(searched, account=account, origin=origin))[1].plan.hash == twin.hash
 
 

@@ -19,13 +19,15 @@ import laminar
 from laminar.api import for_plan, micro_batches
 from laminar.errors import PlanError
 from laminar.forecast.step import WORKSPACE_BYTES
+from laminar.ir.account import BatchTaken
 from laminar.ir.cluster import Cluster
 from laminar.ir.graph import Graph
 from laminar.ir.plan import Plan
 from laminar.ir.staged import Staged, load_plan
 from laminar.placement.micro_batch import micro
 from laminar.planner.estimate.candidates import Found, Nothing
-from laminar.planner.search.batch_size import Batches, fitted, own
+from laminar.planner.report.graph_of_plan import graph_of_own_batch
+from laminar.planner.search.batch_size import Batches, fitted
 from laminar.planner.search.best_first.search import find, promised, sought
 from laminar.planner.search.one_batch import tried
 from laminar.planner.space.cell import divisors
@@ -238,9 +240,10 @@ def tiny(name: str) -> Plan:
     cluster, samples = Cluster.preset("2xcpu"), samples_of(graph)
     plan = laminar.plan(micro(graph, 2), cluster, budget_s=1, pin=PINS)
     assert isinstance(plan, Plan)
-    said = {"samples": samples // 2, "captured": samples, "samples_per_s": 1.0, "bound_samples_per_s": 1.0,
-            "space": "", "others": []}  # fmt: skip
-    return replace(plan, account={**plan.account, "batch": said})
+    taken = BatchTaken(
+        samples=samples // 2, captured=samples, samples_per_s=1.0, bound_samples_per_s=1.0, space="", others=()
+    )
+    return replace(plan, account=replace(plan.account, batch=taken))
 
 
 @pytest.mark.parametrize("name", ["mlp.py:tiny", "resnet.py:tiny", pytest.param("gpt.py:tiny", marks=pytest.mark.slow)])
@@ -266,7 +269,7 @@ def test_a_job_takes_batches_of_the_plans_size_and_refuses_others_by_name() -> N
     graph = specimen("gpt.py:tiny").graph
     samples = samples_of(graph)
     alone = laminar.plan(micro(graph, 2), "1xcpu", budget_s=1, pin=PINS)
-    alone = replace(alone, account={**alone.account, "batch": {**tiny("gpt.py:tiny").account["batch"]}})
+    alone = replace(alone, account=replace(alone.account, batch=tiny("gpt.py:tiny").account.batch))
     halves = micro_batches(batch, 2)
     with pytest.raises(PlanError, match=f"for a batch of {samples // 2} samples, not of {samples} samples") as error:
         laminar.parallelize(made.model(), made.loss, made.optimizer, batch=batch, plan=alone)
@@ -287,7 +290,7 @@ def test_questions_are_asked_about_the_plans_own_batch(tmp_path: Path) -> None:
     asked: dict[str, Any] = {"only": "data", "pin": PINS, "budget_s": 2.0}
     plan = laminar.plan(graph, "2xcpu", batch="free", memory_bytes=0.6 * (roomy.peak_bytes or 0), **asked)
     samples = plan.account["batch"]["samples"]
-    assert samples < 8 and own(plan, graph).hash == plan.graph_hash
+    assert samples < 8 and graph_of_own_batch(plan, graph).hash == plan.graph_hash
     plan.save(tmp_path / "plan.json")
     loaded = load_plan(tmp_path / "plan.json")
     assert loaded.account["batch"] == plan.account["batch"] and "samples a second" in loaded.explain()
@@ -330,8 +333,9 @@ def test_a_free_batch_with_stages_is_verified_too() -> None:
     graph = specimen("gpt.py:tiny").graph
     plan = laminar.plan(graph, "2xcpu", batch="free", budget_s=2, pin={"stages": 2, "microbatches": 2, "virtual": 1})
     assert isinstance(plan, Staged) and plan.account["batch"]["captured"] == samples_of(graph)
-    said = {**plan.account["batch"], "samples": samples_of(graph) // 2}
-    half = replace(plan, account={**plan.account, "batch": said})
+    assert plan.account.batch is not None
+    taken = replace(plan.account.batch, samples=samples_of(graph) // 2)
+    half = replace(plan, account=replace(plan.account, batch=taken))
     assert laminar.verify(made.model(), made.loss, [for_plan(half, batch)], half).ok
     with pytest.raises(PlanError, match="this plan is for a batch of") as error:
         laminar.parallelize(made.model(), made.loss, made.optimizer, batch=batch, plan=half)

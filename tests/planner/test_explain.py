@@ -22,14 +22,14 @@ from laminar.forecast.pipeline_step import predict_staged
 from laminar.forecast.step import predict
 from laminar.ir.cluster import Cluster
 from laminar.ir.graph import Graph
-from laminar.ir.planned import difference
 from laminar.ir.sbp import Split
 from laminar.ir.staged import Staged, load_plan
 from laminar.placement import presets
 from laminar.placement.complete import completed
 from laminar.placement.micro_batch import micro
-from laminar.planner.report.breakdown import OWN, binding, chances, spent
 from laminar.planner.report.classify import form
+from laminar.planner.report.step_breakdown import OWN, binding, chances, spent
+from laminar.planner.report.words import difference
 from laminar.planner.search.entry import best
 from laminar.planner.search.what_if import faster_links, resized
 from laminar.planner.space.request import asking
@@ -104,9 +104,9 @@ def test_plans_as_fast_as_each_other_win_as_often(graph: Graph) -> None:
 
 def test_what_binds_is_the_largest_part() -> None:
     """In words that name the resource, and for an exchange its link."""
-    assert binding({"products": 3.0, "update": 1.0}) == {"resource": "compute (products)", "part": "products",
-                                                         "share": 0.75}  # fmt: skip
-    assert binding({"products": 1.0, "exposed exchange over tp (node)": 3.0})["resource"] == (
+    found = binding({"products": 3.0, "update": 1.0})
+    assert (found.resource, found.part, found.share) == ("compute (products)", "products", 0.75)
+    assert binding({"products": 1.0, "exposed exchange over tp (node)": 3.0}).resource == (
         "communication, exposed exchange over tp (node)"
     )
 
@@ -116,17 +116,18 @@ def test_a_search_explains_itself(found: laminar.Plan) -> None:
     text = found.explain(price=2.5)
     for part in ("searched: ", "ms predicted (", "what binds: ", "gap ", "for a million tokens", "memory: "):
         assert part in text, part
-    account = found.account
+    account, step = found.account, found.account.step
+    assert step is not None
     assert "other plans that were simulated in full" in text or "others that were looked at" in text
-    if account["runners_up"]:
-        assert "with a probability of" in text and 0 < account["wins"]["share"] <= 1
-    tokens, step_s = 8 * 16, account["step_s"]
-    assert account["tokens"] == tokens
-    assert f"{1e6 * 4 * 2.5 * step_s / 3600 / tokens:.4g} for a million tokens" in text
-    assert sum(account["memory"].values()) == pytest.approx(account["peak_bytes"], rel=0.02)
-    for row in account["runners_up"]:
-        if "spent" in row:
-            assert sum(row["spent"].values()) == pytest.approx(row["step_s"], rel=1e-9)
+    if account.runners_up:
+        assert "with a probability of" in text and account.wins is not None and 0 < account.wins.share <= 1
+    tokens = 8 * 16
+    assert account.tokens == account["tokens"] == tokens
+    assert f"{1e6 * 4 * 2.5 * step.step_s / 3600 / tokens:.4g} for a million tokens" in text
+    assert sum(account.memory.values()) == pytest.approx(step.peak_bytes, rel=0.02)
+    for row in account.runners_up:
+        if row.spent:
+            assert sum(row.spent.values()) == pytest.approx(row.step_s, rel=1e-9)
 
 
 def test_an_account_survives_the_file(found: laminar.Plan, tmp_path: Path) -> None:
@@ -476,10 +477,10 @@ def test_questions_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureF
 
 def test_plans_of_which_no_parts_are_known_are_not_compared_by_parts(found: laminar.Plan) -> None:
     """Of the first few it is told what they spend their time on; the others would all spend less on everything."""
-    rows = found.account["runners_up"]
-    bare = {**rows[-1], "plan": "one of many", "step_s": 2 * rows[-1]["step_s"]}
-    bare.pop("spent", None)
-    lines = replace(found, account={**found.account, "runners_up": [*rows, bare, bare]}).explain().splitlines()
+    rows = found.account.runners_up
+    bare = replace(rows[-1], plan="one of many", step_s=2 * rows[-1].step_s, spent={})
+    account = replace(found.account, runners_up=(*rows, bare, bare))
+    lines = replace(found, account=account).explain().splitlines()
     (at,) = [k for k, line in enumerate(lines) if line.startswith("  one of many: ")]  # once, if it is written twice
     assert not lines[at + 1].startswith("    ") and any(" ms more on " in line for line in lines)
-    assert difference(rows[0]["spent"], {}, 1.0) == difference({}, rows[0]["spent"], 1.0) == ""
+    assert difference(rows[0].spent, {}, 1.0) == difference({}, rows[0].spent, 1.0) == ""

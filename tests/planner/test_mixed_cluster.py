@@ -143,7 +143,7 @@ def test_every_place_is_priced_on_the_devices_it_stands_on() -> None:
     assert transfer.end - transfer.start == round(
         1e9 * (outer.latency_s.value + CONTROL_S["gpu"] + sent / outer.bytes_per_s.value)
     )
-    assert [row["device"] for row in mixed.account()["places"]] == ["h100", "h100", "a100-80g", "a100-80g"]
+    assert [place.device for place in mixed.figures().places] == ["h100", "h100", "a100-80g", "a100-80g"]
 
 
 def test_parts_of_one_name_are_priced_by_what_they_are() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -11,6 +12,7 @@ import laminar
 from laminar.errors import ClusterError, PlanError
 from laminar.forecast.pipeline_step import predict_staged
 from laminar.forecast.step import predict
+from laminar.ir.account import Account, PredictedStep
 from laminar.ir.cluster import Cluster
 from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh
@@ -19,6 +21,7 @@ from laminar.ir.plan import Plan
 from laminar.ir.staged import Staged
 from laminar.placement import presets
 from laminar.placement.micro_batch import micro
+from laminar.planner.report.classify import form
 from laminar.planner.search.replan import Former, Replan, arranged, replan
 from laminar.planner.space.request import asking
 from tests.support.traced_models import traced
@@ -127,8 +130,9 @@ def test_a_former_plan_is_read_from_what_it_does() -> None:
     plan = presets.tensor_parallel(graph, Mesh({"dp": 2, "tp": 2}), recompute="blocks.*")
     found = Former.of(plan)
     assert (found.ranks, found.tp, found.recompute, found.plain) == (4, 2, True, True)
-    account = {"form": {"tensor": 1, "zero": 3}, "step_s": 1.0}
-    found = Former.of(Plan(**{**plan.__dict__, "account": account}))
+    step = PredictedStep(step_s=1.0, step_low_s=0.9, step_high_s=1.1, peak_bytes=1, cluster="4xh100")
+    known = replace(form(plan, graph), tensor=1, zero=3)
+    found = Former.of(replace(plan, account=Account(form=known, step=step)))
     assert (found.tp, found.zero, found.step_s) == (1, 3, 1.0)
 
 

@@ -11,8 +11,9 @@ import pytest
 from laminar import Cluster, Mesh, Plan, plans
 from laminar.api import graph_of
 from laminar.cli import main
+from laminar.ir.account import Account, PredictedStep
 from laminar.planner.report.classify import made_again
-from laminar.planner.report.throughput import rates, told, work_of
+from laminar.planner.report.throughput import rate_lines, rates, with_work
 from laminar.staging.stage_plans import pipeline
 
 GPT = "examples/gpt.py:tiny"
@@ -28,17 +29,19 @@ def test_rates_follow_from_the_step() -> None:
     graph = graph_of("examples/mlp.py:tiny")
     weights = [i.spec for i in graph.of_kind("param") if len(i.spec.shape) == 2]
     cluster = Cluster.preset("4xh100")
-    account = {**work_of(graph, "f32", cluster), "step_s": 0.5}
-    samples = account["samples"]
+    step = PredictedStep(step_s=0.5, step_low_s=0.4, step_high_s=0.6, peak_bytes=1, cluster=cluster.name)
+    account = with_work(Account(step=step), graph, "f32", cluster)
+    samples, work = account.samples, account.work
+    assert samples is not None and work is not None
     first = weights[0].numel  # nobody asks for the gradient of the batch
-    assert account["flops"] == samples * (6 * sum(w.numel for w in weights) - 2 * first)
+    assert work.flops == samples * (6 * sum(w.numel for w in weights) - 2 * first)
     found = rates(account, amount=1e6, price=3.0)
     assert found["samples_per_s"] == samples / 0.5
-    assert found["mfu"] == pytest.approx(account["flops"] / 0.5 / (4 * cluster.device.flops_per_s["f32"].value))
+    assert found["mfu"] == pytest.approx(work.flops / 0.5 / (4 * cluster.device.flops_per_s["f32"].value))
     assert found["days"] * 86400 == pytest.approx(1e6 * 0.5 / samples)
     assert found["cost"] == pytest.approx(found["days"] * 24 * 4 * 3.0)
-    assert "days" not in rates(account) and rates({}) == {} == rates({"step_s": 1.0})
-    text = "\n".join(told(account, 1e6, 3.0))
+    assert "days" not in rates(account) and rates(Account()) == {} == rates(Account(step=step))
+    text = "\n".join(rate_lines(account, 1e6, 3.0))
     assert "precision: as the model is, products in float32" in text and "MFU" in text and "for a device-hour" in text
 
 

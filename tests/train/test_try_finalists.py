@@ -25,6 +25,7 @@ from torch import Tensor, nn
 import laminar
 from laminar import events
 from laminar.capture.capture import capture
+from laminar.ir.account import Account
 from laminar.ir.cluster import Cluster
 from laminar.ir.plan import Plan
 from laminar.placement import presets
@@ -393,7 +394,7 @@ def test_where_there_is_no_choice_nothing_is_run(two: Ranks) -> None:
     unmeasured(two, "one plan only", finals[:1])
     far = [finals[0], *(replace(f, step_s=1.5 * finals[0].step_s) for f in finals[1:])]
     unmeasured(two, "the next plan is predicted to be 50 % slower", far)
-    again = replace(finals[0], plan=replace(plan, name="again", account={}))
+    again = replace(finals[0], plan=replace(plan, name="again", account=Account()))
     unmeasured(two, "the same program as plan 1", [finals[0], again])
 
 

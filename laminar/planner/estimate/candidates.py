@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
 
 from laminar.errors import PlanError
 from laminar.forecast.pipeline_step import StagedPrediction
 from laminar.forecast.step import Prediction
+from laminar.ir.account import SimulatedPlan
+from laminar.ir.certificate import Certificate
 from laminar.ir.plan import Plan
 from laminar.ir.rewrites import Steps
 from laminar.ir.staged import Staged
 from laminar.planner.space.cell import Cell
-from laminar.planner.space.certificate import Certificate
 from laminar.planner.space.plan_space import Space
 from laminar.planner.space.styles import Style
 
@@ -59,11 +60,18 @@ class Final:
 
     score: Score
     plan: Plan | Staged
-    seconds: float
-    peak_bytes: int
-    account: dict[str, Any]
-    ran: Prediction | StagedPrediction | None = None
+    ran: Prediction | StagedPrediction
     """The whole simulation, for whoever explains it."""
+
+    @cached_property
+    def seconds(self) -> float:
+        """Of a step."""
+        return self.ran.seconds
+
+    @property
+    def peak_bytes(self) -> int:
+        """On the fullest rank."""
+        return self.ran.peak_bytes
 
     @property
     def usual(self) -> bool:
@@ -81,14 +89,25 @@ class Final:
                 max(map(ways.index, style.words)), cell.tp > 1, self.score.zero, cell.recompute,
                 self.score.away > 0)  # fmt: skip
 
-    def row(self) -> dict[str, Any]:
+    def row(self) -> SimulatedPlan:
         """For `explain`."""
-        return {"plan": described(self.score), "step_s": self.seconds, "peak_bytes": self.peak_bytes,
-                **self.score.cell.to_json(), "zero": self.score.zero,
-                **({"again": list(self.score.again)} if self.score.again else {}),
-                **({"spared": self.score.spared} if self.score.spared else {}),
-                **({"offloaded": self.score.away} if self.score.away else {}),
-                **({"branches": list(self.score.apart)} if self.score.apart else {})}  # fmt: skip
+        score, cell = self.score, self.score.cell
+        return SimulatedPlan(
+            plan=described(score),
+            step_s=self.seconds,
+            peak_bytes=self.peak_bytes,
+            stages=cell.stages,
+            micro_batches=cell.micro_batches,
+            virtual=cell.virtual,
+            dp=cell.dp,
+            tp=cell.tp,
+            recompute=cell.recompute,
+            zero=score.zero,
+            recomputed=score.again,
+            spared=score.spared,
+            offloaded=score.away,
+            branches=score.apart,
+        )
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from laminar.errors import PlanError
+from laminar.errors import NoPlanFits
 from laminar.forecast.step import held_by, timed
 from laminar.ir.plan import Plan
 from laminar.lower.step import step_programs
@@ -170,11 +170,12 @@ def feasible(score: Score, request: Request) -> bool:
     return score.peak_bytes <= request.room_bytes
 
 
-def no_room(request: Request, least_bytes: float) -> PlanError:
+def no_room(request: Request, least_bytes: float) -> NoPlanFits:
     """Nothing fits: what is needed at least, and the cheapest way out."""
-    return PlanError(
+    return NoPlanFits(
         f"no plan fits: the leanest found needs {least_bytes / 1e9:.2f} GB on its fullest rank, "
         f"{request.room_bytes / 1e9:.2f} GB are allowed",
+        least_bytes=least_bytes,
         binds="memory",
         next=f"allow memory_bytes={least_bytes:.3g}, take more devices, or a smaller batch",
     )

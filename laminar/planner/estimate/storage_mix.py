@@ -269,8 +269,7 @@ class Mix:
         score = Score(cell, replace(self.style, mixed_storage=True), self.base.zero, plan, ran.seconds,
                       float(ran.memory.peak_bytes), again=(count,) if count else (),
                       blocks=len(model.block_names) if count else 0)  # fmt: skip
-        account = {**ran.account(), "sigma": ran.sigma}
-        return Final(score, plan, ran.seconds, ran.memory.peak_bytes, account, ran)
+        return Final(score, plan, ran)
 
     def whole(self, stored: dict[str, int], ways: Sequence[Way]) -> dict[str, int]:
         """The same with small tensors whole, where that is faster beside all the rest."""

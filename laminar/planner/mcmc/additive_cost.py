@@ -25,6 +25,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from laminar.ir.account import Account
 from laminar.ir.codec import Ref
 from laminar.ir.graph import Graph, Node
 from laminar.ir.plan import Choice, Plan
@@ -374,7 +375,7 @@ class Additive:
                         state_of[name] = ins[0]
                 if f"buffer:{name}" in outputs:
                     outputs[f"buffer:{name}"] = outs[0]
-        return replace(self.plan, ops=ops, inputs=inputs, outputs=outputs, state=state_of, account={})
+        return replace(self.plan, ops=ops, inputs=inputs, outputs=outputs, state=state_of, account=Account())
 
 
 def _refines(state: NdSbp, stored: NdSbp) -> bool:

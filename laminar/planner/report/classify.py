@@ -16,10 +16,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 from laminar.errors import PlanError
+from laminar.ir.account import Account, ParallelForm
 from laminar.ir.graph import Graph, Node
 from laminar.ir.ops import FREE
 from laminar.ir.patterns import pick
@@ -37,55 +37,6 @@ PRODUCTS = {"aten.mm": (0, 1), "aten.addmm": (1, 2)}
 """Products with a weight, and where they read the input and the weight."""
 SHOWN = 3
 """Tensors that an obstacle names."""
-
-
-@dataclass(frozen=True)
-class Form:
-    """A plan in the words other systems have."""
-
-    ranks: int
-    stages: int
-    virtual: int
-    micro_batches: int
-    schedule: str
-    data: int
-    """Ranks of a stage that work on different samples."""
-    tensor: int
-    """Ranks of a stage that work on the same samples with different pieces of the weights."""
-    zero: int
-    """Stage of ZeRO: state (1), gradients (2), parameters (3) in pieces."""
-    once: bool
-    """Whether parameters in pieces are gathered once, for forward and backward."""
-    pieces: int
-    """Ranks that hold different pieces; fewer than `data` where groups of ranks hold the same."""
-    sequence: bool
-    """Whether the residual stream is split by token on the tensor axis."""
-    samples: int
-    recompute: tuple[str, ...]
-    obstacles: tuple[str, ...]
-    notes: tuple[str, ...]
-    again: tuple[int, ...] = ()
-    """By stage, blocks that are made again in backward, where not all are."""
-    layers: tuple[int, ...] = ()
-    """By stage, blocks that there are, where not all are made again."""
-    leading: bool = True
-    """Whether those that are made again are the first of their stage."""
-
-    @property
-    def micro_batch_size(self) -> int:
-        """Samples that a rank works on at once."""
-        return max(1, self.samples // self.micro_batches // self.data)
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain data."""
-        return {**self.__dict__, "obstacles": list(self.obstacles), "notes": list(self.notes),
-                "recompute": list(self.recompute), "again": list(self.again), "layers": list(self.layers)}  # fmt: skip
-
-    @staticmethod
-    def from_json(data: dict[str, Any]) -> Form:
-        """The inverse of `to_json`."""
-        lists = {k: tuple(data.get(k, ())) for k in ("obstacles", "notes", "recompute", "again", "layers")}
-        return Form(**{**data, **lists})
 
 
 def placed(plan: Planned, graph: Graph) -> tuple[Graph, Plan]:
@@ -115,7 +66,7 @@ def placed(plan: Planned, graph: Graph) -> tuple[Graph, Plan]:
         {k: v for s in plan.stages for k, v in s.plan.outputs.items() if k in wanted},
         {k: v for s in plan.stages for k, v in s.plan.state.items() if k in names},
         plan.name,
-        {},
+        Account(),
         _together(part, plan),
         offload=tuple(dict.fromkeys(r for s in plan.stages for r in s.plan.offload)),
     )
@@ -179,7 +130,7 @@ def used(graph: Graph, plan: Plan) -> dict[str, NdSbp]:
     return {name: tuple(nd) for name, nd in found.items()}
 
 
-def form(plan: Planned, graph: Graph) -> Form:
+def form(plan: Planned, graph: Graph) -> ParallelForm:
     """What a plan does. `graph` is that of the whole batch, or of a micro-batch where that is what the plan places."""
     part, whole = placed(plan, graph)
     staged = plan if isinstance(plan, Staged) else None
@@ -191,7 +142,7 @@ def form(plan: Planned, graph: Graph) -> Form:
     zero, pieces = about.zero()
     made = made_again(part, plan) if whole.recompute else []
     some = made if any(len(mine) < len(blocks) for mine, blocks in made) else []
-    return Form(
+    return ParallelForm(
         ranks=places * whole.mesh.ranks,
         stages=places,
         virtual=len(staged.stages) // places if staged else 1,
@@ -371,7 +322,7 @@ def unpieced(graph: Graph, plan: Plan) -> Plan:
         inputs[item.name] = nd
         if f"grad:{item.name}" in outputs:
             outputs[f"grad:{item.name}"] = nd
-    return replace(plan, inputs=inputs, outputs=outputs, state={}, account={})
+    return replace(plan, inputs=inputs, outputs=outputs, state={}, account=Account())
 
 
 def local_bytes(graph: Graph, plan: Plan, name: str, nd: NdSbp) -> int:
@@ -385,4 +336,4 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:SHOWN]) + more
 
 
-__all__ = ["Form", "form", "local_bytes", "made_again", "placed", "unpieced", "used", "zero_of"]
+__all__ = ["ParallelForm", "form", "local_bytes", "made_again", "placed", "unpieced", "used", "zero_of"]

@@ -129,7 +129,8 @@ class _Sketching:
 
     def sketch(self) -> Sketch:
         mesh = " x ".join(f"{n}={s}" for n, s in zip(self.whole.mesh.names, self.whole.mesh.sizes, strict=True))
-        about = self.plan.account.get("choice", {}).get("plan") or f"{getattr(self.plan, 'name', '')} on {mesh}"
+        choice = self.plan.account.choice
+        about = choice.plan if choice else f"{getattr(self.plan, 'name', '')} on {mesh}"
         if isinstance(self.plan, Staged):
             about += f", {len(self.plan.stages)} stages, {self.plan.micro_batches} micro-batches (one is drawn)"
         step_s = self.plan.step_s

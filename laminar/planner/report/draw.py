@@ -17,11 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from laminar.errors import LaminarError
+from laminar.ir.account import StageWork
 from laminar.ir.cluster import Cluster
 from laminar.ir.graph import Graph
-from laminar.ir.planned import Planned, cluster_for, graph_for
+from laminar.ir.planned import Planned
 from laminar.ir.staged import Staged
 from laminar.planner.report.diagram import Arrow, Box, Sketch, sketched
+from laminar.planner.report.graph_of_plan import cluster_for, graph_for
 
 WIDE, GAP = 2.9, 0.34
 """Of a box and between rows, in inches."""
@@ -123,13 +125,13 @@ def stage_lines(plan: Planned) -> list[str]:
     """What is where, for a plan with stages; nothing for others."""
     if not isinstance(plan, Staged):
         return []
-    known = plan.account.get("stages", [{}] * len(plan.stages))
+    known = plan.account.stages or (StageWork(),) * len(plan.stages)
     lines = []
-    for s, stage in enumerate(plan.stages):
+    for s, (stage, about) in enumerate(zip(plan.stages, known, strict=True)):
         ranks = ", ".join(map(str, plan.places[stage.place].ranks[:8]))
         more = ", ..." if len(plan.places[stage.place].ranks) > 8 else ""
-        share = f", {known[s]['share']:.1%} of the work" if "share" in known[s] else ""
-        lines.append(f"stage {s} at place {stage.place} (ranks {ranks}{more}){share}: {known[s].get('modules', '')}")
+        share = f", {about.share:.1%} of the work" if about.share is not None else ""
+        lines.append(f"stage {s} at place {stage.place} (ranks {ranks}{more}){share}: {about.modules or ''}")
     return lines
 
 

@@ -14,10 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from laminar.errors import PlanError
+from laminar.ir.account import ParallelForm
 from laminar.ir.graph import Graph
 from laminar.ir.patterns import WITHOUT_PRODUCTS
-from laminar.ir.planned import Planned, graph_for
-from laminar.planner.report.classify import Form, form
+from laminar.ir.planned import Planned
+from laminar.planner.report.classify import form
+from laminar.planner.report.graph_of_plan import graph_for
 
 TITAN_SCHEDULES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved1F1B"}
 
@@ -54,15 +56,13 @@ def flags(plan: Planned, style: str, *, graph: Graph | None = None) -> Flags:
     """The flags of a plan; a saved one knows its form if it was searched for, else it is handed its graph."""
     if style not in STYLES:
         raise PlanError(f"no flags of {style!r}", allowed="  ".join(STYLES))
-    kept = plan.account.get("form")
-    if graph is None and plan.origin is None and kept:
-        found = Form.from_json(kept)
-    else:
-        found = form(plan, graph_for(plan, graph))
-    return STYLES[style](found)
+    kept = plan.account.form
+    if graph is not None or plan.origin is not None or kept is None:
+        kept = form(plan, graph_for(plan, graph))
+    return STYLES[style](kept)
 
 
-def megatron(found: Form) -> Flags:
+def megatron(found: ParallelForm) -> Flags:
     """Megatron-LM."""
     obstacles, notes = list(found.obstacles), list(found.notes)
     out = [
@@ -103,7 +103,7 @@ def megatron(found: Form) -> Flags:
     return _flags("megatron", out, notes, obstacles)
 
 
-def torchtitan(found: Form) -> Flags:
+def torchtitan(found: ParallelForm) -> Flags:
     """torchtitan."""
     obstacles, notes = list(found.obstacles), list(found.notes)
     shard = found.pieces if found.zero else 1
@@ -148,7 +148,7 @@ def torchtitan(found: Form) -> Flags:
     return _flags("torchtitan", out, notes, obstacles)
 
 
-def sparing(found: Form) -> bool:
+def sparing(found: ParallelForm) -> bool:
     """Whether products are kept of what is made again."""
     return any(WITHOUT_PRODUCTS in p for p in found.recompute)
 
@@ -157,4 +157,4 @@ def _flags(style: str, out: list[str], notes: list[str], obstacles: list[str]) -
     return Flags(style, () if obstacles else tuple(out), tuple(notes), tuple(dict.fromkeys(obstacles)))
 
 
-STYLES: dict[str, Callable[[Form], Flags]] = {"megatron": megatron, "torchtitan": torchtitan}
+STYLES: dict[str, Callable[[ParallelForm], Flags]] = {"megatron": megatron, "torchtitan": torchtitan}

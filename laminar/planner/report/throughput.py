@@ -8,10 +8,10 @@ not count. The peak is that of the dtype in which most of them are done.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
 
 from laminar.cost.ops.roofline import flops
+from laminar.ir.account import Account, ModelWork
 from laminar.ir.cluster import Cluster
 from laminar.ir.graph import Graph
 from laminar.rules.notation import call_of
@@ -22,9 +22,9 @@ NAMES = {"f32": "float32", "f64": "float64", "bf16": "bfloat16", "f16": "float16
 DAY_S = 86400.0
 
 
-def work_of(graph: Graph, precision: str, cluster: Cluster | None, times: int = 1) -> dict[str, Any]:
-    """For a plan's account: what a step of such a graph, run `times` times, computes; and of which samples."""
-    from laminar.planner.report.breakdown import counted  # and scipy with it, which takes a while to load
+def with_work(account: Account, graph: Graph, precision: str, cluster: Cluster | None, times: int = 1) -> Account:
+    """An account that knows what a step of such a graph, run `times` times, computes; and of which samples."""
+    from laminar.planner.report.step_breakdown import counted  # and scipy with it, which takes a while to load
 
     by: dict[str, float] = {}
     for node in graph.nodes:
@@ -34,46 +34,47 @@ def work_of(graph: Graph, precision: str, cluster: Cluster | None, times: int = 
             dtype = next((s.dtype for s in call.ins if s.is_float and len(s.shape) > 1), "f32")
             by[dtype] = by.get(dtype, 0.0) + times * flops(call)
     dtype = max(by, key=by.__getitem__, default="f32")
-    account: dict[str, Any] = {"precision": precision, "products": dtype, "flops": sum(by.values())}
-    account |= {key: times * n for key, n in counted(graph).items()}
-    if cluster is not None:
-        account["devices"] = cluster.devices
-        peaks = [part.device.flops_per_s.get(dtype) for part in cluster.parts]
-        if all(peak is not None for peak in peaks):
-            counts = [part.devices for part in cluster.parts]
-            account["peak_flops_per_s"] = sum(p.value * n for p, n in zip(peaks, counts, strict=True) if p is not None)
-    return account
+    size = counted(graph)
+    work = ModelWork(precision=precision, products=dtype, flops=sum(by.values(), 0.0))
+    account = replace(account, work=work, samples=times * size.samples)
+    if size.tokens:
+        account = replace(account, tokens=times * size.tokens)
+    if cluster is None:
+        return account
+    peaks = [(part.device.flops_per_s.get(dtype), part.devices) for part in cluster.parts]
+    if all(peak is not None for peak, _ in peaks):
+        work = replace(work, peak_flops_per_s=sum(peak.value * n for peak, n in peaks if peak is not None))
+    return replace(account, work=work, devices=cluster.devices)
 
 
-def rates(account: Mapping[str, Any], amount: float | None = None, price: float | None = None) -> dict[str, float]:
+def rates(account: Account, amount: float | None = None, price: float | None = None) -> dict[str, float]:
     """Figures of a run, as far as the account knows what they follow from; `amount` is in tokens, or in samples."""
-    step_s, out = account.get("step_s"), {}
-    unit = "tokens" if account.get("tokens") else "samples"
-    count = account.get(unit)
-    if not step_s or not count:
+    unit, count = ("tokens", account.tokens) if account.tokens else ("samples", account.samples)
+    if account.step is None or not account.step.step_s or not count:
         return {}
-    out[f"{unit}_per_s"] = count / step_s
-    if account.get("peak_flops_per_s"):
-        out["mfu"] = account["flops"] / step_s / account["peak_flops_per_s"]
+    step_s, work = account.step.step_s, account.work
+    out = {f"{unit}_per_s": count / step_s}
+    if work is not None and work.peak_flops_per_s:
+        out["mfu"] = work.flops / step_s / work.peak_flops_per_s
     if amount:
         out["days"] = amount / out[f"{unit}_per_s"] / DAY_S
-        if price is not None and account.get("devices"):
-            out["cost"] = out["days"] * 24 * account["devices"] * price
+        if price is not None and account.devices:
+            out["cost"] = out["days"] * 24 * account.devices * price
     return out
 
 
-def told(account: Mapping[str, Any], amount: float | None = None, price: float | None = None) -> list[str]:
+def rate_lines(account: Account, amount: float | None = None, price: float | None = None) -> list[str]:
     """The same for people; first, in which precision all this is meant."""
-    if "precision" not in account:
+    if account.work is None:
         return []
-    how, products = account["precision"], account["products"]
+    how, products = account.work.precision, account.work.products
     what = "as the model is" if how == "f32" else f"--precision {how}"
     lines = ["", f"precision: {what}, products in {NAMES.get(products, products)}"
              + ("; --precision bf16 prices autocast" if how == "f32" and products == "f32" else "")]  # fmt: skip
     found = rates(account, amount, price)
     unit = "tokens" if "tokens_per_s" in found else "samples"
     if found:
-        text = f"  {found[f'{unit}_per_s']:,.0f} {unit} a second on {account.get('devices', '?')} devices"
+        text = f"  {found[f'{unit}_per_s']:,.0f} {unit} a second on {account.devices or '?'} devices"
         if "mfu" in found:
             text += f", MFU {found['mfu']:.1%} of the peak in {NAMES.get(products, products)}"
         lines.append(text)

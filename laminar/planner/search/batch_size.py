@@ -21,9 +21,10 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from laminar.errors import PlanError
+from laminar.ir.account import BatchTaken, OtherBatch
+from laminar.ir.certificate import Certificate
 from laminar.ir.codec import content_hash
 from laminar.ir.graph import Graph
 from laminar.ir.plan import Plan
@@ -68,10 +69,10 @@ class Batch:
         step_s = self.plan.step_s if self.plan else None
         return self.samples / step_s if step_s else 0.0
 
-    def row(self) -> dict[str, Any]:
-        """Plain data."""
-        return {"samples": self.samples, "samples_per_s": self.rate or None,
-                "bound_samples_per_s": self.most if math.isfinite(self.most) else None, "why": self.why}  # fmt: skip
+    def row(self) -> OtherBatch:
+        """For `explain`."""
+        most = self.most if math.isfinite(self.most) else None
+        return OtherBatch(samples=self.samples, samples_per_s=self.rate or None, bound_samples_per_s=most, why=self.why)
 
 
 def best_batch(graph: Graph, request: Request, progress: Callable[[str], None] | None = None) -> Plan | Staged:
@@ -125,19 +126,13 @@ class Batches:
         for batch in self.open:
             batch.why = batch.why or ("slower" if batch is not best else "")
         spent_s = time.process_time() - self.began
-        account = {**best.plan.account, "batch": self.account(best), "search_s": spent_s,
-                   "budget_s": self.request.budget_s}  # fmt: skip
-        if "certificate" in account:
-            sentence = self.sentence(best, account["certificate"]["sentence"])
-            proof = account["certificate"]
+        account = replace(best.plan.account, batch=self.taken(best), search_s=spent_s, budget_s=self.request.budget_s)
+        proof = account.certificate
+        if proof is not None:
             unseen = self.request.allows("rewrite") and any(b.plan is None and b.error is None for b in self.open)
-            outside = (
-                [*proof["outside"], "rewrites, and branches apart, for batches that were not searched"]
-                if unseen
-                else []
-            )
-            account["certificate"] = {**proof, "sentence": sentence, "outside": outside or proof["outside"]}
-        return replace(best.plan, account=account)
+            more = ("rewrites, and branches apart, for batches that were not searched",) if unseen else ()
+            proof = replace(proof, said=self.sentence(best, proof), outside=(*proof.outside, *more))
+        return replace(best.plan, account=replace(account, certificate=proof))
 
     def looked(self, some: Sequence[Batch]) -> Batch | None:
         """The best of some batches, if one of them has a plan."""
@@ -168,7 +163,7 @@ class Batches:
             batch.plan = found
         if found.bound_s:
             batch.bound_s = found.bound_s
-            batch.space = found.space if isinstance(found, Nothing) else found.account["certificate"]["space"]
+            batch.space = found.space if isinstance(found, Nothing) else found.certificate.space
 
     def lost(self, found: Nothing, below_s: float) -> str:
         """Why a batch that was searched has no plan."""
@@ -188,16 +183,16 @@ class Batches:
 
     # --- what is told
 
-    def account(self, best: Batch) -> dict[str, Any]:
+    def taken(self, best: Batch) -> BatchTaken:
         """The batch that was taken, and those that were not."""
-        return {
-            "samples": best.samples,
-            "captured": samples_of(self.graph),
-            "samples_per_s": best.rate,
-            "bound_samples_per_s": self.most(),
-            "space": self.space(),
-            "others": [b.row() for b in self.all if b is not best],
-        }
+        return BatchTaken(
+            samples=best.samples,
+            captured=samples_of(self.graph),
+            samples_per_s=best.rate,
+            bound_samples_per_s=self.most(),
+            space=self.space(),
+            others=tuple(b.row() for b in self.all if b is not best),
+        )
 
     def proved(self) -> list[Batch]:
         """Batches that something is proved about."""
@@ -211,11 +206,11 @@ class Batches:
         """The hash of all plans that are spoken of: for each batch, that of its own."""
         return content_hash({str(b.samples): b.space for b in self.proved()})
 
-    def sentence(self, best: Batch, about_steps: str) -> str:
+    def sentence(self, best: Batch, about_steps: Certificate) -> str:
         """What is proved about samples a second."""
         most, about = self.most(), self.proved()
         this = f"this one trains {_rated(best.rate)} with {best.samples}"
-        this += ", outside of what was searched" if NOT_SEARCHED in about_steps else ""
+        this += ", outside of what was searched" if not about_steps.covers_plan else ""
         if most is None:
             return f"Nothing is proved about samples/s; {this}."
         names = _listed([b.samples for b in about])
@@ -223,12 +218,7 @@ class Batches:
         said += f"{this} (gap {100 * max(0.0, 1 - best.rate / most):.1f} %)."
         others = [b.samples for b in self.open if b not in about]
         said += f" Nothing is proved about {_listed(others)}." if others else ""
-        _, machine, known = about_steps.partition(" Against the machine")
-        return said + machine + known
-
-
-NOT_SEARCHED = "lies outside of what was searched"
-"""What `replan.outside` says of a plan."""
+        return said + about_steps.against_machine
 
 
 def _even(cell: Cell, samples: int) -> bool:
@@ -252,21 +242,12 @@ def _rated(rate: float) -> str:
 # --- graphs and plans of such batches
 
 
-def own(plan: Planned, graph: Graph) -> Graph:
-    """The graph of a plan's own batch, from that of the batch it was captured with."""
-    known = plan.account.get("batch")
-    samples = samples_of(graph)
-    if not known or samples <= known["samples"] or samples % known["samples"]:
-        return graph
-    return micro(graph, samples // known["samples"])
-
-
 def refuse_other(plan: Planned, samples: int, parts: int = 1) -> None:
     """A batch that a plan with a batch of its own was not made for; `parts` is how many it is run in."""
-    known = plan.account.get("batch")
-    if not known or samples == known["samples"]:
+    taken = plan.account.batch
+    if taken is None or samples == taken.samples:
         return
-    mine, given = known["samples"], counted(samples)
+    mine, given = taken.samples, counted(samples)
     ways = [f"give batches of {counted(mine * parts)}"]
     if samples % mine == 0 and isinstance(plan, Plan):
         ways.append(f"micro_batches={parts * samples // mine}")
@@ -281,8 +262,8 @@ def fitted(graph: Graph, plan: Plan) -> Plan:
 
     Rewrites may hang on such numbers. Where one does not fit, tensors stay as they lie, and ops are placed anew.
     """
-    known = plan.account.get("batch")
-    if not known or graph.hash in (plan.graph_hash, plan.captured_hash) or samples_of(graph) != known["samples"]:
+    taken = plan.account.batch
+    if taken is None or graph.hash in (plan.graph_hash, plan.captured_hash) or samples_of(graph) != taken.samples:
         return plan
     made, steps = replayed(graph, plan.rewrites)
     same = steps == plan.rewrites and {n.name for n in made.nodes} == set(plan.ops)

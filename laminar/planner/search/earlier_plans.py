@@ -97,12 +97,10 @@ def usable(graph: Graph, request: Request, space: Space) -> Iterator[Final]:
             if isinstance(plan, Staged):
                 part = micro(graph, plan.micro_batches)
                 staged = predict_staged(part, plan, request.cluster, optimizer=request.optimizer)
-                account = {**plan.account, **staged.account(), "sigma": staged.sigma}
-                yield Final(score, plan, staged.seconds, max(staged.peaks), account, staged)
+                yield Final(score, plan, staged)
             else:
                 ran = predict(graph, plan, request.cluster, optimizer=request.optimizer)
-                account = {**ran.account(), "sigma": ran.sigma}
-                yield Final(score, plan, ran.seconds, ran.memory.peak_bytes, account, ran)
+                yield Final(score, plan, ran)
 
 
 __all__ = ["across_commands", "forget", "remember", "usable"]

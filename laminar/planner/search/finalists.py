@@ -21,13 +21,14 @@ from typing import Any
 from laminar.errors import LaminarError
 from laminar.forecast.pipeline_step import StagedPrediction, predict_staged
 from laminar.forecast.step import Prediction, predict
+from laminar.ir.account import Account, MeasuredPlan, MeasuredPlans, PlanLeftOut, SimulatedPlan
 from laminar.ir.mesh import Mesh
 from laminar.ir.plan import Plan, runs_ddp
 from laminar.ir.planned import Origin
 from laminar.ir.staged import Staged, plan_of
 from laminar.placement import presets
 from laminar.placement.micro_batch import micro
-from laminar.planner.report.breakdown import binding, held, spent
+from laminar.planner.report.step_breakdown import binding, held, spent
 
 MEASURED_PLANS = 3
 """Plans of a search that take part, besides those with a name."""
@@ -57,7 +58,7 @@ class Finalist:
 
     def to_json(self) -> dict[str, Any]:
         """Plain data, without what the plan says of itself."""
-        plan = {**self.plan.to_json(), "account": {"runs": "ddp"} if runs_ddp(self.plan) else {}}
+        plan = replace(self.plan, account=Account(runs=self.plan.account.runs)).to_json()
         return {"name": self.name, "plan": plan, "step_s": self.step_s, "peak_bytes": self.peak_bytes}
 
     @staticmethod
@@ -84,13 +85,12 @@ class Measured:
 
 def finalists(plan: Plan | Staged) -> list[Finalist]:
     """The plan that a search predicts to be fastest, those that come next, and behind them plans with a name."""
-    account, origin = plan.account, plan.origin
-    if origin is None or "choice" not in account:
+    choice, origin = plan.account.choice, plan.origin
+    if origin is None or choice is None:
         return []  # plans that lie outside of what was searched
-    names = [account["choice"], *account["runners_up"]]
     sides: list[Finalist] = []
-    for row, one in zip(names, (plan, *origin.others), strict=False):
-        side = Finalist(row["plan"], one, row["step_s"], row["peak_bytes"])
+    for row, one in zip((choice, *plan.account.runners_up), (plan, *origin.others), strict=False):
+        side = Finalist(row.plan, one, row.step_s, row.peak_bytes)
         if len(sides) < MEASURED_PLANS and not any(map(side.is_like, sides)):
             sides.append(side)
     for side in sorted(_named(origin), key=lambda side: side.step_s):
@@ -114,7 +114,7 @@ def _named(origin: Origin) -> Iterator[Finalist]:
         with suppress(LaminarError):  # what can't be spread so
             plan = make()
             ran = _simulated(plan, origin)
-            yield Finalist(name, plan, ran.seconds, ran.account()["peak_bytes"])
+            yield Finalist(name, plan, ran.seconds, ran.peak_bytes)
 
 
 def as_ddp(plan: Plan | Staged) -> Finalist | None:
@@ -124,8 +124,8 @@ def as_ddp(plan: Plan | Staged) -> Finalist | None:
     with suppress(LaminarError):
         data = presets.data_parallel(graph, Mesh({"dp": ranks}))
         ran = _simulated(data, plan.origin)
-        marked = replace(data, account={**data.account, "runs": "ddp"})
-        return Finalist(DDP, marked, ran.seconds, ran.account()["peak_bytes"])
+        marked = replace(data, account=replace(data.account, runs="ddp"))
+        return Finalist(DDP, marked, ran.seconds, ran.peak_bytes)
     return None
 
 
@@ -154,25 +154,32 @@ def fastest(rows: Sequence[Measured | str]) -> int:
 
 def settled(
     plan: Plan | Staged, finals: Sequence[Finalist], rows: Sequence[Measured | str],
-    left_out: Mapping[str, str] = NOBODY_LEFT_OUT, **about: Any,
+    left_out: Mapping[str, str] = NOBODY_LEFT_OUT, *, seconds: float | None = None, micro_batches: int = 1,
 ) -> Plan | Staged:  # fmt: skip
     """The plan that is taken, with all that was measured in its account; at least one has run.
 
     `plan` is the one that was predicted fastest, and the first of the finalists; `left_out` are those that were none,
-    and why; `about` is said besides.
+    and why; all of it took so many seconds, with steps of so many micro-batches.
     """
     assert plan.origin is not None, "a plan that comes from a search"
     best, ran = fastest(rows), [row for row in rows if isinstance(row, Measured)]
     found = [
-        {"plan": f.name, "step_s": row.step_s, "low_s": row.low_s, "high_s": row.high_s, "ratio": row.ratio,
-         "ahead": row.ahead, "predicted_s": f.step_s, "taken": k == best}
+        MeasuredPlan(plan=f.name, step_s=row.step_s, low_s=row.low_s, high_s=row.high_s, ratio=row.ratio,
+                     ahead=row.ahead, predicted_s=f.step_s, taken=k == best)
         for k, (row, f) in enumerate(zip(rows, finals, strict=True)) if isinstance(row, Measured)
     ]  # fmt: skip
-    out = [{"plan": f.name, "why": row} for row, f in zip(rows, finals, strict=True) if isinstance(row, str)]
-    out += [{"plan": name, "why": why} for name, why in left_out.items()]
-    told = {"rounds": ran[0].rounds, "rows": found, "says": _says(rows, best), **({"out": out} if out else {}), **about}
+    out = [PlanLeftOut(plan=f.name, why=row) for row, f in zip(rows, finals, strict=True) if isinstance(row, str)]
+    out += [PlanLeftOut(plan=name, why=why) for name, why in left_out.items()]
+    told = MeasuredPlans(
+        rounds=ran[0].rounds,
+        rows=tuple(found),
+        says=_says(rows, best),
+        out=tuple(out),
+        seconds=seconds,
+        micro_batches=micro_batches,
+    )
     if best == 0:
-        return replace(plan, account={**plan.account, "measured": told})
+        return replace(plan, account=replace(plan.account, measured=told))
     return _instead(plan, finals[best], told)
 
 
@@ -186,25 +193,31 @@ def _says(rows: Sequence[Measured | str], best: int) -> str:
     return f"taken because it was measured fastest: {ahead:.3f} times as fast as the predicted best"
 
 
-def _instead(plan: Plan | Staged, taken: Finalist, told: dict[str, Any]) -> Plan | Staged:
+def _instead(plan: Plan | Staged, taken: Finalist, told: MeasuredPlans) -> Plan | Staged:
     """Another plan than the one that was predicted fastest, with an account of its own."""
     assert plan.origin is not None
-    account, ran = plan.account, _simulated(taken.plan, plan.origin)
-    figures = ran.account()
-    choice = {"plan": taken.name, "step_s": ran.seconds, "peak_bytes": figures["peak_bytes"], "spent": spent(ran)}
-    others = [account["choice"], *(r for r in account["runners_up"] if r["plan"] != choice["plan"])]
-    room = {k: v for k, v in account.get("binding", {}).items() if k == "memory_bytes"}
-    binds = {**binding(choice["spent"]), **room}
-    about = {"choice": choice, "runners_up": others, "binding": binds, "memory": held(ran), "measured": told}
-    other = {**account, **taken.plan.account, **figures, **about, "searched": account["choice"]["plan"]}
-    dropped = ("wins", "form", "bubbles", "stages") if isinstance(taken.plan, Plan) else ("wins", "form")
-    other = {k: v for k, v in other.items() if k not in dropped}
+    account, own, ran = plan.account, taken.plan.account, _simulated(taken.plan, plan.origin)
+    assert account.choice is not None
+    choice = SimulatedPlan(plan=taken.name, step_s=ran.seconds, peak_bytes=ran.peak_bytes, spent=spent(ran))
+    other = replace(
+        account.updated(own),
+        step=ran.figures(),
+        stages=own.stages,
+        choice=choice,
+        runners_up=tuple(r for r in (account.choice, *account.runners_up) if r.plan != choice.plan),
+        searched=account.choice.plan,
+        binding=binding(choice.spent, account.binding.memory_bytes if account.binding else None),
+        memory=held(ran),
+        wins=None,
+        form=None,
+        measured=told,
+    )
     return replace(taken.plan, name="ddp" if runs_ddp(taken.plan) else "measured", account=other, origin=plan.origin)
 
 
 def _simulated(plan: Plan | Staged, origin: Origin) -> Prediction | StagedPrediction:
     """What a plan is predicted to take."""
-    optimizer = origin.asked.get("optimizer", "adamw")
+    optimizer = origin.asked.optimizer
     if isinstance(plan, Staged):
         return predict_staged(micro(origin.graph, plan.micro_batches), plan, origin.cluster, optimizer=optimizer)
     return predict(origin.graph, plan, origin.cluster, optimizer=optimizer)

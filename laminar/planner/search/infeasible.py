@@ -10,16 +10,15 @@ leanest it saw. All of this is bounded by a budget; what was not tried is not to
 from __future__ import annotations
 
 import math
-import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from laminar.errors import PlanError
+from laminar.errors import NoPlanFits, PlanError
 from laminar.ir.graph import Graph
-from laminar.ir.planned import sized
 from laminar.placement.micro_batch import micro
 from laminar.planner.estimate.candidates import Found
+from laminar.planner.report.words import sized
 from laminar.planner.search.best_first.search import find
 from laminar.planner.space.cell import divisors
 from laminar.planner.space.request import DIMENSIONS, Request
@@ -36,6 +35,8 @@ class WayOut:
     text: str
     step_s: float
     peak_bytes: int
+    binds: str = ""
+    """What stands in the way, where it is a pin or a dimension that is not allowed."""
 
     def __str__(self) -> str:
         return f"{self.text} ({self.step_s * 1e3:.4g} ms, {sized(self.peak_bytes)})"
@@ -55,12 +56,13 @@ def relaxed(graph: Graph, request: Request, error: PlanError) -> PlanError:
 
     free = tried(replace(request, memory_bytes=UNLIMITED, margin=None))
     ways = []
-    for text, other in _lifted(request):
+    for text, binds, other in _lifted(request):
         found = tried(other)
         if found is not None:
-            ways.append(WayOut(text, found.certificate.step_s, found.finals[0].peak_bytes))
+            ways.append(WayOut(text, found.certificate.step_s, found.finals[0].peak_bytes, binds))
     ways.sort(key=lambda w: w.step_s)
-    least = _least(request, free, tried, _leanest(error)) if free is not None else None
+    leanest_bytes = error.least_bytes if isinstance(error, NoPlanFits) else math.inf
+    least = _least(request, free, tried, leanest_bytes) if free is not None else None
     said = [str(w) for w in ways]
     if least is not None:
         said.insert(0, str(least))
@@ -68,29 +70,29 @@ def relaxed(graph: Graph, request: Request, error: PlanError) -> PlanError:
         return error
     if free is None:
         what = f"no plan does all that is asked: {_asked(request)}"
-        return PlanError(what, binds=_binds(request, ways), next="; or ".join(said))
+        return PlanError(what, binds=_binds(ways), next="; or ".join(said))
     needs = least.peak_bytes if least else min(f.peak_bytes for f in free.finals)
     what = (
         f"no plan fits: the leanest found needs {sized(needs)} on its fullest rank, "
         f"{sized(request.room_bytes)} are allowed"
     )
-    also = f"memory; with {_binds(request, ways)} memory would do" if ways else "memory"
+    also = f"memory; with {_binds(ways)} memory would do" if ways else "memory"
     more = "; or ".join(said) or f"allow memory_bytes={needs:.3g}"
     smaller = _smaller(graph, request, tried) or "a smaller batch"
-    return PlanError(what, binds=also, next=f"{more}; or take more devices, or {smaller}")
+    return NoPlanFits(what, least_bytes=needs, binds=also, next=f"{more}; or take more devices, or {smaller}")
 
 
-def _lifted(request: Request) -> Iterator[tuple[str, Request]]:
-    """The request with one pin less, or one dimension more."""
+def _lifted(request: Request) -> Iterator[tuple[str, str, Request]]:
+    """The request with one pin less, or one dimension more: what to do, what binds, and the request then."""
     for name, value in request.pin.items():
         rest = {k: v for k, v in request.pin.items() if k != name}
-        yield f"lift the pin {name}={value}", replace(request, pin=rest)
+        yield f"lift the pin {name}={value}", f"no pin {name}={value}", replace(request, pin=rest)
     for name, placement in request.place.items():
         rest_placed = {k: v for k, v in request.place.items() if k != name}
-        yield f"lift the pin {name}={placement}", replace(request, place=rest_placed)
+        yield f"lift the pin {name}={placement}", f"no pin {name}={placement}", replace(request, place=rest_placed)
     for name in DIMENSIONS:
         if not request.allows(name):
-            yield f'allow "{name}"', replace(request, only=(*request.only, name))
+            yield f'allow "{name}"', f'"{name}"', replace(request, only=(*request.only, name))
 
 
 def _smaller(graph: Graph, request: Request, tried: Callable[[Request, Graph], Found | None]) -> str:
@@ -110,12 +112,6 @@ def _smaller(graph: Graph, request: Request, tried: Callable[[Request, Graph], F
         best = f'a batch of {samples // parts[middle]} instead of {samples} samples, batch="free"{fits}'
         parts = parts[:middle]
     return best
-
-
-def _leanest(error: PlanError) -> float:
-    """Bytes of the leanest placement that a search saw, as its error says them."""
-    found = re.search(r"allow memory_bytes=([\d.e+]+)", str(error))
-    return float(found[1]) if found else math.inf
 
 
 def _least(
@@ -143,9 +139,8 @@ def _least(
     return WayOut(f"allow memory_bytes={math.ceil(high / 1e3) * 1e3:.6g}", step_s, round(high))
 
 
-def _binds(request: Request, ways: list[WayOut]) -> str:
-    names = [w.text.replace("lift the pin ", "no pin ").replace("allow ", "") for w in ways]
-    return " or ".join(names)
+def _binds(ways: list[WayOut]) -> str:
+    return " or ".join(way.binds for way in ways)
 
 
 def _asked(request: Request) -> str:

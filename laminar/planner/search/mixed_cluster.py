@@ -17,11 +17,12 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from laminar.cost.calibrate import interval
 from laminar.errors import LaminarError, PlanError
 from laminar.forecast.pipeline_step import StagedPrediction, predict_staged
+from laminar.ir.account import PartUsed, SimulatedPlan
+from laminar.ir.certificate import Certificate, Contradiction
 from laminar.ir.cluster import Cluster
 from laminar.ir.graph import Graph
 from laminar.ir.plan import Plan
@@ -30,10 +31,11 @@ from laminar.ir.staged import Staged
 from laminar.planner.bounds.mixed_bound import SidesBounds
 from laminar.planner.estimate.candidates import Found
 from laminar.planner.estimate.mixed_pipelines import Guess, Priced, Shop, Side, Sides, all_sides, guessed, room_bytes
-from laminar.planner.report.breakdown import binding, counted, held, spent
+from laminar.planner.report.step_breakdown import binding, counted, held, spent
+from laminar.planner.report.write_account import asked, explained
 from laminar.planner.search.best_first.search import find
 from laminar.planner.search.named_over_parts import NamedOverParts, named_over_parts, typed
-from laminar.planner.space.certificate import Certificate, Contradiction, contradicted, withdrawn
+from laminar.planner.space.contradictions import contradicted, withdrawn
 from laminar.planner.space.plan_space import Space
 from laminar.planner.space.request import Request
 from laminar.planner.tuning import (
@@ -69,11 +71,19 @@ class Piped:
     plan: Staged
     ran: StagedPrediction
 
-    def row(self) -> dict[str, Any]:
+    def row(self) -> SimulatedPlan:
         """For `explain`."""
-        words = self.cell.told(self.ran.cluster) + (f", ZeRO {self.zero}" if self.zero else "")
-        return {"plan": words, "step_s": self.ran.seconds, "peak_bytes": max(self.ran.peaks), **self.cell.to_json(),
-                "stages": self.cell.stages, "zero": self.zero}  # fmt: skip
+        cell = self.cell
+        return SimulatedPlan(
+            plan=cell.told(self.ran.cluster) + (f", ZeRO {self.zero}" if self.zero else ""),
+            step_s=self.ran.seconds,
+            peak_bytes=self.ran.peak_bytes,
+            sides=tuple((side.stages, side.dp, side.tp) for side in cell.sides),
+            micro_batches=cell.micro_batches,
+            recompute=cell.recompute,
+            stages=cell.stages,
+            zero=self.zero,
+        )
 
 
 class MixedSearch:
@@ -206,7 +216,7 @@ class MixedSearch:
     def keep(self, found: Piped) -> None:
         """One that fits, simulated in full."""
         if found.ran.seconds < self.best_s:
-            self.progress(f"{found.ran.seconds * 1e3:.3f} ms: {found.row()['plan']}")
+            self.progress(f"{found.ran.seconds * 1e3:.3f} ms: {found.row().plan}")
         self.finals.append(found)
 
     def piped(self, guess: Guess) -> Piped | None:
@@ -375,53 +385,77 @@ def _times(seconds: Mapping[str, float], factor: float) -> Mapping[str, float]:
 
 def best_mixed(graph: Graph, request: Request, progress: Callable[[str], None] | None = None) -> Plan | Staged:
     """The fastest plan found for a cluster whose parts differ, explained."""
-    from laminar.planner.report.account import asked, explained
-
     search = MixedSearch(graph, request, progress)
     search.run()
     finals = sorted(search.finals, key=lambda f: f.ran.seconds)
-    rows = [{**f.row(), "spent": spent(f.ran)} for f in finals[:3]] + [f.row() for f in finals[3:]]
+    rows = [replace(f.row(), spent=spent(f.ran)) for f in finals[:3]] + [f.row() for f in finals[3:]]
+    spent_s = time.process_time() - search.began
     alone = {k: found.certificate.step_s for k, found in search.parts.items()}
     k = min(alone, key=lambda k: alone[k], default=None)
-    spent_s = time.process_time() - search.began
-    common = {
-        "request": asked(request),
-        "search_s": spent_s,
-        "budget_s": request.budget_s,
-        **counted(graph),
-    }
     if k is not None and alone[k] == search.best_s:
         part, found = request.cluster.parts[k], search.parts[k]
         plan = explained(graph, replace(request, cluster=part), found)
         proof = search.certificate(alone[k], found_sigma(found))
-        uses = idle(request.cluster, k)
-        account = {**plan.account, **common, "runners_up": [*plan.account.get("runners_up", []), *rows],
-                   "uses": uses, "searched": f"{plan.account['choice']['plan']}; {uses['says']}"}  # fmt: skip
+        uses, choice = used_part(request.cluster, k), plan.account.choice
+        assert choice is not None
+        account = replace(
+            plan.account,
+            runners_up=(*plan.account.runners_up, *rows),
+            uses=uses,
+            searched=f"{choice.plan}; {uses.says}",
+        )
         origin = plan.origin and replace(plan.origin, asked=asked(request))
     else:
         plan, ran = finals[0].plan, finals[0].ran
         proof = search.certificate(ran.seconds, ran.sigma)
-        others = [{**f.finals[0].row(), "plan": f"{request.cluster.parts[k].name} alone: {f.finals[0].row()['plan']}",
-                   "step_s": f.certificate.step_s} for k, f in search.parts.items()]  # fmt: skip
-        runners = sorted([*rows[1:], *others], key=lambda row: row["step_s"])
-        account = {**plan.account, **ran.account(), **common, "devices": request.cluster.devices, "choice": rows[0],
-                   "runners_up": runners, "memory": held(ran), "binding": binding(rows[0]["spent"])}  # fmt: skip
+        others = [_alone(request.cluster.parts[k], f) for k, f in search.parts.items()]
+        account = replace(
+            plan.account,
+            step=ran.figures(),
+            devices=request.cluster.devices,
+            choice=rows[0],
+            runners_up=tuple(sorted([*rows[1:], *others], key=lambda row: row.step_s)),
+            memory=held(ran),
+            binding=binding(rows[0].spent),
+        )
         origin = Origin(graph, request.cluster, asked(request), tuple(f.plan for f in finals[1:]))
-    account |= {"bound_s": proof.bound_s, "certificate": proof.to_json(), "space": dict(search.space.data)}
+    size = counted(graph)
+    account = replace(
+        account,
+        samples=size.samples,
+        tokens=size.tokens,
+        options=asked(request),
+        search_s=spent_s,
+        budget_s=request.budget_s,
+        bound_s=proof.bound_s,
+        certificate=proof,
+        space=search.space.data,
+    )
     return replace(plan, account=account, origin=origin)
+
+
+def _alone(part: Cluster, found: Found) -> SimulatedPlan:
+    """What was found on one part."""
+    row = found.finals[0].row()
+    return replace(row, plan=f"{part.name} alone: {row.plan}", step_s=found.certificate.step_s)
 
 
 def found_sigma(found: Found) -> float:
     """Of the plan that a search chose."""
     mine = next((f for f in found.finals if f.plan.hash == found.plan.hash), None)
-    return mine.ran.sigma if mine is not None and mine.ran is not None else 0.0
+    return mine.ran.sigma if mine is not None else 0.0
 
 
-def idle(cluster: Cluster, k: int) -> dict[str, Any]:
+def used_part(cluster: Cluster, k: int) -> PartUsed:
     """What a plan on one part leaves out, for its account."""
     part = cluster.parts[k]
     first = sum(p.devices for p in cluster.parts[:k])
-    return {"cluster": part.name, "of": cluster.name, "devices": [first, first + part.devices - 1],
-            "idle": cluster.devices - part.devices,
-            "says": f"{part.devices} of {cluster.devices} devices are used, {first} to {first + part.devices - 1}: "
-                    f"{part.name}; the others stay idle"}  # fmt: skip
+    last = first + part.devices - 1
+    return PartUsed(
+        cluster=part.name,
+        of=cluster.name,
+        devices=(first, last),
+        idle=cluster.devices - part.devices,
+        says=f"{part.devices} of {cluster.devices} devices are used, {first} to {last}: {part.name}; "
+        "the others stay idle",
+    )

@@ -10,7 +10,7 @@ from laminar.ir.graph import Graph
 from laminar.ir.plan import Plan
 from laminar.ir.staged import Staged
 from laminar.planner.estimate.candidates import Nothing
-from laminar.planner.report.account import explained
+from laminar.planner.report.write_account import explained
 from laminar.planner.search.best_first.search import sought
 from laminar.planner.search.infeasible import relaxed
 from laminar.planner.space.request import Request

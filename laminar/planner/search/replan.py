@@ -28,6 +28,8 @@ from laminar.cost.sim.no_gc import uncollected
 from laminar.errors import LaminarError, PlanError
 from laminar.forecast.pipeline_step import StagedPrediction, predict_staged
 from laminar.forecast.step import Prediction, predict
+from laminar.ir.account import PartUsed, PlannedAnew, SimulatedPlan
+from laminar.ir.certificate import Certificate
 from laminar.ir.cluster import Cluster
 from laminar.ir.graph import Graph
 from laminar.ir.plan import Plan
@@ -36,7 +38,8 @@ from laminar.ir.staged import Staged
 from laminar.planner.estimate.candidates import Score, described
 from laminar.planner.estimate.mixed_pipelines import Guess, Priced, Shop, Side, Sides, guessed, room_bytes
 from laminar.planner.estimate.stage_cost import ends_s, parts_of, share_of
-from laminar.planner.report.breakdown import counted
+from laminar.planner.report.step_breakdown import counted
+from laminar.planner.report.write_account import asked
 from laminar.planner.search.mixed_cluster import MixedSearch, cut
 from laminar.planner.space.cell import MOST_MICRO_BATCHES, Cell, divisors
 from laminar.planner.space.request import Request
@@ -44,8 +47,6 @@ from laminar.planner.space.styles import Style
 from laminar.planner.tuning import FIXED_SHARE, SCALED_FROM, SECOND_PLAN_S, USED_DEVICES
 from laminar.rules.samples import samples_of
 from laminar.staging.coupled_samples import refuse_coupled
-
-CELL_COUNTS = ("all", "looked_at", "pruned", "unfit", "unfinished")
 
 
 @dataclass(frozen=True)
@@ -65,15 +66,16 @@ class Former:
         """Read from the plan, and from its account where there is one."""
         one = plan.places[0].mesh if isinstance(plan, Staged) else plan.mesh
         # What an axis is called says little: data parallel may have two of them.
-        known = {"tensor": one.to_json().get("tp", 1), "zero": plan.account.get("choice", {}).get("zero", 0)}
-        known |= {k: n for k, n in plan.account.get("form", {}).items() if k in known}
+        choice, form = plan.account.choice, plan.account.form
+        tensor = form.tensor if form else one.to_json().get("tp", 1)
+        zero = form.zero if form else choice.zero or 0 if choice else 0
         again = (
             any(s.plan.recompute for s in plan.stages)
             if isinstance(plan, Staged)
             else bool(plan.recompute or plan.offload)
         )
         plain = not isinstance(plan, Staged)
-        return Former(plan.mesh.ranks, int(known["tensor"]), int(known["zero"]), again, plain, plan.step_s)
+        return Former(plan.mesh.ranks, tensor, zero, again, plain, plan.step_s)
 
 
 @dataclass(frozen=True)
@@ -115,21 +117,27 @@ def arranged(graph: Graph, request: Request) -> Plan | Staged | None:
 
 def outside(plan: Plan | Staged, found: Plan | Staged | None) -> Plan | Staged:
     """A plan that no search covers, beside the best that a search has found: what is proved is about others."""
-    account = dict(plan.account)
-    step_s = float(account["step_s"])
-    proof: dict[str, Any] = {"space": "", "bound_s": 0.0, "outside": [], "cells": dict.fromkeys(CELL_COUNTS, 0)}
-    if found is not None:
-        proof |= found.account["certificate"]
-    bound_s = min(float(proof["bound_s"]), step_s)
+    account = plan.account
+    assert account.step is not None
+    step_s = account.step.step_s
     this = f"this plan ({step_s * 1e3:.4g} ms) lies outside of what was searched"
-    said = f"No plan in space {proof['space'][:8]} is simulated faster than {bound_s * 1e3:.4g} ms; {this}."
-    proof |= {"step_s": step_s, "bound_s": bound_s, "gap": 1 - bound_s / step_s}
-    proof["sentence"] = said if found is not None else f"Nothing is proved: nothing was found by a search; {this}."
-    account |= {"certificate": proof, "search_s": 0.0}
-    if found is not None:
-        account["space"] = found.account["space"]
-        row = {k: v for k, v in found.account["choice"].items() if k != "spent"}
-        account |= {"bound_s": bound_s, "search_s": found.account.get("search_s", 0.0), "runners_up": [row]}
+    if found is None:
+        said = f"Nothing is proved: nothing was found by a search; {this}."
+        proof = Certificate("", step_s, 0.0, 0, 0, 0, 0, 0, covers_plan=False, said=said)
+        return replace(plan, account=replace(account, certificate=proof, search_s=0.0))
+    theirs, row = found.account, found.account.choice
+    assert theirs.certificate is not None and row is not None
+    bound_s = min(theirs.certificate.bound_s, step_s)
+    said = f"No plan in space {theirs.certificate.space[:8]} is simulated faster than {bound_s * 1e3:.4g} ms; {this}."
+    proof = replace(theirs.certificate, step_s=step_s, bound_s=bound_s, interval=None, covers_plan=False, said=said)
+    account = replace(
+        account,
+        certificate=proof,
+        search_s=theirs.search_s or 0.0,
+        space=theirs.space,
+        bound_s=bound_s,
+        runners_up=(replace(row, spent={}),),
+    )
     return replace(plan, account=account)
 
 
@@ -324,7 +332,7 @@ class Replan:
             found = search.piped(guess)
             if found is not None:
                 option = Option(guess.seconds, self.request.cluster, self.request.cluster.devices, None, guess)
-                return found.plan, found.ran, str(found.row()["plan"]), option
+                return found.plan, found.ran, found.row().plan, option
         raise PlanError(f"nothing like the former plan fits on {self.request.cluster.name}",
                         next="search anew: laminar.plan(graph, cluster)")  # fmt: skip
 
@@ -332,8 +340,6 @@ class Replan:
         self, plan: Plan | Staged, ran: Prediction | StagedPrediction, words: str, option: Option
     ) -> Plan | Staged:
         """With an account of it."""
-        from laminar.planner.report.account import asked
-
         cluster = self.request.cluster
         idle = cluster.devices - option.used
         near = (
@@ -343,20 +349,26 @@ class Replan:
         )
         says = f"{near}: nothing is proved about it"
         says += f"; {idle} of {cluster.devices} devices stay idle" if idle else ""
-        peak = max(ran.peaks) if isinstance(ran, StagedPrediction) else ran.memory.peak_bytes
-        account = {
-            **plan.account,
-            **ran.account(),
-            **counted(self.graph),
-            "devices": cluster.devices,
-            "choice": {"plan": words, "step_s": ran.seconds, "peak_bytes": peak},
-            "proof": says,
-            "replanned": {"former": self.plan.hash if self.plan else "", "simulated": self.tried, "idle": idle,
-                          "seconds": time.process_time() - self.began},
-            "request": asked(self.request),
-        }  # fmt: skip
+        size = counted(self.graph)
+        account = replace(
+            plan.account,
+            step=ran.figures(),
+            samples=size.samples,
+            tokens=size.tokens,
+            devices=cluster.devices,
+            choice=SimulatedPlan(plan=words, step_s=ran.seconds, peak_bytes=ran.peak_bytes),
+            proof=says,
+            replanned=PlannedAnew(
+                former=self.plan.hash if self.plan else "",
+                simulated=self.tried,
+                idle=idle,
+                seconds=time.process_time() - self.began,
+            ),
+            options=asked(self.request),
+        )
         if idle:
-            account["uses"] = {"cluster": option.cluster.name, "of": cluster.name, "idle": idle, "says": says}
+            uses = PartUsed(cluster=option.cluster.name, of=cluster.name, idle=idle, says=says)
+            account = replace(account, uses=uses)
         origin = Origin(self.graph, option.cluster, asked(self.request))
         return replace(plan, account=account, origin=origin)
 

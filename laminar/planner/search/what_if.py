@@ -17,15 +17,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from laminar.errors import ClusterError, PlanError
-from laminar.forecast.pipeline_step import predict_staged
-from laminar.forecast.step import predict
+from laminar.forecast.pipeline_step import StagedPrediction, predict_staged
+from laminar.forecast.step import Prediction, predict
+from laminar.ir.account import SimulatedPlan
 from laminar.ir.cluster import Cluster, Figure
 from laminar.ir.graph import Graph
 from laminar.ir.plan import Plan
-from laminar.ir.planned import cluster_for, difference, graph_for, sized
 from laminar.ir.staged import Staged
-from laminar.planner.report.breakdown import spent
 from laminar.planner.report.classify import placed
+from laminar.planner.report.graph_of_plan import cluster_for, cluster_named, graph_for
+from laminar.planner.report.step_breakdown import spent
+from laminar.planner.report.words import difference, sized
 from laminar.planner.search.entry import best
 from laminar.planner.space.pins import matching
 from laminar.planner.space.request import asking, stored_pins
@@ -63,8 +65,8 @@ def what_if(
             what = f"nothing called {name!r} can be changed" if name not in CHANGES else f"a batch of {given[name]!r}"
             raise PlanError(what, allowed="  ".join(CHANGES) if name not in CHANGES else '"free"', next=batch)
     whole = graph_for(plan, graph)
-    own = plan.account.get("cluster_file") or plan.account.get("cluster")
-    old = plan.origin.cluster if plan.origin else cluster_for(plan, str(own)) if own else cluster_for(plan, cluster)
+    own = cluster_named(plan)
+    old = plan.origin.cluster if plan.origin else cluster_for(plan, own) if own else cluster_for(plan, cluster)
     new = cluster_for(plan, cluster) if cluster is not None else old
     said = [f"on {new.name}"] if new != old else []
     if "devices" in given:
@@ -73,7 +75,7 @@ def what_if(
     if "link" in given:
         new = faster_links(new, float(given["link"]))
         said.append(f"links {given['link']:g} times as fast")
-    former = dict(plan.account.get("request") or {})
+    former = dict(vars(plan.account.options)) if plan.account.options else {}
     if "memory_bytes" in given or "margin" in given:
         former |= {"memory_bytes": None, "margin": None}
     options = {**former, **{k: v for k, v in given.items() if k in ASKED_OPTIONS}}
@@ -114,21 +116,21 @@ def _said(name: str, value: Any) -> str:
 
 def _words(before: Plan | Staged, after: Plan | Staged) -> list[str]:
     a, b = before.account, after.account
-    slower = b["step_s"] / a["step_s"] - 1
+    assert a.step and b.step and a.choice and b.choice
+    slower = b.step.step_s / a.step.step_s - 1
     pace = f"{abs(slower):.1%} {'slower' if slower > 0 else 'faster'}" if abs(slower) >= 0.0005 else "as fast"
-    mine = a.get("choice", {}).get("plan", before.name)
-    other = b["choice"]["plan"]
+    mine, other = a.choice.plan, b.choice.plan
     words = [f"instead of {mine}: {other}" if mine != other else _same(before, after)]
-    words.append(f"a step takes {b['step_s'] * 1e3:.3f} ms instead of {a['step_s'] * 1e3:.3f}: {pace}")
-    if a.get("samples") and b.get("samples") and a["samples"] != b["samples"]:
-        rates = [x["samples"] / x["step_s"] for x in (b, a)]
-        words.append(f"a batch has {b['samples']} samples instead of {a['samples']}: "
+    words.append(f"a step takes {b.step.step_s * 1e3:.3f} ms instead of {a.step.step_s * 1e3:.3f}: {pace}")
+    if a.samples and b.samples and a.samples != b.samples:
+        rates = b.samples / b.step.step_s, a.samples / a.step.step_s
+        words.append(f"a batch has {b.samples} samples instead of {a.samples}: "
                      f"{rates[0]:,.1f} samples a second instead of {rates[1]:,.1f}")  # fmt: skip
-    words.append(f"the fullest rank holds {sized(b['peak_bytes'])} instead of {sized(a['peak_bytes'])}")
-    apart = difference(a.get("choice", {}).get("spent", {}), b["choice"].get("spent", {}), a["step_s"])
+    words.append(f"the fullest rank holds {sized(b.step.peak_bytes)} instead of {sized(a.step.peak_bytes)}")
+    apart = difference(a.choice.spent, b.choice.spent, a.step.step_s)
     if apart:
         words.append(f"it spends {apart}")
-    words.append(b["certificate"]["sentence"])
+    words.append(str(after.certificate))
     return words
 
 
@@ -149,22 +151,29 @@ def _plans(plan: Plan | Staged) -> list[Plan]:
 
 
 def _figures(plan: Plan | Staged) -> dict[str, Any]:
-    found = plan.account.get("choice", {})
-    return {"plan": plan.hash, "is": found.get("plan", plan.name), "step_s": plan.step_s, "bound_s": plan.bound_s,
-            "peak_bytes": plan.peak_bytes, "cluster": plan.account.get("cluster"), "choice": found}  # fmt: skip
+    found, step = plan.account.choice, plan.account.step
+    return {
+        "plan": plan.hash,
+        "is": found.plan if found else plan.name,
+        "step_s": plan.step_s,
+        "bound_s": plan.bound_s,
+        "peak_bytes": plan.peak_bytes,
+        "cluster": step.cluster if step else None,
+        "choice": found.to_json() if found else {},
+    }
 
 
 def _predicted(plan: Plan | Staged, graph: Graph, cluster: Cluster) -> Plan | Staged:
     """A plan that knows what it takes; one that nobody has simulated is."""
-    if plan.step_s is not None and "choice" in plan.account:
+    if plan.account.step is not None and plan.account.choice is not None:
         return plan
-    ran: Any
+    ran: Prediction | StagedPrediction
     if isinstance(plan, Staged):
         ran = predict_staged(placed(plan, graph)[0], replace(plan, rewrites=()), cluster)
     else:
         ran = predict(graph, plan, cluster)
-    account = {**plan.account, **ran.account(), "choice": {"plan": plan.name, "spent": spent(ran)}}
-    return replace(plan, account=account)
+    choice = SimulatedPlan(plan=plan.name, step_s=ran.seconds, peak_bytes=ran.peak_bytes, spent=spent(ran))
+    return replace(plan, account=replace(plan.account, step=ran.figures(), choice=choice))
 
 
 # --- other machines

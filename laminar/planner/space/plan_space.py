@@ -275,8 +275,8 @@ def _plans(plan: Plan | Staged) -> list[Plan]:
 
 def space(plan: Planned) -> Space:
     """The space that a plan was searched in."""
-    found = plan.account.get("space")
-    if not isinstance(found, dict) or "graph" not in found:
+    found = plan.account.space
+    if not found or "graph" not in found:
         raise PlanError("this plan does not come from a search", next="laminar.plan(graph, cluster) searches")
     return Space(found)
 

@@ -132,6 +132,12 @@ def stored_bytes(graph: Graph, plan: Plan) -> int:
     return sum(local_spec(i.spec, plan.inputs[i.name], plan.mesh.sizes).nbytes for i in graph.of_kind("param"))
 
 
+def _completion_s(plan: Plan) -> float:
+    """What completion says that a step takes."""
+    assert plan.account.completion is not None
+    return plan.account.completion.cost_s
+
+
 class Placer:
     """Placements on one mesh; prices are asked once."""
 
@@ -169,7 +175,7 @@ class Placer:
     def _byte_s(self, graph: Graph, style: Style) -> float:
         """Seconds of a micro-batch for each byte of parameters that the leanest placement saves, in the mean."""
         (fast_s, most), (lean_s, least) = (
-            (plan.account["cost_s"] - byte_s * stored, stored)
+            (_completion_s(plan) - byte_s * stored, stored)
             for byte_s in (0.0, LEAST_BYTE_S)
             for plan in [self.plan(graph, style, byte_s)]
             for stored in [stored_bytes(graph, plan)]

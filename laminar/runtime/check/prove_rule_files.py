@@ -23,6 +23,7 @@ import torch
 
 from laminar.cache import kept
 from laminar.errors import RuleError
+from laminar.ir.account import FileRules
 from laminar.rewrite.apply import Rule
 from laminar.rewrite.implied import implied
 from laminar.rewrite.rule_files import FAILS, NOT_LOADED, entries, load
@@ -87,23 +88,23 @@ class ProvedRules:
         """How many rules of the file no search is given, by reason, the most frequent first."""
         return dict(Counter(v.reason.partition(":")[0] for v in self.verdicts if v.reason).most_common())
 
-    def counts(self) -> dict[str, Any]:
-        """The same in numbers, as plain data."""
-        return {
-            "file": self.file,
-            "content": self.content,
-            "rules": len(self.verdicts),
-            "loaded": sum(v.loaded for v in self.verdicts),
-            "proved": sum(v.proved for v in self.verdicts),
-            "new": sum(bool(v.rules) for v in self.verdicts),
-            "left_out": self.left_out,
-        }
+    def counts(self) -> FileRules:
+        """The same in numbers, for the account of a plan."""
+        return FileRules(
+            file=self.file,
+            content=self.content,
+            rules=len(self.verdicts),
+            loaded=sum(v.loaded for v in self.verdicts),
+            proved=sum(v.proved for v in self.verdicts),
+            new=sum(bool(v.rules) for v in self.verdicts),
+            left_out=self.left_out,
+        )
 
     def __str__(self) -> str:
         n = self.counts()
         return "\n".join([
-            f"{self.file}: {n['rules']} rules, {n['loaded']} loaded, {n['proved']} of them proved on random numbers",
-            f"  {n['new']} are new, and searched with",
+            f"{self.file}: {n.rules} rules, {n.loaded} loaded, {n.proved} of them proved on random numbers",
+            f"  {n.new} are new, and searched with",
             *(f"  {count} left out: {reason}" for reason, count in self.left_out.items()),
         ])  # fmt: skip
 

@@ -321,8 +321,7 @@ class Branches:
         largest = max(inners, key=lambda inner: (inner.cell.ranks, inner.zero))
         cell = Cell(len(way.sizes), way.micro_batches, 1, largest.cell.dp, largest.cell.tp)
         score = Score(cell, largest.style, largest.zero, None, ran.seconds, max(ran.peaks), apart=way.sizes)
-        account = {**staged.account, **ran.account(), "sigma": ran.sigma}
-        return Tried(way, tuple(inners), Final(score, staged, ran.seconds, max(ran.peaks), account, ran))
+        return Tried(way, tuple(inners), Final(score, staged, ran))
 
     def search(self, best_s: Callable[[], float], left: Callable[[], float]) -> Iterator[Final]:
         """The best plans of ways that may beat what is there, the best first; they need not fit."""

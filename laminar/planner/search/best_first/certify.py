@@ -12,11 +12,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from laminar.cost.calibrate import interval
+from laminar.ir.certificate import Certificate, Contradiction
 from laminar.planner.estimate.candidates import Final, Found, Nothing, Score, described
 from laminar.planner.estimate.score_placement import no_room
 from laminar.planner.search.best_first.branches import Branches, Way
 from laminar.planner.search.best_first.graph_search import GraphSearch
-from laminar.planner.space.certificate import Certificate, Contradiction, contradicted, withdrawn
+from laminar.planner.space.contradictions import contradicted, withdrawn
 from laminar.planner.space.plan_space import Space
 from laminar.planner.tuning import AS_GOOD
 
@@ -65,17 +66,17 @@ class GraphSearches:
         outside = self._outside(sure)
         space = self.space(sure, outside)
         proof = self._certificate(best, sure, space, outside)
-        account = {
-            **best.plan.account,
-            **{name: value for name, value in best.account.items() if name != "sigma"},
-            "bound_s": proof.bound_s,
-            "certificate": proof.to_json(),
-            "space": dict(space.data),
-            "choice": best.row(),
-            "runners_up": [f.row() for f in finals if f is not best],
-            "search_s": time.process_time() - incumbent.began,
-            "budget_s": request.budget_s,
-        }
+        account = replace(
+            best.plan.account,
+            step=best.ran.figures(),
+            bound_s=proof.bound_s,
+            certificate=proof,
+            space=space.data,
+            choice=best.row(),
+            runners_up=tuple(f.row() for f in finals if f is not best),
+            search_s=time.process_time() - incumbent.began,
+            budget_s=request.budget_s,
+        )
         scores = tuple(sorted(self.scores, key=lambda score: score.seconds))
         return Found(replace(best.plan, account=account), proof, tuple(finals), scores, space), best
 
@@ -94,7 +95,7 @@ class GraphSearches:
         wrong = withdrawn(self._contradictions())
         bounds = [(s, cell, at_s) for s in sure for cell, at_s in s.bounds.at.items()]
         lowest_s = min(*(s.bounds.lowest_s for s in sure), *(f.seconds for f in finals), *ways.values())
-        known = best.account.get("known") or {}
+        known = best.ran.figures().known
         return Certificate(
             space=space.hash,
             step_s=best.seconds,
@@ -107,7 +108,7 @@ class GraphSearches:
             unfinished=sum(at_s < best.seconds and c not in s.looked_at for s, c, at_s in bounds)
             + sum(at_s < best.seconds and way not in seen for way, at_s in ways.items()),
             outside=outside,
-            interval=interval(best.seconds, best.account["sigma"]),
+            interval=interval(best.seconds, best.ran.sigma),
             known="prices " + (", ".join(f"{v:.0%} {k}" for k, v in known.items() if v >= 0.01) or "from peaks"),
             contradictions=wrong,
         )

@@ -287,8 +287,7 @@ class GraphSearch:
             ran = predict(self.model.graph, moved.plan, request.cluster, optimizer=request.optimizer)
             style = Style.of(cell.mesh, "free", outer="free")
             score = replace(best.score, style=style, plan=None, seconds=ran.seconds)
-            account = {**ran.account(), "sigma": ran.sigma}
             plan = replace(moved.plan, name="searched")
-            final = Final(score, plan, ran.seconds, ran.memory.peak_bytes, account, ran)
+            final = Final(score, plan, ran)
             self.incumbent.finals.append(final)
             self.incumbent.tell(final)

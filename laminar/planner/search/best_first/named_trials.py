@@ -18,6 +18,7 @@ from itertools import groupby
 
 from laminar.errors import LaminarError
 from laminar.forecast.pipeline_step import predict_staged
+from laminar.ir.certificate import Contradiction
 from laminar.ir.plan import Choice, Plan
 from laminar.ir.staged import Staged
 from laminar.planner.bounds.cell_bound import Bounds
@@ -28,7 +29,7 @@ from laminar.planner.estimate.score_placement import feasible, scored
 from laminar.planner.search.best_first.known_bounds import BoundKind
 from laminar.planner.search.best_first.trials import Trials
 from laminar.planner.space.cell import Cell
-from laminar.planner.space.certificate import Contradiction, contradicted
+from laminar.planner.space.contradictions import contradicted
 from laminar.planner.space.named_plans import Named, named
 from laminar.staging.stage_plans import inner_plan
 
@@ -140,7 +141,6 @@ class NamedTrials:
         score = Score(one.cell, style, one.zero, None, ran.seconds, held, rewrites=self.trials.steps)
         if not feasible(score, self.request):
             return None
-        account = {**plan.account, **ran.account(), "sigma": ran.sigma}
-        final = Final(score, replace(plan, name="searched"), ran.seconds, max(ran.peaks), account, ran)
+        final = Final(score, replace(plan, name="searched"), ran)
         self.incumbent.take(final)
         return final

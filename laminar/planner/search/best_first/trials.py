@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from laminar.errors import LaminarError
+from laminar.ir.certificate import Contradiction
 from laminar.ir.graph import Graph
 from laminar.ir.plan import Plan
 from laminar.ir.rewrites import Steps
@@ -23,7 +24,7 @@ from laminar.planner.estimate.score_cell import CellScorer
 from laminar.planner.estimate.score_placement import feasible
 from laminar.planner.search.best_first.incumbent import Incumbent, TimeLeft
 from laminar.planner.search.best_first.known_bounds import KnownBounds
-from laminar.planner.space.certificate import Contradiction, checking, contradicted
+from laminar.planner.space.contradictions import checking, contradicted
 from laminar.planner.tuning import SAME_MEMORY, WORTH_SIMULATING
 from laminar.rewrite.variants import carrying
 
@@ -128,9 +129,8 @@ class Trials:
         plan, ran, mix = pipeline_recompute.plain(self.model, score, plan, self.incumbent.best_s)
         if score.again:
             score = replace(score, again=(mix.again,), spared=mix.spared, away=mix.away)
-        account = {**ran.account(), "sigma": ran.sigma}
         plan = carrying(plan, self.captured_graph, self.steps)
-        return Final(score, plan, ran.seconds, ran.memory.peak_bytes, account, ran)
+        return Final(score, plan, ran)
 
     def _staged(self, score: Score, plan: Plan, cut: pipeline_recompute.Cut | None) -> Final:
         model, cell, best_s = self.model, score.cell, self.incumbent.best_s
@@ -141,10 +141,9 @@ class Trials:
         tried = [pipeline_recompute.pipelined(model, score, deep, plan, one, best_s) for one in cuts]
         staged, ran, again = min(tried, key=lambda t: (max(t[1].peaks) > self.request.room_bytes, t[1].seconds))
         score = replace(score, again=again)
-        account = {**staged.account, **ran.account(), "sigma": ran.sigma}
         if self.steps:
             staged = carrying(staged, micro(self.captured_graph, cell.micro_batches), self.steps)
-        return Final(score, staged, ran.seconds, max(ran.peaks), account, ran)
+        return Final(score, staged, ran)
 
 
 def same_plan(one: Score, other: Score) -> bool:

@@ -20,12 +20,13 @@ from typing import Any
 from laminar.errors import LaminarError, PlanError
 from laminar.forecast.pipeline_step import predict_staged
 from laminar.forecast.step import machine, predict
+from laminar.ir.account import Account, SearchOptions
 from laminar.ir.cluster import Cluster
 from laminar.ir.codec import Ref
 from laminar.ir.graph import Graph, Node
 from laminar.ir.patterns import known, pick
 from laminar.ir.plan import Plan
-from laminar.ir.planned import Planned, cluster_for, graph_for, sized
+from laminar.ir.planned import Planned
 from laminar.ir.sbp import B, NdSbp, Partial, Sbp, Split, check, local_spec, show
 from laminar.ir.staged import Staged, StagePlan
 from laminar.lower.split_stages import split
@@ -33,6 +34,8 @@ from laminar.placement import presets
 from laminar.placement.complete import Pins, completed
 from laminar.placement.fold import fold
 from laminar.planner.report.classify import made_again, placed, unpieced, used, zero_of
+from laminar.planner.report.graph_of_plan import cluster_for, graph_for
+from laminar.planner.report.words import sized
 from laminar.planner.space.axis_prices import PricedAxis
 from laminar.planner.space.pins import alike, closest
 from laminar.rules.notation import call_of
@@ -132,7 +135,7 @@ class _Asking:
         self.name = _known(self.graph, name)
         self.value = Ref(self.name[1:]) if self.name.startswith("%") else None
         self.mesh = self.whole.mesh
-        self.optimizer = str((plan.account.get("request") or {}).get("optimizer", "adamw"))
+        self.optimizer = (plan.account.options or SearchOptions()).optimizer
         self.layers = fold(self.graph)
         self.small = self.layers.small(KEPT)
         if self.value is None:
@@ -233,7 +236,7 @@ class _Asking:
             out["ops as they are"] = lambda: self._stored(self.base, moved)
         stream = {**self._stream(), **values}
         out["ops placed anew"] = lambda: self._completed({**self.bare.inputs, **moved}, stream)
-        if "certificate" in self.plan.account:
+        if self.plan.account.certificate is not None:
             out["everything placed anew"] = lambda: self._completed({**batch, **moved}, values)
         return out
 
@@ -379,7 +382,7 @@ def _restricted(plan: Plan, graph: Graph) -> Plan:
         inputs={k: v for k, v in plan.inputs.items() if k in names},
         outputs={k: v for k, v in plan.outputs.items() if k in wanted},
         state={k: v for k, v in plan.state.items() if k in names},
-        account={},
+        account=Account(),
         rewrites=(),
         captured_hash="",
         origin=None,

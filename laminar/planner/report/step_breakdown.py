@@ -14,6 +14,7 @@ differently does not. On top, every plan has a small error of its own (`OWN`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from laminar.cost.ops.families import COMPUTES
 from laminar.cost.sim.simulate import simulate, timeline
 from laminar.forecast.pipeline_step import StagedPrediction, inside, part_schedule
 from laminar.forecast.step import Prediction
+from laminar.ir.account import BindingLimit
 from laminar.ir.cluster import Cluster
 from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh
@@ -32,7 +34,7 @@ from laminar.rules.samples import samples_of
 DRAWS = 20_000
 OWN = 0.01
 """Standard error of log(seconds) that is one plan's own, whatever it shares with others. Assumed."""
-BUBBLE = "bubble"
+BUBBLE, EXCHANGE, TRANSFERS = "bubble", "exposed exchange", "transfers between stages"
 BINDS = {"products": "compute", "other kernels": "memory bandwidth of the device", BUBBLE: "the pipeline's bubble",
          "update": "the optimizer's update", "launches": "launches by the host"}  # fmt: skip
 """What a part is bound by; exchanges by their link."""
@@ -96,11 +98,11 @@ def _label(span: Span, links: Mapping[str, str]) -> str:
     if span.kind == "communication":
         axes = span.lane.partition(":")[2]
         if ">" in axes:
-            return "transfers between stages"
+            return TRANSFERS
         if not axes:  # through shared memory, on the compute lane
-            return "exposed exchange"
+            return EXCHANGE
         found = {links[a] for a in axes.replace("+", ",").split(",") if links.get(a)}
-        return f"exposed exchange over {axes}" + (f" ({', '.join(sorted(found))})" if found else "")
+        return f"{EXCHANGE} over {axes}" + (f" ({', '.join(sorted(found))})" if found else "")
     if span.kind == "wait":
         return "waiting"
     if span.kind == "host":
@@ -112,7 +114,7 @@ def _label(span: Span, links: Mapping[str, str]) -> str:
         return "stages at work"
     if family in ("optimizer", "optimize", "update"):
         return "update"
-    return "exposed exchange of gradients" if family == "reduce" else "other kernels"
+    return f"{EXCHANGE} of gradients" if family == "reduce" else "other kernels"
 
 
 def _parts(line: Timeline, links: Mapping[str, str]) -> dict[str, float]:
@@ -149,16 +151,18 @@ def held(ran: Prediction | StagedPrediction) -> dict[str, int]:
     return {k: n for k, n in found.items() if n > 0.001 * m.peak_bytes}
 
 
-def binding(parts: Mapping[str, float]) -> dict[str, Any]:
-    """What most of a step hangs on."""
+def binding(parts: Mapping[str, float], memory_bytes: float | None = None) -> BindingLimit:
+    """What most of a step depends on, and how much memory it might fill."""
     if not parts:
-        return {}
+        return BindingLimit(memory_bytes=memory_bytes)
     name = max(parts, key=lambda k: parts[k])
-    if "exchange" in name or "transfers" in name:
+    if name.startswith((EXCHANGE, TRANSFERS)):
         resource = f"communication, {name}"
     else:
         resource = BINDS.get(name, name) + ("" if BINDS.get(name) in (None, name) else f" ({name})")
-    return {"resource": resource, "part": name, "share": parts[name] / sum(parts.values())}
+    return BindingLimit(
+        resource=resource, part=name, share=parts[name] / sum(parts.values()), memory_bytes=memory_bytes
+    )
 
 
 def chances(rows: Sequence[Mapping[str, float]], sigma: float) -> list[float]:
@@ -185,10 +189,19 @@ def assumed(sigma: float) -> str:
     )
 
 
-def counted(graph: Graph) -> dict[str, int]:
+@dataclass(frozen=True)
+class BatchCount:
+    """How much a batch has."""
+
+    samples: int
+    tokens: int | None
+    """In a model with attention."""
+
+
+def counted(graph: Graph) -> BatchCount:
     """Samples of a batch and, in a model with attention, its tokens."""
     samples = samples_of(graph)
     whole = [i.spec for i in graph.of_kind("batch") if i.spec.shape[:1] == (samples,) and len(i.spec.shape) == 2]
     tokens = max((s.numel for s in whole if not s.is_float), default=0)
     attends = any("attention" in n.op for n in graph.nodes)
-    return {"samples": samples, **({"tokens": tokens} if attends and tokens else {})}
+    return BatchCount(samples, tokens if attends and tokens else None)
