@@ -13,7 +13,7 @@ from torch import Tensor
 
 from laminar.capture import torch_private
 
-aten = torch.ops.aten
+_aten = torch.ops.aten
 
 
 def _grouped(q: Tensor, k: Tensor) -> Tensor:
@@ -47,20 +47,20 @@ def attention(
     """softmax(q k^T scale + mask) v and the logsumexp of each row, which backward needs."""
     k, v = _grouped(q, k), _grouped(q, v)
     if _fused_on_cpu(q, v):
-        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
+        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, causal, attn_mask=_bias(mask, q), scale=scale
         )
         return out, lse
     if q.device.type == "cuda":
         fused = _fused_on_cuda(q, k, v, mask, causal, scale)
         if fused == torch_private.FLASH:
-            out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
+            out, lse, *_ = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
             return out, lse
         if fused == torch_private.CUDNN:
-            out, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, scale=scale)
+            out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, scale=scale)
             return out, lse.reshape(q.shape[:3])
         if fused == torch_private.EFFICIENT:
-            out, lse, _, _ = aten._scaled_dot_product_efficient_attention(
+            out, lse, _, _ = _aten._scaled_dot_product_efficient_attention(
                 q, k, v, _cuda_bias(mask, q, k), True, 0.0, causal, scale=scale
             )
             return out, lse[..., : q.shape[2]]
@@ -107,7 +107,7 @@ def attention_backward(
     groups = k.shape[1]
     k2, v2 = _grouped(q, k), _grouped(q, v)
     if _fused_on_cpu(q, v):
-        dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             dout, q, k2, v2, out, lse, 0.0, causal, attn_mask=_bias(mask, q), scale=scale
         )
     elif q.device.type == "cuda" and (fused := _fused_on_cuda(q, k2, v2, mask, causal, scale)):
@@ -133,7 +133,7 @@ def _backward_on_cuda(
         seed = torch.zeros((), dtype=torch.int64, device=q.device)
         room = lse.new_zeros((*lse.shape[:-1], -(-lse.shape[-1] // 32) * 32))
         room[..., : lse.shape[-1]] = lse
-        dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
+        dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
             dout, q, k, v, _cuda_bias(mask, q, k), out, room, seed, seed, 0.0, [True, True, True, False], causal,
             scale=scale,
         )  # fmt: skip
@@ -141,11 +141,11 @@ def _backward_on_cuda(
     sizes = q.shape[2], k.shape[2]
     seed = torch.empty((), dtype=torch.int64, device=q.device)  # of a generator that nobody asks without dropout
     if fused == torch_private.FLASH:
-        dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
+        dq, dk, dv = _aten._scaled_dot_product_flash_attention_backward(
             dout, q, k, v, out, lse, None, None, *sizes, 0.0, causal, seed, seed, scale=scale
         )
     else:
-        dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(
+        dq, dk, dv = _aten._scaled_dot_product_cudnn_attention_backward(
             dout, q, k, v, out, lse.unsqueeze(-1), seed, seed, None, None, None, *sizes, 0.0, causal, scale=scale
         )
     return dq, dk, dv
