@@ -25,10 +25,10 @@ _WHERE = {
     "ClusterError": "laminar.errors",
     "Graph": "laminar.ir.graph",
     "GraphError": "laminar.errors",
-    "Job": "laminar.train.job",
+    "Job": "laminar.train.job.job",
     "LaminarError": "laminar.errors",
     "Link": "laminar.ir.mesh",
-    "Local": "laminar.train.leaves",
+    "Local": "laminar.train.batch.leaves",
     "Loss": "laminar.capture.losses",
     "Mesh": "laminar.ir.mesh",
     "MeshError": "laminar.errors",
@@ -49,7 +49,7 @@ _WHERE = {
     "RendezvousError": "laminar.errors",
     "S": "laminar.ir.sbp",
     "SimulationError": "laminar.errors",
-    "Sized": "laminar.train.leaves",
+    "Sized": "laminar.train.batch.leaves",
     "CheckError": "laminar.errors",
     "StateError": "laminar.errors",
     "StoppedError": "laminar.errors",
@@ -232,6 +232,6 @@ if TYPE_CHECKING:
     from laminar.ir.timeline import Timeline
     from laminar.lower.lower import lower
     from laminar.rewrite.variants import rewritten
-    from laminar.train.job import Job
-    from laminar.train.leaves import Local, Sized
+    from laminar.train.batch.leaves import Local, Sized
+    from laminar.train.job.job import Job
     from laminar.train.loop import Callback

@@ -5,9 +5,9 @@ Every rank of a step reads the data itself (`runtime/pipeline/loader.py`), so ea
 goes on beside the step; its queue has registers for the batch in use and for `depth` more. With a depth of 0 there is
 nothing beside the step: the place itself loads first, then does the rest.
 
-Ranks of a job meet between steps (the norm of the gradient, `train/pipeline_job.py`), so every optimizer here waits for
-the reductions of all stages. Such a net is for the check and for predictions: at run time the loader stands before
-the pipe, not in it.
+Ranks of a job meet between steps (the norm of the gradient, `train/job/pipeline_job.py`), so every optimizer here
+waits for the reductions of all stages. Such a net is for the check and for predictions: at run time the loader stands
+before the pipe, not in it.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ import laminar
 from laminar.capture.batch_sizes import Predictor
 from laminar.capture.fingerprint import fingerprint
 from laminar.capture.saved_graphs import kept_graph
-from laminar.train import tracer
+from laminar.train.engine import tracer
 
 FACTOR = 2.0
 """A global that a loss reads."""

@@ -43,10 +43,10 @@ from laminar.lower.loaders import with_loads
 from laminar.lower.pipeline_net import Stage, chain
 from laminar.lower.schedules import dag_net
 from laminar.runtime.pipeline.loader import EPOCH, Loader, Mover
-from laminar.train.async_checkpoint import Saver
-from laminar.train.checkpoint import Snapshot
-from laminar.train.leaves import Local, Sized
+from laminar.train.batch.leaves import Local, Sized
 from laminar.train.loop import epochs, first, loop
+from laminar.train.saving.async_checkpoint import Saver
+from laminar.train.saving.checkpoint import Snapshot
 from tests.support.zoo import EXAMPLES, specimen
 
 LOAD_S = 0.02

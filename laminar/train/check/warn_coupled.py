@@ -28,9 +28,9 @@ from laminar.capture.model_tensors import slots_of
 from laminar.ir.graph import Graph
 from laminar.runtime.check.plain_model import untouched
 from laminar.staging.coupled_samples import coupled_ops
-from laminar.train.compare_results import TOLERANCE
-from laminar.train.leaves import Leaves, joined
-from laminar.train.sharded_model import allowed
+from laminar.train.batch.leaves import Leaves, joined
+from laminar.train.check.compare_results import TOLERANCE
+from laminar.train.state.sharded_model import allowed
 
 MOST = 0.05
 """How far, as a share, the losses of parts may be from that of the whole in any precision: losses are means of many."""

@@ -28,10 +28,10 @@ from laminar.ir.graph import Graph
 from laminar.ir.sbp import Split
 from laminar.rules.samples import draws_of, in_parts, places_of
 from laminar.runtime.check.probe_rules import probe
-from laminar.train.captured_graphs import Captures
-from laminar.train.guards import Guards
-from laminar.train.leaves import Leaves
-from laminar.train.sharded_model import allowed
+from laminar.train.batch.leaves import Leaves
+from laminar.train.engine.captured_graphs import Captures
+from laminar.train.engine.guards import Guards
+from laminar.train.state.sharded_model import allowed
 
 MANY_SIZES = 12
 """Sizes of batches that had to be traced, none following from the others, before the user is told."""

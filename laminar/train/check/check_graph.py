@@ -20,7 +20,7 @@ from laminar.ir.graph import RNG, Graph
 from laminar.runtime.check.one_device import constants_of, run_graph
 from laminar.runtime.check.plain_model import run_eager
 from laminar.runtime.check.verify import Report
-from laminar.train.compare_results import TOLERANCE, beyond_rounding, distance, narrowest, nudged, off
+from laminar.train.check.compare_results import TOLERANCE, beyond_rounding, distance, narrowest, nudged, off
 
 
 def against_eager(

@@ -24,7 +24,7 @@ from laminar.capture import kernels
 from laminar.errors import LaminarError
 from laminar.ir.mesh import Mesh
 from laminar.ir.sbp import Split, local_indices
-from laminar.train.optimizer import Kept
+from laminar.train.optimizer.optimizer import Kept
 
 CHUNK_BYTES = 256 << 20
 """How much of the weights is held in float32 at a time while it is updated and rounded."""

@@ -35,15 +35,15 @@ from laminar.ir.plan import Plan
 from laminar.ir.sbp import B, NdSbp
 from laminar.ir.tensor import TensorSpec
 from laminar.runtime.comm.shards import shard
-from laminar.train import optimizer as optim
-from laminar.train.gather import Gather, Part
-from laminar.train.memory_layout import laid_as, make_dense, refuse_shared
-from laminar.train.optimizer import Kept
-from laminar.train.optimizer_changes import Tracked
-from laminar.train.precision import Scaler
-from laminar.train.resharder import Resharder
-from laminar.train.sharded_model import allowed, own_state, stripped
-from laminar.train.shards import StateShard, shards_of
+from laminar.train.optimizer import optimizer as optim
+from laminar.train.optimizer.memory_layout import laid_as, make_dense, refuse_shared
+from laminar.train.optimizer.optimizer import Kept
+from laminar.train.optimizer.optimizer_changes import Tracked
+from laminar.train.optimizer.precision import Scaler
+from laminar.train.state.gather import Gather, Part
+from laminar.train.state.resharder import Resharder
+from laminar.train.state.sharded_model import allowed, own_state, stripped
+from laminar.train.state.shards import StateShard, shards_of
 
 Carry = Callable[[TensorSpec, Place, NdSbp, Place, NdSbp, Tensor], Tensor]
 """Takes a tensor from one place and placement to another; every rank of both calls it."""

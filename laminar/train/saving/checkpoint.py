@@ -18,8 +18,8 @@ from torch import Tensor
 
 from laminar.capture.tensor_bytes import as_bytes
 from laminar.errors import StateError
-from laminar.train import lr_schedulers
 from laminar.train.protocol import HasState
+from laminar.train.saving import lr_schedulers
 
 VERSION = 1
 

@@ -28,20 +28,20 @@ from laminar.ir.mesh import Mesh, Place
 from laminar.ir.plan import Plan
 from laminar.ir.sbp import chunk
 from laminar.runtime.comm.transport import Null
-from laminar.train import optimizer as optim
-from laminar.train.base_job import BaseJob
-from laminar.train.batch_checksum import Sampled
-from laminar.train.gather import GatherFromMesh
-from laminar.train.gradients import Norm, scale_and_clip
-from laminar.train.job import CHECKS, clock_of
-from laminar.train.leaves import Leaves
-from laminar.train.metrics import Evaluation, Result, Sums
+from laminar.train.batch.batch_checksum import Sampled
+from laminar.train.batch.leaves import Leaves
+from laminar.train.batch.metrics import Evaluation, Result, Sums
+from laminar.train.batch.prefetch import Prefetcher
+from laminar.train.job.base_job import BaseJob
+from laminar.train.job.job import CHECKS, clock_of
+from laminar.train.optimizer import optimizer as optim
+from laminar.train.optimizer.gradients import Norm, scale_and_clip
+from laminar.train.optimizer.precision import Precision, Scaler
 from laminar.train.options import DEFAULTS, JobOptions
-from laminar.train.precision import Precision, Scaler
-from laminar.train.prefetch import Prefetcher
-from laminar.train.resharder import Resharder
-from laminar.train.sharded_model import released
-from laminar.train.state import JobState, StateLayout, moved
+from laminar.train.state.gather import GatherFromMesh
+from laminar.train.state.resharder import Resharder
+from laminar.train.state.sharded_model import released
+from laminar.train.state.state import JobState, StateLayout, moved
 from laminar.train.timeline import StepRecorder
 from laminar.train.world import World
 

@@ -33,15 +33,15 @@ from laminar.ir.graph import RNG, Graph
 from laminar.ir.staged import Staged
 from laminar.lower.reshard import Move
 from laminar.runtime.check.plain_model import run_eager
-from laminar.train.compare_results import TOLERANCE, beyond_rounding, narrowest, nudged, off, raise_for
-from laminar.train.engine import Engine
-from laminar.train.gather import Gather
-from laminar.train.leaves import Leaves
-from laminar.train.precision import Scaler
-from laminar.train.sharded_model import allowed
-from laminar.train.state import JobState
-from laminar.train.tracer import Tracer
-from laminar.train.warn_coupled import depends_on_the_count, losses_of_parts
+from laminar.train.batch.leaves import Leaves
+from laminar.train.check.compare_results import TOLERANCE, beyond_rounding, narrowest, nudged, off, raise_for
+from laminar.train.check.warn_coupled import depends_on_the_count, losses_of_parts
+from laminar.train.engine.engine import Engine
+from laminar.train.engine.tracer import Tracer
+from laminar.train.optimizer.precision import Scaler
+from laminar.train.state.gather import Gather
+from laminar.train.state.sharded_model import allowed
+from laminar.train.state.state import JobState
 from laminar.train.world import World
 
 log = logging.getLogger("laminar")

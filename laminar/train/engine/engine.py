@@ -39,10 +39,10 @@ from laminar.placement.presets import like
 from laminar.rewrite.variants import rewritten
 from laminar.runtime.comm.shards import shard
 from laminar.runtime.comm.transport import Groups, Null
-from laminar.train.leaves import Leaves
-from laminar.train.resharder import Resharder
-from laminar.train.state import JobState
-from laminar.train.tracer import Tracer
+from laminar.train.batch.leaves import Leaves
+from laminar.train.engine.tracer import Tracer
+from laminar.train.state.resharder import Resharder
+from laminar.train.state.state import JobState
 from laminar.train.world import World
 
 MOST_SHAPES = 16

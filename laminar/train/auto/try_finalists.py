@@ -37,10 +37,10 @@ from laminar.events import emit
 from laminar.ir.plan import Plan, runs_ddp
 from laminar.planner.search.finalists import NOBODY_LEFT_OUT, Finalist, measured, settled
 from laminar.runtime.code.malloc import give_back_freed_memory
-from laminar.train.ddp_job import DdpJob
-from laminar.train.first_batch_check import FILL, free_bytes
-from laminar.train.interleaved_timing import LEAST, WARM, turns
-from laminar.train.job import Job
+from laminar.train.auto.interleaved_timing import LEAST, WARM, turns
+from laminar.train.check.first_batch_check import FILL, free_bytes
+from laminar.train.job.ddp_job import DdpJob
+from laminar.train.job.job import Job
 from laminar.train.options import DEFAULTS, JobOptions
 from laminar.train.world import World
 

@@ -27,10 +27,10 @@ from laminar.capture.model_tensors import Slot, slots_of
 from laminar.errors import CaptureError, LaminarError, StateError
 from laminar.events import emit
 from laminar.ir.graph import Graph
-from laminar.train.guards import Guards, Reads
+from laminar.train.engine.guards import Guards, Reads
 
 if TYPE_CHECKING:
-    from laminar.train.leaves import Leaves
+    from laminar.train.batch.leaves import Leaves
 
 MOST = 64
 """Graphs that are kept."""

@@ -27,7 +27,7 @@ from laminar.capture.torch_private import step_hooks
 from laminar.errors import OptimizerError, StateError
 from laminar.ir.sbp import NdSbp, Split
 from laminar.ir.tensor import TensorSpec
-from laminar.train.memory_layout import laid_as
+from laminar.train.optimizer.memory_layout import laid_as
 
 KNOWN = (
     torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax,
@@ -106,7 +106,7 @@ def first_lr(optimizer: torch.optim.Optimizer) -> float:
 
 
 def laid_out(kept: Sequence[Kept], grads: list[Tensor], plain: bool = False) -> list[Tensor]:
-    """Gradients that lie in memory as what they update does; see `train/memory_layout.py`. `plain`: all of that is."""
+    """Gradients that lie in memory as what they update does (`memory_layout.py`). `plain`: all of that is."""
     if plain and all(map(Tensor.is_contiguous, grads)):
         return grads
     return [g if g.stride() == k.stride else laid_as(g, k.owned) for k, g in zip(kept, grads, strict=True)]

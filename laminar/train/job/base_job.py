@@ -17,11 +17,11 @@ from laminar.ir.mesh import Mesh
 from laminar.ir.plan import Plan
 from laminar.ir.staged import Staged
 from laminar.runtime.pipeline.loader import Loader
-from laminar.train import checkpoint
-from laminar.train.gather import Gather
-from laminar.train.metrics import log_numbers
-from laminar.train.sharded_model import Pieces
-from laminar.train.state import JobState
+from laminar.train.batch.metrics import log_numbers
+from laminar.train.saving import checkpoint
+from laminar.train.state.gather import Gather
+from laminar.train.state.sharded_model import Pieces
+from laminar.train.state.state import JobState
 from laminar.train.timeline import Recording, StepRecorder
 from laminar.train.world import World
 

@@ -26,13 +26,13 @@ from laminar.planner.search.finalists import DDP, Finalist, as_ddp, finalists
 from laminar.planner.search.what_if import resized
 from laminar.planner.space.request import DIMENSIONS, asking
 from laminar.runtime.check.probe_rules import probe
-from laminar.train import try_finalists
-from laminar.train.ddp_fits import why_not
-from laminar.train.job import refuse
-from laminar.train.leaves import Leaves
+from laminar.train.auto import try_finalists
+from laminar.train.auto.ddp_fits import why_not
+from laminar.train.batch.leaves import Leaves
+from laminar.train.job.job import refuse
+from laminar.train.optimizer.precision import Precision
 from laminar.train.options import JobOptions
-from laminar.train.precision import Precision
-from laminar.train.sharded_model import released
+from laminar.train.state.sharded_model import released
 from laminar.train.world import World
 
 BUDGET_S = 10.0

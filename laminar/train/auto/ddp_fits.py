@@ -24,9 +24,9 @@ from laminar.errors import PlanError
 from laminar.ir.graph import Graph
 from laminar.runtime.check.probe_rules import probe
 from laminar.staging.coupled_samples import coupled_ops
-from laminar.train.leaves import Leaves
+from laminar.train.batch.leaves import Leaves
+from laminar.train.optimizer.precision import Precision
 from laminar.train.options import JobOptions
-from laminar.train.precision import Precision
 
 LABELS = ("aten.nll_loss_forward", "aten.nll_loss2d_forward")
 MEAN = 1

@@ -41,27 +41,28 @@ from laminar.ir.sbp import B
 from laminar.lower.reshard import Move
 from laminar.runtime.code.eager_step import EagerStep
 from laminar.runtime.comm.transport import Groups, Null
-from laminar.train import first_batch_check, plan_for
-from laminar.train import optimizer as optim
-from laminar.train.anomaly import Watched
-from laminar.train.base_job import BaseJob
-from laminar.train.batch_checksum import Sampled
-from laminar.train.engine import Build, Engine, Ready
-from laminar.train.gather import GatherFromMesh
-from laminar.train.gradients import Norm, scale_and_clip
-from laminar.train.leaves import Leaves
-from laminar.train.leaves import Local as Local
-from laminar.train.metrics import Evaluation, Result, Sums
-from laminar.train.optimizer import Kept
+from laminar.train.batch.batch_checksum import Sampled
+from laminar.train.batch.leaves import Leaves
+from laminar.train.batch.leaves import Local as Local
+from laminar.train.batch.metrics import Evaluation, Result, Sums
+from laminar.train.batch.prefetch import Prefetcher
+from laminar.train.check import first_batch_check
+from laminar.train.check.anomaly import Watched
+from laminar.train.check.warn_coupled import warn_if_coupled
+from laminar.train.engine.engine import Build, Engine, Ready
+from laminar.train.engine.tracer import Tracer
+from laminar.train.job import plan_for
+from laminar.train.job.base_job import BaseJob
+from laminar.train.optimizer import optimizer as optim
+from laminar.train.optimizer.gradients import Norm, scale_and_clip
+from laminar.train.optimizer.optimizer import Kept
+from laminar.train.optimizer.precision import Precision, Scaler, update
 from laminar.train.options import DEFAULTS, JobOptions
-from laminar.train.precision import Precision, Scaler, update
-from laminar.train.prefetch import Prefetcher
-from laminar.train.resharder import CarryBetweenMeshes
-from laminar.train.sharded_model import released
-from laminar.train.state import JobState, StateLayout, moved
+from laminar.train.state.gather import GatherFromMesh
+from laminar.train.state.resharder import CarryBetweenMeshes
+from laminar.train.state.sharded_model import released
+from laminar.train.state.state import JobState, StateLayout, moved
 from laminar.train.timeline import StepRecorder
-from laminar.train.tracer import Tracer
-from laminar.train.warn_coupled import warn_if_coupled
 from laminar.train.world import World
 
 CHECKS = 2

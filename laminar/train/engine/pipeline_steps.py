@@ -32,9 +32,9 @@ from laminar.runtime.pipeline.channels import Value
 from laminar.runtime.pipeline.connect import connect_actors
 from laminar.runtime.pipeline.stage_runner import SizeCode, StageRunner
 from laminar.staging.stage_plans import again
-from laminar.train.leaves import Leaves
-from laminar.train.state import JobState
-from laminar.train.tracer import Tracer
+from laminar.train.batch.leaves import Leaves
+from laminar.train.engine.tracer import Tracer
+from laminar.train.state.state import JobState
 from laminar.train.world import World
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from torch import Tensor
 from laminar.capture.torch_private import step_hooks
 from laminar.errors import OptimizerError
 from laminar.ir.sbp import NdSbp
-from laminar.train.optimizer import KNOWN, Kept, in_pieces, placed, refuse_unless_elementwise
+from laminar.train.optimizer.optimizer import KNOWN, Kept, in_pieces, placed, refuse_unless_elementwise
 
 
 class Tracked:

@@ -37,24 +37,24 @@ from laminar.runtime.comm.cross_mesh import exchange
 from laminar.runtime.trace.pipeline_tape import PipeTape
 from laminar.staging.coupled_samples import refuse_coupled
 from laminar.staging.stage_plans import again
-from laminar.train import first_batch_check
-from laminar.train import optimizer as optim
-from laminar.train.base_job import BaseJob
-from laminar.train.batch_checksum import Sampled
-from laminar.train.gather import GatherFromPlaces, Part
-from laminar.train.gradients import scale_and_clip
-from laminar.train.job import clock_of, refuse
-from laminar.train.leaves import Leaves
-from laminar.train.metrics import Evaluation, Result, Sums
+from laminar.train.batch.batch_checksum import Sampled
+from laminar.train.batch.leaves import Leaves
+from laminar.train.batch.metrics import Evaluation, Result, Sums
+from laminar.train.batch.prefetch import Prefetcher
+from laminar.train.check import first_batch_check
+from laminar.train.engine.pipeline_steps import Pipe, Pipes, StepFeed
+from laminar.train.engine.tracer import Tracer
+from laminar.train.job.base_job import BaseJob
+from laminar.train.job.job import clock_of, refuse
+from laminar.train.optimizer import optimizer as optim
+from laminar.train.optimizer.gradients import scale_and_clip
+from laminar.train.optimizer.precision import Precision, Scaler, update
 from laminar.train.options import DEFAULTS, JobOptions
-from laminar.train.pipeline_steps import Pipe, Pipes, StepFeed
-from laminar.train.precision import Precision, Scaler, update
-from laminar.train.prefetch import Prefetcher
-from laminar.train.resharder import Resharder
-from laminar.train.sharded_model import released
-from laminar.train.state import JobState, StateLayout, moved
+from laminar.train.state.gather import GatherFromPlaces, Part
+from laminar.train.state.resharder import Resharder
+from laminar.train.state.sharded_model import released
+from laminar.train.state.state import JobState, StateLayout, moved
 from laminar.train.timeline import StepRecorder
-from laminar.train.tracer import Tracer
 from laminar.train.world import World
 
 

@@ -15,8 +15,8 @@ import threading
 from pathlib import Path
 
 from laminar.errors import StateError
-from laminar.train.checkpoint import Snapshot, snapshot
 from laminar.train.protocol import HasState
+from laminar.train.saving.checkpoint import Snapshot, snapshot
 
 
 class Saver:

@@ -19,7 +19,7 @@ from laminar.errors import StateError
 from laminar.ir.mesh import Place
 from laminar.ir.sbp import B, NdSbp, Split
 from laminar.ir.tensor import TensorSpec
-from laminar.train.resharder import Resharder
+from laminar.train.state.resharder import Resharder
 from laminar.train.world import World
 
 
