@@ -291,7 +291,7 @@ def test_a_hidden_name_hides_all_that_hangs_on_it() -> None:
 
 
 RESULTS = Path(__file__).parents[1] / "bench" / "results" / "published.jsonl"
-DOCS = Path(__file__).parents[1] / "docs" / "cost.md"
+DOCS = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 MOST = 0.12
 """Error of a system that nobody has named, at the median: what was aimed at."""
 
