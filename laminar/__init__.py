@@ -29,7 +29,7 @@ _WHERE = {
     "LaminarError": "laminar.errors",
     "Link": "laminar.ir.mesh",
     "Local": "laminar.train.batch.leaves",
-    "Loss": "laminar.capture.losses",
+    "Loss": "laminar.capture.model.losses",
     "Mesh": "laminar.ir.mesh",
     "MeshError": "laminar.errors",
     "NoPlanFits": "laminar.errors",
@@ -57,7 +57,7 @@ _WHERE = {
     "Timeline": "laminar.ir.timeline",
     "TimelineError": "laminar.errors",
     "capture": "laminar.api",
-    "eager": "laminar.capture.eager",
+    "eager": "laminar.capture.eager.eager",
     "load_recipe": "laminar.api",
     "lower": "laminar.lower.lower",
     "parallelize": "laminar.api",
@@ -195,8 +195,8 @@ def __dir__() -> list[str]:
 
 if TYPE_CHECKING:
     from laminar.api import Recipe, capture, load_recipe, parallelize, plan, plans, replan, verify
-    from laminar.capture.eager import eager
-    from laminar.capture.losses import Loss
+    from laminar.capture.eager.eager import eager
+    from laminar.capture.model.losses import Loss
     from laminar.errors import (
         BatchError,
         CaptureError,

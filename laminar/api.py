@@ -114,8 +114,8 @@ def graph_of(name: str, parts: int = 1, precision: str = "f32", device: str = "c
     """
     import torch
 
-    from laminar.capture.batches import flatten, unflatten
-    from laminar.capture.saved_graphs import kept_graph
+    from laminar.capture.kept.saved_graphs import kept_graph
+    from laminar.capture.model.batches import flatten, unflatten
     from laminar.train.optimizer.precision import Precision
 
     recipe, batch = _begun(name, parts)
@@ -412,8 +412,8 @@ def _verify_staged(model: Any, loss: Any, batches: list[Any], plan: Staged, dtyp
     """Micro-batches through the stages against one device on whole batches, which are all of one shape."""
     import json
 
-    from laminar.capture.batches import unflatten
     from laminar.capture.capture import capture as trace
+    from laminar.capture.model.batches import unflatten
     from laminar.planner.search.batch_size import refuse_other
     from laminar.rules.samples import in_parts, places_of, samples_of
     from laminar.runtime.check.probe_rules import probe
@@ -453,7 +453,7 @@ def micro_batches(batch: Any, count: int | Sequence[int]) -> list[Any]:
     """A batch in so many parts, as equal as they can be, or in parts of so many samples, as steps cut it."""
     import json
 
-    from laminar.capture.batches import unflatten
+    from laminar.capture.model.batches import unflatten
     from laminar.train.batch.leaves import Leaves, Sized
 
     leaves = Leaves.of(batch if isinstance(count, int) else Sized(batch, count))
@@ -533,8 +533,8 @@ def parallelize(
         clip_value=clip_value, ema=ema, seed=seed, compile=compile, detect_anomaly=detect_anomaly, timeout_s=timeout_s,
         elementwise=elementwise, check=check, unguarded=unguarded,
     )  # fmt: skip
-    from laminar.capture.lazy_layers import initialise
-    from laminar.capture.unwrap import unwrapped
+    from laminar.capture.model.lazy_layers import initialise
+    from laminar.capture.model.unwrap import unwrapped
 
     model = unwrapped(model)
     initialise(model, loss, batch)

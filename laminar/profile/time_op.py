@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from laminar.capture import torch_private
-from laminar.capture.torch_ops import DTYPES
+from laminar.capture.ops.torch_ops import DTYPES
 from laminar.cost.ops.strides import strides_of
 from laminar.cost.ops.table import CUT, Entry, parse_key
 from laminar.ir.codec import Ref

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from laminar.capture.torch_ops import find_op
+from laminar.capture.ops.torch_ops import find_op
 from laminar.cli import main
 from laminar.cli_plan import parse_mesh, parse_seeds
 from laminar.errors import LaminarError

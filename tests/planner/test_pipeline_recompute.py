@@ -26,8 +26,8 @@ from laminar.ir.patterns import pick
 from laminar.ir.plan import Plan
 from laminar.ir.reading import Part
 from laminar.ir.staged import Staged
-from laminar.lower.pipeline_net import Stage, chain
-from laminar.lower.schedules import dag_net
+from laminar.lower.stages.pipeline_net import Stage, chain
+from laminar.lower.stages.schedules import dag_net
 from laminar.placement.micro_batch import micro
 from laminar.planner.estimate import pipeline_recompute
 from laminar.planner.estimate.candidates import Score

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import laminar
 from laminar.api import inputs_of
-from laminar.capture.model_tensors import slots_of
+from laminar.capture.model.model_tensors import slots_of
 from laminar.runtime.check.one_device import run_graph
 from laminar.runtime.check.plain_model import run_eager, untouched
 from laminar.runtime.pipeline.loader import LOADER

@@ -15,8 +15,8 @@ import laminar
 from laminar import Mesh, Sized
 from laminar.api import micro_batches
 from laminar.errors import BatchError, LaminarError, PlanError
-from laminar.lower.stage_net import joining, layout_of, piped, together, widest
-from laminar.lower.stage_programs import stages
+from laminar.lower.stages.stage_net import joining, layout_of, piped, together, widest
+from laminar.lower.stages.stage_programs import stages
 from laminar.staging import balance
 from laminar.staging.stage_plans import again
 from laminar.train.batch.leaves import Leaves

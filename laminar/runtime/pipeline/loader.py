@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from laminar.capture.batches import mapped
+from laminar.capture.model.batches import mapped
 from laminar.runtime.trace.tape import now
 
 LOADER = "laminar loader"

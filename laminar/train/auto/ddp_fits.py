@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from laminar.capture.batches import unflatten
 from laminar.capture.capture import capture
+from laminar.capture.model.batches import unflatten
 from laminar.errors import PlanError
 from laminar.ir.graph import Graph
 from laminar.runtime.check.probe_rules import probe

@@ -16,8 +16,8 @@ from typing import Any
 
 from torch import nn
 
-from laminar.capture.batches import unflatten
 from laminar.capture.capture import capture
+from laminar.capture.model.batches import unflatten
 from laminar.events import emit
 from laminar.ir.cluster import Cluster
 from laminar.ir.plan import Plan

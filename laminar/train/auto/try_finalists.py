@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from laminar.capture.model_tensors import slots_of
+from laminar.capture.model.model_tensors import slots_of
 from laminar.capture.torch_private import step_hooks
 from laminar.errors import LaminarError
 from laminar.events import emit

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laminar.capture.batches import flatten, refuse_empty, samples_in
+from laminar.capture.model.batches import flatten, refuse_empty, samples_in
+from laminar.capture.ops.torch_ops import spec_of
 from laminar.capture.tensor_bytes import as_bytes
-from laminar.capture.torch_ops import spec_of
 from laminar.errors import BatchError
 
 FINGERPRINTED = 1 << 16

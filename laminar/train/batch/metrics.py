@@ -1,7 +1,7 @@
 """What comes out of steps and evaluations besides weights: losses, metrics, and what a user adds to them.
 
 Numbers stay on the device until they are read. Metrics are what the loss function returns beside the loss
-(`capture/losses.py`), over the global batch, the same on every rank.
+(`capture/model/losses.py`), over the global batch, the same on every rank.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Sums:
 
     def add_outputs(self, values: Mapping[str, Any], samples: int) -> None:
         """The outputs of a graph by `kind:name`, for so many samples."""
-        from laminar.capture.losses import MEAN, TOTAL, WEIGHT
+        from laminar.capture.model.losses import MEAN, TOTAL, WEIGHT
 
         if "metric:loss_weight" in values:
             self.add("", values["metric:loss_total"], values["metric:loss_weight"])

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from laminar.capture.capture import state_of
-from laminar.capture.losses import is_metric
+from laminar.capture.model.losses import is_metric
 from laminar.ir.graph import RNG, Graph
 from laminar.runtime.check.one_device import constants_of, run_graph
 from laminar.runtime.check.plain_model import run_eager

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from laminar.capture.losses import is_metric
+from laminar.capture.model.losses import is_metric
 from laminar.errors import CheckError
 from laminar.ir.graph import Graph
 

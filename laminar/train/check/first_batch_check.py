@@ -26,12 +26,12 @@ import torch
 from torch import Tensor
 
 from laminar.cache import folder, kept, sources
-from laminar.capture.batches import unflatten
+from laminar.capture.model.batches import unflatten
 from laminar.errors import CheckError
 from laminar.events import emit
 from laminar.ir.graph import RNG, Graph
 from laminar.ir.staged import Staged
-from laminar.lower.reshard import Move
+from laminar.lower.boxing.reshard import Move
 from laminar.runtime.check.plain_model import run_eager
 from laminar.train.batch.leaves import Leaves
 from laminar.train.check.compare_results import TOLERANCE, beyond_rounding, narrowest, nudged, off, raise_for

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from laminar.capture.batches import unflatten
-from laminar.capture.losses import read_loss
-from laminar.capture.model_tensors import slots_of
+from laminar.capture.model.batches import unflatten
+from laminar.capture.model.losses import read_loss
+from laminar.capture.model.model_tensors import slots_of
 from laminar.ir.graph import Graph
 from laminar.runtime.check.plain_model import untouched
 from laminar.staging.coupled_samples import coupled_ops

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from laminar.cache import folder, kept, sources
-from laminar.capture.model_tensors import Slot, slots_of
+from laminar.capture.model.model_tensors import Slot, slots_of
 from laminar.errors import CaptureError, LaminarError, StateError
 from laminar.events import emit
 from laminar.ir.graph import Graph

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laminar.capture.torch_ops import constant_tensor
+from laminar.capture.ops.torch_ops import constant_tensor
 from laminar.cost.sim.no_gc import uncollected
 from laminar.errors import BatchError
 from laminar.events import emit

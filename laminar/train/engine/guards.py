@@ -33,9 +33,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from laminar.capture.model_tensors import OWN, slots_of
-from laminar.capture.origins import is_users
+from laminar.capture.model.model_tensors import OWN, slots_of
 from laminar.capture.torch_private import dict_version
+from laminar.capture.tracing.origins import is_users
 
 PLAIN = (
     type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, torch.memory_format,

@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from laminar.capture.torch_ops import DTYPES, constant_tensor
+from laminar.capture.ops.torch_ops import DTYPES, constant_tensor
 from laminar.errors import BatchError, PlanError
 from laminar.events import emit
 from laminar.ir.graph import Graph
 from laminar.ir.net import Net
 from laminar.ir.program import Program, ProgramOutput
 from laminar.ir.staged import Staged
-from laminar.lower.stage_net import together
-from laminar.lower.stage_programs import Stages, stages
+from laminar.lower.stages.stage_net import together
+from laminar.lower.stages.stage_programs import Stages, stages
 from laminar.rewrite.variants import rewritten
 from laminar.runtime.code.eager_step import Adding, EagerStep
 from laminar.runtime.comm.transport import Groups, Null

@@ -17,11 +17,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from laminar.capture.batch_sizes import Predictor
-from laminar.capture.batches import unflatten
 from laminar.capture.capture import capture
-from laminar.capture.losses import Metrics, identity, with_metrics
-from laminar.capture.saved_graphs import kept_graph
+from laminar.capture.graph.batch_sizes import Predictor
+from laminar.capture.kept.saved_graphs import kept_graph
+from laminar.capture.model.batches import unflatten
+from laminar.capture.model.losses import Metrics, identity, with_metrics
 from laminar.cost.sim.no_gc import uncollected
 from laminar.events import emit
 from laminar.ir.graph import Graph

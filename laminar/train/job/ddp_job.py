@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from laminar.capture.batches import unflatten
-from laminar.capture.losses import Loss, Metrics, taken_apart, weighed, with_metrics
-from laminar.capture.refuse import refuse_loss
+from laminar.capture.model.batches import unflatten
+from laminar.capture.model.losses import Loss, Metrics, taken_apart, weighed, with_metrics
+from laminar.capture.tracing.refuse import refuse_loss
 from laminar.errors import BatchError, LaminarError, OptimizerError, StateError
 from laminar.ir.mesh import Mesh, Place
 from laminar.ir.plan import Plan

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from laminar.capture.losses import Metrics, is_mean, reported
+from laminar.capture.model.losses import Metrics, is_mean, reported
 from laminar.capture.torch_private import foreach_add, foreach_copy
 from laminar.cost.sim.no_gc import uncollected
 from laminar.errors import CaptureError, LaminarError
@@ -38,7 +38,7 @@ from laminar.ir.graph import Graph
 from laminar.ir.plan import Plan
 from laminar.ir.program import Program
 from laminar.ir.sbp import B
-from laminar.lower.reshard import Move
+from laminar.lower.boxing.reshard import Move
 from laminar.runtime.code.eager_step import EagerStep
 from laminar.runtime.comm.transport import Groups, Null
 from laminar.train.batch.batch_checksum import Sampled

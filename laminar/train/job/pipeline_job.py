@@ -23,14 +23,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from laminar.capture.losses import Metrics, reported
+from laminar.capture.model.losses import Metrics, reported
 from laminar.errors import BatchError, MeshError, OptimizerError
 from laminar.events import emit
 from laminar.ir.graph import Graph
 from laminar.ir.sbp import B, NdSbp, Split
 from laminar.ir.staged import Staged
-from laminar.lower.reshard import Move
-from laminar.lower.stage_programs import stages
+from laminar.lower.boxing.reshard import Move
+from laminar.lower.stages.stage_programs import stages
 from laminar.rewrite.variants import rewritten
 from laminar.rules.crossing import crossing
 from laminar.runtime.comm.cross_mesh import exchange

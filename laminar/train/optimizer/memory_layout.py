@@ -15,7 +15,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor, nn
 
-from laminar.capture.model_tensors import Slot
+from laminar.capture.model.model_tensors import Slot
 from laminar.errors import OptimizerError
 
 

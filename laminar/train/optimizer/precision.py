@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laminar.capture import kernels
+from laminar.capture.ops import kernels
 from laminar.errors import LaminarError
 from laminar.ir.mesh import Mesh
 from laminar.ir.sbp import Split, local_indices

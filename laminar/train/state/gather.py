@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from laminar.capture.torch_ops import DTYPES
+from laminar.capture.ops.torch_ops import DTYPES
 from laminar.errors import StateError
 from laminar.ir.mesh import Place
 from laminar.ir.sbp import B, NdSbp, Split

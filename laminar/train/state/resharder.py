@@ -13,7 +13,7 @@ from torch import Tensor
 from laminar.ir.mesh import Place
 from laminar.ir.sbp import NdSbp
 from laminar.ir.tensor import TensorSpec
-from laminar.lower.reshard import Move, moves
+from laminar.lower.boxing.reshard import Move, moves
 from laminar.rules.crossing import crossing
 from laminar.runtime.code.eager_step import EagerStep
 from laminar.runtime.comm.cross_mesh import exchange

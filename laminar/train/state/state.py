@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from laminar.capture.model_tensors import Slot, slots_of
-from laminar.capture.torch_ops import spec_of
+from laminar.capture.model.model_tensors import Slot, slots_of
+from laminar.capture.ops.torch_ops import spec_of
 from laminar.capture.torch_private import foreach_copy, foreach_lerp
 from laminar.errors import StateError
 from laminar.ir.mesh import Mesh, Place
