@@ -37,7 +37,7 @@ from judged import JUDGED, judged
 from laminar.cost.calibrate import HALF_90
 from laminar.forecast.features import ddp_features
 from laminar.forecast.step import machine, predict, section_of
-from laminar.ir.cluster import Cluster
+from laminar.ir.clusters.cluster import Cluster
 from laminar.profile.trials import DDP, PLANS, Trial, captured, mesh_of, timed
 from laminar.runtime.check.processes import on_ranks
 

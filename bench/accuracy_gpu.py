@@ -38,7 +38,7 @@ import laminar
 from laminar.cli_cost import cluster_of
 from laminar.forecast.step import predict
 from laminar.ir.graph import Graph
-from laminar.ir.plan import Plan
+from laminar.ir.plans.plan import Plan
 from laminar.profile.gpu_trials import kernels_of, whole_step
 
 Made = tuple[Callable[[], nn.Module], Callable[..., Any], Any]

@@ -34,7 +34,7 @@ from gpu import autocast, gpt, sync
 
 import laminar
 from laminar.forecast.step import predict
-from laminar.ir.cluster import Cluster, Figure
+from laminar.ir.clusters.cluster import Cluster, Figure
 from laminar.runtime.code.host_copies import HostLink, link_of
 
 ALONE = laminar.Mesh({"dp": 1})

@@ -30,7 +30,7 @@ from laminar.capture.capture import capture
 from laminar.cost.schedule import Groups, schedule
 from laminar.cost.sim.simulate import simulate
 from laminar.forecast.step import machine
-from laminar.ir.cluster import Cluster
+from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.mesh import Mesh
 from laminar.ir.program import Program
 from laminar.lower.kernels import kernels

@@ -56,8 +56,8 @@ from race import AGREE
 
 import laminar
 from laminar.forecast.step import predict
-from laminar.ir.cluster import Cluster
-from laminar.ir.plan import Plan
+from laminar.ir.clusters.cluster import Cluster
+from laminar.ir.plans.plan import Plan
 from laminar.planner.search.finalists import finalists
 from laminar.planner.space.request import DIMENSIONS
 from laminar.runtime.comm.transport import join_process_group

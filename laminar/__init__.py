@@ -11,8 +11,8 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from laminar.ir.answers import answered_by
-from laminar.ir.cluster_makers import clusters_made_by
+from laminar.ir.clusters.cluster_makers import clusters_made_by
+from laminar.ir.plans.answers import answered_by
 
 __version__ = "0.1.0"
 
@@ -21,7 +21,7 @@ _WHERE = {
     "BatchError": "laminar.errors",
     "Callback": "laminar.train.loop",
     "CaptureError": "laminar.errors",
-    "Cluster": "laminar.ir.cluster",
+    "Cluster": "laminar.ir.clusters.cluster",
     "ClusterError": "laminar.errors",
     "Graph": "laminar.ir.graph",
     "GraphError": "laminar.errors",
@@ -40,7 +40,7 @@ _WHERE = {
     "P": "laminar.ir.sbp",
     "PeerError": "laminar.errors",
     "PlacementError": "laminar.errors",
-    "Plan": "laminar.ir.plan",
+    "Plan": "laminar.ir.plans.plan",
     "PlanError": "laminar.errors",
     "Program": "laminar.ir.program",
     "RankError": "laminar.errors",
@@ -222,10 +222,10 @@ if TYPE_CHECKING:
         TimelineError,
     )
     from laminar.forecast.step import predict
-    from laminar.ir.cluster import Cluster
+    from laminar.ir.clusters.cluster import Cluster
     from laminar.ir.graph import Graph
     from laminar.ir.mesh import Link, Mesh
-    from laminar.ir.plan import Plan
+    from laminar.ir.plans.plan import Plan
     from laminar.ir.program import Program
     from laminar.ir.sbp import B, P, S
     from laminar.ir.tensor import TensorSpec

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from laminar.errors import LaminarError, PlanError, RecipeError
-from laminar.ir.account import SearchOptions
-from laminar.ir.cluster import Cluster
+from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.graph import RNG, SCALE, Graph
 from laminar.ir.mesh import Mesh
-from laminar.ir.plan import Plan, runs_ddp
-from laminar.ir.rewrites import carried_sites
+from laminar.ir.plans.account import SearchOptions
+from laminar.ir.plans.plan import Plan, runs_ddp
+from laminar.ir.plans.rewrites import carried_sites
+from laminar.ir.plans.staged import Staged
 from laminar.ir.sbp import Sbp
-from laminar.ir.staged import Staged
 from laminar.placement import presets
 from laminar.placement.presets import Patterns
 from laminar.planner.report.program_traffic import with_traffic
@@ -276,7 +276,7 @@ class plans:
     minimum cost.
 
     `recompute="blocks.*"` drops what the modules of that name compute inside and recomputes it in backward; see
-    `laminar.ir.patterns` for what else can be named. `offload="blocks.*"` keeps it in the host's memory instead.
+    `laminar.ir.plans.patterns` for what else can be named. `offload="blocks.*"` keeps it in the host's memory instead.
     """
 
     @staticmethod

@@ -19,7 +19,7 @@ from laminar import cli_ask, cli_cost, cli_plan
 from laminar.cli_ask import working
 from laminar.cli_plan import parse_mesh
 from laminar.errors import LaminarError, PlanError, RecipeError
-from laminar.ir.staged import Staged, load_plan
+from laminar.ir.plans.staged import Staged, load_plan
 
 EPILOG = """\
 examples
@@ -51,7 +51,7 @@ def do_capture(args: argparse.Namespace) -> int:
     from laminar.cost.ops.eager import as_they_are, shown
     from laminar.cost.ops.roofline import flops
     from laminar.rules.notation import call_of
-    from laminar.rules.table import rule_for
+    from laminar.rules.ops.table import rule_for
 
     _, _, _, graph = _captured(args)
     if args.output:

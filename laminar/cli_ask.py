@@ -22,11 +22,11 @@ from typing import Any
 
 from laminar import cli_cost
 from laminar.errors import PlanError
-from laminar.ir.account import Account
-from laminar.ir.cluster import Cluster
+from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.graph import Graph
-from laminar.ir.plan import Plan
-from laminar.ir.staged import Staged, load_plan
+from laminar.ir.plans.account import Account
+from laminar.ir.plans.plan import Plan
+from laminar.ir.plans.staged import Staged, load_plan
 from laminar.launch.vocabulary import memory_bytes
 from laminar.planner.report.throughput import rate_lines, rates
 from laminar.planner.report.words import sized

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from laminar.errors import ClusterError, PlanError
-from laminar.ir.cluster import Cluster
-from laminar.ir.plan import Plan
-from laminar.ir.staged import Staged, load_plan
+from laminar.ir.clusters.cluster import Cluster
+from laminar.ir.plans.plan import Plan
+from laminar.ir.plans.staged import Staged, load_plan
 from laminar.ir.timeline import Timeline
 from laminar.launch.vocabulary import PRECISIONS
 

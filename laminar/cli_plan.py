@@ -21,9 +21,9 @@ from laminar import cli_cost
 from laminar.cli_ask import parse_changes, questions, told, working
 from laminar.errors import MeshError, PlanError
 from laminar.ir.mesh import Mesh
-from laminar.ir.plan import Plan
+from laminar.ir.plans.plan import Plan
+from laminar.ir.plans.staged import SCHEDULES, Staged, plan_of
 from laminar.ir.sbp import parse
-from laminar.ir.staged import SCHEDULES, Staged, plan_of
 from laminar.launch.vocabulary import MEMORY, PRECISIONS, couple_word, hidden, memory_bytes, plan_name
 from laminar.placement.presets import NAMES
 from laminar.planner.report.throughput import with_work

@@ -265,7 +265,7 @@ def _bodies(text: str) -> set[str]:
 def test_the_blocks_about_rules_are_quoted_from_the_code() -> None:
     """They are lines of the table of rules and of the cases that judge it."""
     there: set[str] = set()
-    for path in (*(ROOT / "laminar" / "rules").glob("*.py"), ROOT / "tests" / "support" / "rule_cases.py"):
+    for path in (*(ROOT / "laminar" / "rules").rglob("*.py"), ROOT / "tests" / "support" / "rule_cases.py"):
         there |= _bodies(path.read_text())
     for block in python(SHOWN[0]):
         for node in ast.parse(block).body:

@@ -25,7 +25,7 @@ from laminar.cost.machine import Machine
 from laminar.cost.ops.families import COMPUTES, describe, family_of
 from laminar.cost.schedule import Exchange, Price, schedule
 from laminar.cost.sim.tasks import Lane, Load, Task
-from laminar.ir.cluster import Cluster
+from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh
 from laminar.ir.ops import FREE

@@ -19,14 +19,14 @@ from laminar.cost.schedule import Price, Schedule, schedule
 from laminar.cost.sim.pipeline import Execution, execute
 from laminar.cost.sim.simulate import simulate
 from laminar.forecast.step import machine, section_of, sigma_of
-from laminar.ir.account import PlacePeak, PredictedStep
-from laminar.ir.cluster import Cluster
+from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh
 from laminar.ir.net import Net
-from laminar.ir.plan import Plan
+from laminar.ir.plans.account import PlacePeak, PredictedStep
+from laminar.ir.plans.plan import Plan
+from laminar.ir.plans.staged import Staged
 from laminar.ir.program import Program, placed
-from laminar.ir.staged import Staged
 from laminar.ir.timeline import Timeline
 from laminar.lower.boxing.reshard import Move, moves
 from laminar.lower.kernels import kernels

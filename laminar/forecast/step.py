@@ -18,11 +18,11 @@ from laminar.cost.memory.peak import Memory, memory
 from laminar.cost.ops.table import cpu_section
 from laminar.cost.schedule import Exchange, Schedule, schedule
 from laminar.cost.sim.simulate import Times, simulate, timeline
-from laminar.ir.account import PredictedStep
-from laminar.ir.cluster import Cluster
+from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh
-from laminar.ir.plan import Plan
+from laminar.ir.plans.account import PredictedStep
+from laminar.ir.plans.plan import Plan
 from laminar.ir.program import Program
 from laminar.ir.timeline import Span, Timeline
 from laminar.lower.kernels import kernels

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from laminar.errors import TimelineError
-from laminar.ir.reading import MOST, Part
+from laminar.ir.serial.reading import MOST, Part
 
 FORMAT = "laminar.timeline"
 VERSION = 1

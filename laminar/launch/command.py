@@ -21,8 +21,8 @@ from typing import Any
 
 from laminar import events
 from laminar.errors import MeshError, PlanError, RecipeError, StateError
-from laminar.ir.cluster import Cluster
-from laminar.ir.staged import Staged, load_plan
+from laminar.ir.clusters.cluster import Cluster
+from laminar.ir.plans.staged import Staged, load_plan
 from laminar.launch import rundir
 from laminar.launch.blame import Verdict
 from laminar.launch.display import display, summary

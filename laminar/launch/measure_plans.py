@@ -18,9 +18,9 @@ from typing import Any
 
 from laminar.errors import ClusterError, LaminarError, PlanError, RecipeError
 from laminar.events import emit
-from laminar.ir.cluster import Cluster
-from laminar.ir.plan import Plan
-from laminar.ir.staged import Staged, load_plan
+from laminar.ir.clusters.cluster import Cluster
+from laminar.ir.plans.plan import Plan
+from laminar.ir.plans.staged import Staged, load_plan
 from laminar.launch.blame import Verdict
 from laminar.launch.rank import Place, leave, run_rank
 from laminar.launch.rundir import RunDir

@@ -14,9 +14,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from laminar.errors import PlanError
-from laminar.ir.codec import Ref
 from laminar.ir.graph import Graph, Node
 from laminar.ir.sbp import B, Partial, Sbp, Split, local_spec
+from laminar.ir.serial.codec import Ref
 from laminar.rules.notation import Call, Signature, calls_in, localise
 from laminar.rules.samples import samples_of
 from laminar.rules.signing import blocks_in, closest, options, probed_signatures

@@ -14,14 +14,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from laminar.errors import MeshError, PlanError
-from laminar.ir.account import Account
-from laminar.ir.codec import Ref
 from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh
 from laminar.ir.ops import FREE
-from laminar.ir.patterns import apart, as_patterns, known
-from laminar.ir.plan import Plan
+from laminar.ir.plans.account import Account
+from laminar.ir.plans.patterns import apart, as_patterns, known
+from laminar.ir.plans.plan import Plan
 from laminar.ir.sbp import B, NdSbp, Partial, Sbp, Split, no_rank_empty
+from laminar.ir.serial.codec import Ref
 from laminar.ir.tensor import TensorSpec
 from laminar.placement.complete import Pins, Seeds, completed, match, storable
 from laminar.rules.signing import Placing, follow
@@ -30,7 +30,7 @@ PRODUCTS = {"aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten.convoluti
             "laminar.attention", "laminar.attention_backward"}  # fmt: skip
 """The ops whose work tensor parallelism divides."""
 Patterns = str | Sequence[str]
-"""What to make again in backward or to keep in the host's memory, such as "blocks.*"; see `ir/patterns.py`."""
+"""What to make again in backward or to keep in the host's memory, such as "blocks.*"; see `ir/plans/patterns.py`."""
 DATA_AXES = ("dp", "data", "batch", "fsdp", "zero")
 NAMES = ("data", "zero1", "zero2", "zero3", "tensor")
 """Plans that can be asked for by name, on the command line and in Python."""

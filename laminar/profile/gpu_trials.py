@@ -32,10 +32,10 @@ from torch import Tensor, nn
 from laminar.cost.calibrate import Timing, fit
 from laminar.forecast.features import step_features
 from laminar.forecast.step import machine, section_of
-from laminar.ir.cluster import Cluster
+from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh
-from laminar.ir.plan import Plan
+from laminar.ir.plans.plan import Plan
 from laminar.profile.time_op import workspace_bytes
 from laminar.profile.trials import Trial, _classes, _clicks, _labelled, _next, _Tables, _Words, _words, adamw
 from laminar.train.job.job import Job

@@ -35,7 +35,7 @@ from laminar.cost.ops.price import OpCost
 from laminar.cost.ops.strides import layouts
 from laminar.cost.ops.table import Entry, Section, Table, cpu_section, key_of, local_call
 from laminar.errors import LaminarError
-from laminar.ir.cluster import Cluster, Figure
+from laminar.ir.clusters.cluster import Cluster, Figure
 from laminar.ir.program import Program
 from laminar.profile import shapes
 

@@ -34,11 +34,11 @@ from laminar.capture import torch_private
 from laminar.capture.ops.torch_ops import DTYPES
 from laminar.cost.ops.strides import strides_of
 from laminar.cost.ops.table import CUT, Entry, parse_key
-from laminar.ir.codec import Ref
 from laminar.ir.mesh import Mesh
 from laminar.ir.ops import DRAWS
 from laminar.ir.program import Instr, Placed
 from laminar.ir.sbp import B, S
+from laminar.ir.serial.codec import Ref
 from laminar.ir.tensor import TensorSpec
 from laminar.rules.notation import Call
 from laminar.runtime.code.eager_step import OUT_VARIANTS

@@ -18,10 +18,10 @@ from typing import Any
 
 from laminar.cost.ops.roofline import flops, op_s
 from laminar.errors import RuleError
-from laminar.ir.codec import Ref, content_hash
 from laminar.ir.graph import Graph, Node, map_refs
 from laminar.ir.ops import FREE
-from laminar.ir.rewrites import Applied
+from laminar.ir.plans.rewrites import Applied
+from laminar.ir.serial.codec import Ref, content_hash
 from laminar.ir.tensor import TensorSpec
 from laminar.rewrite.edit import Lookup, NoFit, Writer, is_packed
 from laminar.rewrite.forms import FORMS, FUNCTIONS, Seen

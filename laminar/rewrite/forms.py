@@ -13,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from laminar.ir.codec import Ref
 from laminar.ir.graph import Node, refs_in
+from laminar.ir.serial.codec import Ref
 from laminar.ir.tensor import FLOATS, ITEM_BYTES, TensorSpec
 from laminar.rewrite.edit import TURNS, VIEWS, Lookup, NoFit, Shape, Writer, compose, turn_of
 

@@ -26,9 +26,9 @@ from typing import TypeVar
 
 from laminar.errors import PlanError
 from laminar.ir.graph import Graph
-from laminar.ir.plan import Plan
-from laminar.ir.rewrites import Applied, Steps
-from laminar.ir.staged import Staged
+from laminar.ir.plans.plan import Plan
+from laminar.ir.plans.rewrites import Applied, Steps
+from laminar.ir.plans.staged import Staged
 from laminar.rewrite.apply import Rule, Site, Work, rewrite, work_of
 from laminar.rewrite.edit import Lookup
 from laminar.rewrite.rules import RULES

@@ -22,8 +22,8 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from laminar.ir.codec import Ref
 from laminar.ir.graph import Graph, Node
+from laminar.ir.serial.codec import Ref
 
 Degree = float | None
 """None: of a zero."""

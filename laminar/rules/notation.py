@@ -27,9 +27,9 @@ from functools import cache, cached_property
 from typing import Any
 
 from laminar.errors import CaptureError
-from laminar.ir.codec import Ref
 from laminar.ir.graph import Graph, Node
 from laminar.ir.sbp import PSUM, B, Partial, Sbp, Split, no_rank_empty, split_size
+from laminar.ir.serial.codec import Ref
 from laminar.ir.tensor import TensorSpec
 
 

@@ -21,10 +21,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from laminar.errors import PlanError
-from laminar.ir.codec import Ref
 from laminar.ir.graph import Graph, Node
 from laminar.ir.ops import DRAWS
 from laminar.ir.sbp import B, Partial, Sbp, Split
+from laminar.ir.serial.codec import Ref
 from laminar.ir.tensor import TensorSpec
 from laminar.rules.notation import Signature, call_of
 from laminar.rules.signing import Blocks, Probed, blocks_in, options, probed_signatures

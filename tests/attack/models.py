@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import laminar
-from laminar.ir.cluster import Cluster, Figure
+from laminar.ir.clusters.cluster import Cluster, Figure
 from laminar.ir.graph import Graph
 from tests.support.zoo import EXAMPLES, NAMES, specimen
 

@@ -43,8 +43,8 @@ from laminar.errors import LaminarError
 from laminar.forecast.step import WORKSPACE_BYTES, predict
 from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh
-from laminar.ir.plan import Plan
-from laminar.ir.staged import Staged
+from laminar.ir.plans.plan import Plan
+from laminar.ir.plans.staged import Staged
 from laminar.placement import presets
 from laminar.planner.search.best_first.search import promised
 from laminar.planner.space.plan_space import Space

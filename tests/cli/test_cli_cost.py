@@ -13,8 +13,8 @@ from laminar import cli_cost
 from laminar.cli import main
 from laminar.cost.ops.price import OpCost
 from laminar.cost.ops.table import Table
-from laminar.ir.cluster import Cluster
-from laminar.ir.plan import Plan
+from laminar.ir.clusters.cluster import Cluster
+from laminar.ir.plans.plan import Plan
 from laminar.ir.timeline import Timeline
 from laminar.profile.sweep import keys_of
 

@@ -21,7 +21,7 @@ from laminar.cli import main
 from laminar.cli_plan import _bar
 from laminar.errors import PlanError, RuleError
 from laminar.ir.graph import Graph
-from laminar.ir.staged import load_plan
+from laminar.ir.plans.staged import load_plan
 from laminar.rewrite.apply import Rule
 from laminar.rewrite.implied import implied
 from laminar.rewrite.standalone import stage
@@ -244,7 +244,7 @@ def test_rules_go_with_searches_that_rewrite(
 
 def test_clusters_of_several_kinds_are_refused(graph: Graph, rules_file: Path) -> None:
     """The search for those places the graph as it was captured."""
-    from laminar.ir.cluster import Cluster
+    from laminar.ir.clusters.cluster import Cluster
 
     mixed = Cluster.preset("1x4xh100+1x4xa100")
     with pytest.raises(PlanError, match="several kinds of devices"):

@@ -18,7 +18,7 @@ from laminar import Cluster, ClusterError, Mesh
 from laminar.cost.comm.algorithms import CHAIN_SHARE, by_switch, direct, ring, through_memory, tree
 from laminar.cost.comm.price import KINDS, CollectiveCost, held_bytes, split_attention, ways
 from laminar.cost.comm.topology import mesh_team, team, teams
-from laminar.ir.cluster import Device, Figure, Level
+from laminar.ir.clusters.cluster import Device, Figure, Level
 from laminar.ir.program import Boxing, Instr, Placed
 from laminar.ir.sbp import PSUM, B, S
 from laminar.ir.tensor import TensorSpec

@@ -23,11 +23,11 @@ from laminar.cost.memory.allocator import BLOCK, MIDDLE_SEGMENT, SMALL_SEGMENT, 
 from laminar.cost.memory.inductor_reuse import Life, handed_on
 from laminar.cost.memory.peak import memory
 from laminar.cost.ops.strides import KEEPS_ORDER
-from laminar.ir.codec import Ref
 from laminar.ir.ops import FREE
-from laminar.ir.plan import Plan
+from laminar.ir.plans.plan import Plan
 from laminar.ir.program import Instr, Placed, Program, ProgramInput, ProgramOutput
 from laminar.ir.sbp import B
+from laminar.ir.serial.codec import Ref
 from laminar.ir.tensor import TensorSpec
 from laminar.lower.kernels import kernels
 from laminar.lower.memory.mincut_recompute import recompute, written_out

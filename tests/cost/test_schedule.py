@@ -13,11 +13,11 @@ import pytest
 from laminar.cost.schedule import Exchange, Groups, Price, Prices, classes, schedule
 from laminar.cost.sim.simulate import simulate, timeline
 from laminar.cost.sim.tasks import SCALE, Drag
-from laminar.ir.cluster import Cluster
-from laminar.ir.codec import Ref
+from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.mesh import Mesh
 from laminar.ir.program import Boxing, Instr, MoveCause, Placed, Program, ProgramInput, ProgramOutput
 from laminar.ir.sbp import PSUM, B, S
+from laminar.ir.serial.codec import Ref
 from laminar.ir.tensor import TensorSpec
 
 MS = 1_000_000

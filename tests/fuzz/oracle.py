@@ -35,7 +35,7 @@ from laminar.api import inputs_of, micro_batches
 from laminar.capture.model.model_tensors import slots_of
 from laminar.errors import GraphError, LaminarError, RankError
 from laminar.placement.random_plan import random_plan
-from laminar.runtime.check import lockstep
+from laminar.runtime.check.in_process import lockstep
 from laminar.runtime.comm.shards import assemble
 from tests.fuzz.plain import Trained, in_its_precision, model_of, optimizer_of, plain, size, state_of
 from tests.fuzz.program import Program

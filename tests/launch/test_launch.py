@@ -25,7 +25,7 @@ import pytest
 
 from laminar import events
 from laminar.cli import main
-from laminar.ir.plan import Plan
+from laminar.ir.plans.plan import Plan
 from laminar.launch.local import Launch
 from laminar.launch.rundir import RunDir
 from tests.support.marks import slow

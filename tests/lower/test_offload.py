@@ -25,19 +25,19 @@ from laminar.cli import main
 from laminar.cost.memory.peak import memory
 from laminar.errors import ClusterError, PlanError
 from laminar.forecast.step import predict
-from laminar.ir.cluster import Figure
-from laminar.ir.codec import Ref
+from laminar.ir.clusters.cluster import Figure
 from laminar.ir.ops import FREE, HOST_BRING, HOST_SEND
-from laminar.ir.patterns import pick
-from laminar.ir.plan import Plan
+from laminar.ir.plans.patterns import pick
+from laminar.ir.plans.plan import Plan
 from laminar.ir.program import Program
+from laminar.ir.serial.codec import Ref
 from laminar.lower.kernels import kernels, parts
 from laminar.lower.memory.mincut_recompute import recompute, written_out
 from laminar.lower.memory.offload import BACK, SMALL_SHARE, sent_bytes, without
 from laminar.lower.memory.planned_recompute import boundary_bytes, early
 from laminar.placement.presets import like
 from laminar.placement.random_plan import random_plan
-from laminar.runtime.check import lockstep
+from laminar.runtime.check.in_process import lockstep
 from laminar.runtime.code import host_copies as copies
 from laminar.runtime.code.eager_step import EagerStep
 from laminar.runtime.code.host_copies import Bring, HostLink, Send, flat, link_of, packed

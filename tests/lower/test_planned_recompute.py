@@ -27,17 +27,17 @@ from laminar.cost.memory.peak import memory
 from laminar.cost.ops.families import COMPUTES, family_of
 from laminar.errors import PlanError
 from laminar.ir.ops import FREE
-from laminar.ir.patterns import as_patterns, pick
-from laminar.ir.plan import Plan
+from laminar.ir.plans.patterns import as_patterns, pick
+from laminar.ir.plans.plan import Plan
+from laminar.ir.plans.staged import Staged
 from laminar.ir.program import Program
-from laminar.ir.staged import Staged
 from laminar.lower.memory.mincut_recompute import recompute, written_out
 from laminar.lower.memory.planned_recompute import ANEW, boundary, boundary_bytes, early
 from laminar.lower.stages.stage_net import piped
 from laminar.lower.stages.stage_programs import KEPT, Stages, stages
 from laminar.placement.presets import like
 from laminar.placement.random_plan import random_plan
-from laminar.runtime.check import lockstep, lockstep_pipeline
+from laminar.runtime.check.in_process import lockstep, lockstep_pipeline
 from laminar.runtime.code.inductor_step import Compiled, run_uncompiled
 from laminar.runtime.comm.transport import Null
 from laminar.staging.stage_plans import again as restaged

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import laminar
 from laminar.capture.ops.torch_ops import caller, unplain
 from laminar.errors import PlanError
-from laminar.ir.codec import Ref
 from laminar.ir.graph import Graph, Node, map_refs
+from laminar.ir.serial.codec import Ref
 from laminar.lower.stages.split_stages import Split, light_ops, split
 from laminar.runtime.check.rounding import TermSizes
 from laminar.runtime.check.verify import judged, relative_error

@@ -4,7 +4,7 @@ Presets and search only ever visit sensible plans, and a sensible plan hides a w
 replicated ones around it. So plans are drawn at random, every op for itself, on meshes of one, two
 and three axes, and each must give the loss, every gradient and every buffer of one device: within
 1e-9 in float64, where only a mistake can be that large, and for a few within 1e-5 in float32. What
-runs is the code that ranks run, by turns in each of the ways they exchange (`runtime/check/loopback.py`). A
+runs is the code that ranks run, by turns in each of the ways they exchange (`runtime/check/in_process/loopback.py`). A
 plan that fails is shrunk before it is printed. `tests/fuzz` does the same for as long as one likes.
 """
 
@@ -16,7 +16,7 @@ import pytest
 
 import laminar
 from laminar.placement.random_plan import random_plan
-from laminar.runtime.check.loopback import TRANSPORTS
+from laminar.runtime.check.in_process.loopback import TRANSPORTS
 from laminar.runtime.check.verify import TOLERANCE
 from tests.support.failing_plans import explain
 from tests.support.seeds import first

@@ -19,8 +19,8 @@ from laminar.errors import LaminarError
 from laminar.forecast.pipeline_step import predict_staged
 from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh
-from laminar.ir.plan import Plan
-from laminar.ir.staged import Staged
+from laminar.ir.plans.plan import Plan
+from laminar.ir.plans.staged import Staged
 from laminar.placement.random_plan import random_plan
 from laminar.planner.search.best_first.branches import Branches, Way
 from laminar.planner.space.cell import Cell

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 import laminar
 from laminar.errors import LaminarError
-from laminar.ir.cluster import Cluster
-from laminar.ir.staged import Staged
+from laminar.ir.clusters.cluster import Cluster
+from laminar.ir.plans.staged import Staged
 from laminar.planner.bounds.cell_bound import Bounds
 from laminar.planner.estimate.graphs_and_prices import Model
 from laminar.planner.search.best_first.branches import Branches, deal, falling

@@ -20,10 +20,10 @@ from laminar.cost.calibrate import HALF_90
 from laminar.errors import ClusterError, LaminarError, PlanError
 from laminar.forecast.pipeline_step import predict_staged
 from laminar.forecast.step import predict
-from laminar.ir.cluster import Cluster
+from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.graph import Graph
+from laminar.ir.plans.staged import Staged, load_plan
 from laminar.ir.sbp import Split
-from laminar.ir.staged import Staged, load_plan
 from laminar.placement import presets
 from laminar.placement.complete import completed
 from laminar.placement.micro_batch import micro

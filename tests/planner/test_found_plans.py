@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 import laminar
-from laminar.ir.plan import Plan
-from laminar.ir.staged import Staged
+from laminar.ir.plans.plan import Plan
+from laminar.ir.plans.staged import Staged
 from tests.support.marks import slow
 from tests.support.plain_training import FLOAT, OPTIMIZERS, TOLERANCE, difference, material, plain
 from tests.support.rank_pool import Ranks

@@ -21,11 +21,11 @@ from torch import nn
 from laminar.cost.sim.pipeline import execute
 from laminar.errors import LaminarError
 from laminar.forecast.pipeline_step import StagedPrediction, owned, predict_staged
-from laminar.ir.cluster import Cluster
-from laminar.ir.codec import Ref
+from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.graph import Graph, Node
 from laminar.ir.mesh import Mesh
-from laminar.ir.staged import Staged, StagePlan
+from laminar.ir.plans.staged import Staged, StagePlan
+from laminar.ir.serial.codec import Ref
 from laminar.lower.stages.pipeline_net import Layout, Stage, chain
 from laminar.lower.stages.schedules import SCHEDULES, dag_net
 from laminar.lower.stages.stage_programs import stages

@@ -15,11 +15,11 @@ from laminar.cli import main
 from laminar.errors import ClusterError, PlanError
 from laminar.forecast.pipeline_step import CONTROL_S, predict_staged
 from laminar.forecast.step import predict
-from laminar.ir.cluster import Cluster
-from laminar.ir.devices import cpu
+from laminar.ir.clusters.cluster import Cluster
+from laminar.ir.clusters.devices import cpu
+from laminar.ir.clusters.mixed import Mixed, without
 from laminar.ir.mesh import Mesh
-from laminar.ir.mixed import Mixed, without
-from laminar.ir.staged import Staged
+from laminar.ir.plans.staged import Staged
 from laminar.placement.micro_batch import micro
 from laminar.placement.presets import data_parallel
 from laminar.planner.estimate.mixed_pipelines import Side, Sides

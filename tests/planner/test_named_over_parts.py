@@ -14,9 +14,9 @@ import pytest
 import laminar
 from laminar.errors import LaminarError
 from laminar.forecast.pipeline_step import predict_staged
-from laminar.ir.cluster import Cluster
+from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.graph import Graph
-from laminar.ir.staged import Staged
+from laminar.ir.plans.staged import Staged
 from laminar.planner.bounds.mixed_bound import SidesBounds
 from laminar.planner.estimate.mixed_pipelines import Sides, pipeline_on
 from laminar.planner.report.explain import OVERRUN_S

@@ -20,12 +20,12 @@ import laminar
 from laminar.errors import PlanError
 from laminar.forecast.pipeline_step import predict_staged
 from laminar.forecast.step import predict
-from laminar.ir.cluster import Cluster
+from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.graph import Graph
-from laminar.ir.patterns import pick
-from laminar.ir.plan import Plan
-from laminar.ir.reading import Part
-from laminar.ir.staged import Staged
+from laminar.ir.plans.patterns import pick
+from laminar.ir.plans.plan import Plan
+from laminar.ir.plans.staged import Staged
+from laminar.ir.serial.reading import Part
 from laminar.lower.stages.pipeline_net import Stage, chain
 from laminar.lower.stages.schedules import dag_net
 from laminar.placement.micro_batch import micro

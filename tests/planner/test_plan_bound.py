@@ -16,7 +16,7 @@ import laminar
 from laminar.errors import LaminarError
 from laminar.forecast.pipeline_step import predict_staged
 from laminar.forecast.step import predict
-from laminar.ir.cluster import Cluster
+from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.graph import Graph
 from laminar.planner.bounds import plan_bound
 from laminar.planner.bounds.cell_bound import Bounds

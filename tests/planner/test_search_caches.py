@@ -18,11 +18,11 @@ import torch
 import laminar
 from laminar.forecast import pipeline_step
 from laminar.forecast.pipeline_step import StagedPrediction, predict_staged
-from laminar.ir.cluster import Cluster
+from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh
+from laminar.ir.plans.staged import Staged
 from laminar.ir.sbp import Split
-from laminar.ir.staged import Staged
 from laminar.placement import presets
 from laminar.placement.micro_batch import micro
 from laminar.planner.estimate.candidates import Score
@@ -210,7 +210,7 @@ def test_what_is_found_for_a_large_model_beats_what_people_use() -> None:
     request = Request(Cluster.preset("1024xh100"), memory_bytes=30e9, budget_s=8)
     found = find(graph, request)
     best = found.finals[0]
-    assert best.peak_bytes <= 30e9 and isinstance(found.plan, laminar.ir.staged.Staged)
+    assert best.peak_bytes <= 30e9 and isinstance(found.plan, laminar.ir.plans.staged.Staged)
     model = Model(graph, request)
     for stages, micro_batches, again in ((8, 48, True), (8, 48, False), (4, 24, True), (16, 96, True)):
         cell = Cell(stages, micro_batches, 1, 1024 // 8 // stages, 8, again)

@@ -27,7 +27,7 @@ from laminar.cost.ops.table import Entry, Section, Table, canonical, key_of, par
 from laminar.errors import LaminarError
 from laminar.forecast.features import step_features
 from laminar.forecast.step import machine, predict, section_of
-from laminar.ir.cluster import Cluster
+from laminar.ir.clusters.cluster import Cluster
 from laminar.profile import gpu_trials, shapes, sweep, time_fused, time_op, trials
 from laminar.runtime.code import inductor_step
 from tests.support.zoo import one_thread, specimen

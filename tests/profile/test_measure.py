@@ -20,10 +20,10 @@ from laminar.cost.ops.price import OpCost
 from laminar.cost.ops.strides import contiguous, local_layouts, mark_of
 from laminar.cost.ops.table import Table, canonical, cpu_section, key_of, parse_key
 from laminar.errors import LaminarError
-from laminar.ir.cluster import Cluster
-from laminar.ir.codec import Ref
+from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.ops import WRITE_INTO_PLACE
 from laminar.ir.program import Instr, Program
+from laminar.ir.serial.codec import Ref
 from laminar.ir.tensor import TensorSpec
 from laminar.profile import shapes, sweep, time_collectives
 from laminar.profile.time_op import Timer, error_of, operand, runs_of, stirred

@@ -7,8 +7,8 @@ import torch
 
 import laminar
 from laminar.errors import RuleError
-from laminar.ir.codec import Ref
 from laminar.ir.graph import Graph, Input, Node, Output
+from laminar.ir.serial.codec import Ref
 from laminar.ir.tensor import TensorSpec
 from laminar.rewrite import standalone as laws
 from laminar.rewrite.apply import Rule, rewrite

@@ -15,7 +15,7 @@ import laminar
 from laminar.api import inputs_of
 from laminar.errors import PlanError
 from laminar.ir.graph import Graph
-from laminar.ir.rewrites import Applied
+from laminar.ir.plans.rewrites import Applied
 from laminar.rewrite.apply import work_of
 from laminar.rewrite.rules import RULES
 from laminar.rewrite.variants import replay, tidied, variants

@@ -26,8 +26,8 @@ from laminar.errors import PlacementError
 from laminar.ir.mesh import Place
 from laminar.ir.sbp import PSUM, B, NdSbp, Partial, S, local_indices
 from laminar.ir.tensor import ITEM_BYTES, TensorSpec
-from laminar.rules.crossing import Crossing, crossing
-from laminar.rules.regions import meet, sets
+from laminar.rules.boxing.crossing import Crossing, crossing
+from laminar.rules.boxing.regions import meet, sets
 from tests.support import crossing_cases as cases
 from tests.support.crossing_cases import FREE, MESHES, SHAPES, pair, place, placements
 
@@ -277,7 +277,7 @@ def test_ranks_that_hash_differently_find_the_same_crossing() -> None:
 from laminar.ir.mesh import Mesh, Place
 from laminar.ir.sbp import B, PSUM, S
 from laminar.ir.tensor import TensorSpec
-from laminar.rules.crossing import crossing
+from laminar.rules.boxing.crossing import crossing
 src, dst = Place((3, 1, 0, 2, 7, 6), Mesh({"dp": 3, "tp": 2})), Place((7, 8, 1, 9), Mesh({"b": 2, "a": 2}))
 for a, b in (((S(0), B), (B, S(1))), ((PSUM, B), (S(0), B)), ((PSUM, PSUM), (PSUM, S(0))), ((B, B), (B, PSUM))):
     print(repr(crossing(TensorSpec((12, 5), "f32"), src, a, dst, b, grain_bytes=0)))

@@ -22,10 +22,10 @@ from laminar.errors import CaptureError
 from laminar.ir.ops import may_share_memory
 from laminar.ir.sbp import Partial
 from laminar.lower.lower import LOCAL_DIM
-from laminar.rules.expand import EXPANSIONS
 from laminar.rules.notation import Rule, signatures
+from laminar.rules.ops.expand import EXPANSIONS
+from laminar.rules.ops.table import RULES, rule_for
 from laminar.rules.signing import options
-from laminar.rules.table import RULES, rule_for
 from laminar.runtime.comm.aliases import shares
 from tests.support.rule_cases import case, interesting, ints, real, recorded, written
 from tests.support.rule_check import Case, Failure, blocks_for, check_axis, check_one, pairs

@@ -35,7 +35,7 @@ from laminar.cost.timeline_diff import compare
 from laminar.errors import LaminarError, NetError, RecipeError, StateError
 from laminar.forecast.pipeline_step import MEETING_S, predict_staged
 from laminar.forecast.step import predict
-from laminar.ir.cluster import Cluster
+from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.mesh import Mesh
 from laminar.ir.timeline import Timeline
 from laminar.lower.stages.deadlock import refuse

@@ -27,7 +27,7 @@ import laminar
 from laminar.cost.timeline_diff import compare
 from laminar.errors import BatchError, PeerError
 from laminar.forecast.pipeline_step import predict_staged
-from laminar.ir.cluster import Cluster
+from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.timeline import Timeline
 from laminar.train.job.job import Local
 from laminar.train.loop import loop

@@ -19,10 +19,10 @@ from laminar.api import inputs_of
 from laminar.errors import RankError
 from laminar.ir.program import Instr, Program
 from laminar.placement.random_plan import random_plan
-from laminar.runtime.check import loopback
+from laminar.runtime.check.in_process import loopback
+from laminar.runtime.check.in_process.rank_threads import Turns
 from laminar.runtime.check.one_device import constants_of, run_graph
 from laminar.runtime.check.processes import _run
-from laminar.runtime.check.rank_threads import Turns
 from laminar.runtime.check.verify import verify_program
 from laminar.runtime.code import eager_step
 from laminar.runtime.code.eager_step import EagerStep

@@ -36,7 +36,7 @@ from laminar.api import inputs_of
 from laminar.capture.model.lazy_layers import initialise
 from laminar.capture.model.model_tensors import slots_of
 from laminar.errors import LaminarError
-from laminar.runtime.check import lockstep
+from laminar.runtime.check.in_process import lockstep
 from laminar.runtime.check.plain_model import Keyed
 from laminar.runtime.check.verify import relative_error
 from laminar.runtime.comm.shards import assemble

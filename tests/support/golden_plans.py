@@ -21,9 +21,9 @@ import laminar
 from laminar import Graph, Mesh
 from laminar.forecast.pipeline_step import predict_staged
 from laminar.forecast.step import predict
-from laminar.ir.plan import Plan
+from laminar.ir.plans.plan import Plan
+from laminar.ir.plans.staged import Staged
 from laminar.ir.sbp import show
-from laminar.ir.staged import Staged
 from laminar.placement.micro_batch import micro
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))

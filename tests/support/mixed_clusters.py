@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from laminar.ir.cluster import Cluster, Figure
-from laminar.ir.mixed import Mixed
+from laminar.ir.clusters.cluster import Cluster, Figure
+from laminar.ir.clusters.mixed import Mixed
 
 
 def slower(part: Cluster, factor: float, memory_bytes: float | None = None) -> Cluster:

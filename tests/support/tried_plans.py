@@ -9,9 +9,9 @@ from dataclasses import replace
 
 from laminar.errors import LaminarError
 from laminar.forecast.step import held_by, timed
-from laminar.ir.cluster import Cluster
+from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.graph import Graph
-from laminar.ir.plan import Choice, Plan
+from laminar.ir.plans.plan import Choice, Plan
 from laminar.ir.sbp import B, NdSbp, Partial, Sbp, Split
 from laminar.ir.tensor import TensorSpec
 from laminar.lower.step import step_programs

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import laminar
 from laminar.capture.capture import capture
-from laminar.ir.plan import Plan, runs_ddp
+from laminar.ir.plans.plan import Plan, runs_ddp
 from laminar.planner.search.finalists import DDP, Finalist, finalists
 from laminar.runtime.check.probe_rules import probe
 from laminar.train.auto import ddp_fits, interleaved_timing, plan_search, try_finalists

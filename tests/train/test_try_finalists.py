@@ -25,9 +25,9 @@ from torch import Tensor, nn
 import laminar
 from laminar import events
 from laminar.capture.capture import capture
-from laminar.ir.account import Account
-from laminar.ir.cluster import Cluster
-from laminar.ir.plan import Plan
+from laminar.ir.clusters.cluster import Cluster
+from laminar.ir.plans.account import Account
+from laminar.ir.plans.plan import Plan
 from laminar.placement import presets
 from laminar.placement.random_plan import random_plan
 from laminar.planner.search.finalists import Finalist

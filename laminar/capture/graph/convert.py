@@ -34,8 +34,8 @@ from laminar.capture.tracing.origins import Origin
 from laminar.capture.tracing.refuse import refuse_computed, refuse_shared
 from laminar.capture.tracing.trace import Traced
 from laminar.errors import CaptureError
-from laminar.ir.codec import Dtype, Ref
 from laminar.ir.graph import RNG, SCALE, Constant, Graph, Input, Node, Output
+from laminar.ir.serial.codec import Dtype, Ref
 from laminar.ir.tensor import TensorSpec
 
 

@@ -15,8 +15,8 @@ from laminar.capture.graph.convert import constant_of
 from laminar.capture.graph.peephole import peephole
 from laminar.capture.ops.torch_ops import caller, constant_tensor, unplain
 from laminar.capture.tensor_bytes import as_bytes
-from laminar.ir.codec import Dtype, Ref
 from laminar.ir.graph import Constant, Graph, Node, map_refs
+from laminar.ir.serial.codec import Dtype, Ref
 
 FOLD_BYTES = 16 << 20
 """Larger results stay computed at run time: a graph should not carry hundreds of megabytes."""

@@ -16,8 +16,8 @@ import torch
 from laminar.capture.ops.eager_parts import NAME as EAGER
 from laminar.capture.torch_private import overload_name, schema
 from laminar.errors import CaptureError
-from laminar.ir.codec import Dtype, Ref
 from laminar.ir.graph import Constant
+from laminar.ir.serial.codec import Dtype, Ref
 from laminar.ir.tensor import TensorSpec
 
 DTYPES: dict[str, torch.dtype] = {

@@ -23,7 +23,7 @@ import numpy as np
 
 from laminar.cost.ops.families import COMPUTES, NAMES, Traits, describe, measured_traits
 from laminar.cost.ops.table import Entry, Section, Table, canonical, key_of, local_call, nearest_section
-from laminar.ir.cluster import Cluster
+from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.mesh import Mesh
 from laminar.ir.program import Instr
 from laminar.ir.tensor import TensorSpec

@@ -15,10 +15,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from laminar.cost.ops.families import COMPUTES, family_of
-from laminar.ir.codec import Ref
 from laminar.ir.graph import map_refs
 from laminar.ir.ops import COLLECTIVE_OPS
 from laminar.ir.program import BUCKETED_GRADIENTS, Instr, MoveCause, Program
+from laminar.ir.serial.codec import Ref
 
 BUCKET_BYTES = 10 << 20
 GATHER_BYTES = 8 << 20

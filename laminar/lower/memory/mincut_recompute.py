@@ -36,18 +36,18 @@ import numpy as np
 from scipy.sparse import csr_matrix
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
-from laminar.ir.codec import Ref
 from laminar.ir.graph import Node, map_refs, refs_in
 from laminar.ir.ops import FREE
 from laminar.ir.program import Instr, Placed, Program, placed
+from laminar.ir.serial.codec import Ref
 from laminar.lower.boxing.overlap import drop_unused
 from laminar.lower.memory.offload import offloaded, without
 from laminar.lower.memory.planned_recompute import boundary as boundary
 from laminar.lower.memory.planned_recompute import boundary_bytes as boundary_bytes
 from laminar.lower.memory.planned_recompute import early as early
 from laminar.lower.memory.planned_recompute import run_again
-from laminar.rules.expand import Sheet, expand
 from laminar.rules.notation import call_of
+from laminar.rules.ops.expand import Sheet, expand
 
 TRAFFIC = 0.45
 """Bytes of memory that a byte of traffic is worth. What that decides, in bytes moved for each byte saved: an activation

@@ -17,12 +17,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from laminar.errors import PlanError
-from laminar.ir.codec import Ref
 from laminar.ir.graph import Graph, map_refs
-from laminar.ir.plan import Plan
+from laminar.ir.plans.plan import Plan
+from laminar.ir.plans.staged import Staged
 from laminar.ir.program import Instr, Placed, Program, ProgramInput, ProgramOutput
 from laminar.ir.sbp import B, NdSbp, Partial
-from laminar.ir.staged import Staged
+from laminar.ir.serial.codec import Ref
 from laminar.lower.lower import arranged, written
 from laminar.lower.memory.offload import refuse_stages
 from laminar.lower.stages.split_stages import Edge, Split, split, value_name

@@ -24,11 +24,11 @@ import numpy as np
 
 from laminar.cost.machine import ALONE, Machine
 from laminar.cost.ops.families import COMPUTES, family_of
-from laminar.ir.codec import Ref
 from laminar.ir.graph import Graph, Node, Output
 from laminar.ir.mesh import Mesh
 from laminar.ir.ops import FREE
 from laminar.ir.sbp import NdSbp, Split
+from laminar.ir.serial.codec import Ref
 from laminar.ir.tensor import TensorSpec
 from laminar.placement.complete import circulating
 from laminar.planner.bounds.boxing_bound import COLUMN, ROW, Pairs, known, number, pairs_of, placement

@@ -8,11 +8,11 @@ from functools import cached_property
 from laminar.errors import PlanError
 from laminar.forecast.pipeline_step import StagedPrediction
 from laminar.forecast.step import Prediction
-from laminar.ir.account import SimulatedPlan
-from laminar.ir.certificate import Certificate
-from laminar.ir.plan import Plan
-from laminar.ir.rewrites import Steps
-from laminar.ir.staged import Staged
+from laminar.ir.plans.account import SimulatedPlan
+from laminar.ir.plans.certificate import Certificate
+from laminar.ir.plans.plan import Plan
+from laminar.ir.plans.rewrites import Steps
+from laminar.ir.plans.staged import Staged
 from laminar.planner.space.cell import Cell
 from laminar.planner.space.plan_space import Space
 from laminar.planner.space.styles import Style

@@ -27,8 +27,8 @@ from laminar.errors import PlanError
 from laminar.forecast.pipeline_step import StagedPrediction, predict_staged
 from laminar.forecast.step import Prediction, predict
 from laminar.ir.graph import Graph
-from laminar.ir.plan import Plan
-from laminar.ir.staged import Staged, StagePlan
+from laminar.ir.plans.plan import Plan
+from laminar.ir.plans.staged import Staged, StagePlan
 from laminar.planner.estimate.activation_mix import tried
 from laminar.planner.estimate.block_mix import Mix, Ways
 from laminar.planner.estimate.cost_by_depth import Parts, Share

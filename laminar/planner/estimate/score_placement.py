@@ -16,7 +16,7 @@ from functools import partial
 
 from laminar.errors import NoPlanFits
 from laminar.forecast.step import held_by, timed
-from laminar.ir.plan import Plan
+from laminar.ir.plans.plan import Plan
 from laminar.lower.step import step_programs
 from laminar.planner.estimate.activation_mix import ways_of
 from laminar.planner.estimate.candidates import Score

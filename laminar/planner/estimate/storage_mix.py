@@ -26,7 +26,7 @@ import numpy as np
 from laminar.cost.machine import UPDATES
 from laminar.errors import LaminarError
 from laminar.forecast.step import held_by, predict, timed
-from laminar.ir.plan import Plan
+from laminar.ir.plans.plan import Plan
 from laminar.ir.sbp import local_spec
 from laminar.lower.boxing.buckets import SMALL_BYTES
 from laminar.lower.step import step_programs

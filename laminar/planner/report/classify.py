@@ -19,14 +19,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from laminar.errors import PlanError
-from laminar.ir.account import Account, ParallelForm
 from laminar.ir.graph import Graph, Node
 from laminar.ir.ops import FREE
-from laminar.ir.patterns import pick
-from laminar.ir.plan import Plan
-from laminar.ir.planned import Planned
+from laminar.ir.plans.account import Account, ParallelForm
+from laminar.ir.plans.patterns import pick
+from laminar.ir.plans.plan import Plan
+from laminar.ir.plans.planned import Planned
+from laminar.ir.plans.staged import Staged
 from laminar.ir.sbp import B, NdSbp, Partial, Sbp, Split, local_spec
-from laminar.ir.staged import Staged
 from laminar.lower.stages.split_stages import split
 from laminar.placement.micro_batch import micro
 from laminar.placement.presets import residual_stream

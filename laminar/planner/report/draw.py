@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from laminar.errors import LaminarError
-from laminar.ir.account import StageWork
-from laminar.ir.cluster import Cluster
+from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.graph import Graph
-from laminar.ir.planned import Planned
-from laminar.ir.staged import Staged
+from laminar.ir.plans.account import StageWork
+from laminar.ir.plans.planned import Planned
+from laminar.ir.plans.staged import Staged
 from laminar.planner.report.diagram import Arrow, Box, Sketch, sketched
 from laminar.planner.report.graph_of_plan import cluster_for, graph_for
 

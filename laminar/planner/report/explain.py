@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from laminar.errors import PlanError
-from laminar.ir.account import Account, EstimatedPlan, OffloadSaving, RecomputeSaving, StageWork
-from laminar.ir.plan import Plan
-from laminar.ir.planned import Planned
-from laminar.ir.rewrites import carried, described
+from laminar.ir.plans.account import Account, EstimatedPlan, OffloadSaving, RecomputeSaving, StageWork
+from laminar.ir.plans.plan import Plan
+from laminar.ir.plans.planned import Planned
+from laminar.ir.plans.rewrites import carried, described
+from laminar.ir.plans.staged import Staged
 from laminar.ir.sbp import show
-from laminar.ir.staged import Staged
 from laminar.planner.report.words import difference, sized
 
 OVERRUN_S = 0.5

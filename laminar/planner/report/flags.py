@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from laminar.errors import PlanError
-from laminar.ir.account import ParallelForm
 from laminar.ir.graph import Graph
-from laminar.ir.patterns import WITHOUT_PRODUCTS
-from laminar.ir.planned import Planned
+from laminar.ir.plans.account import ParallelForm
+from laminar.ir.plans.patterns import WITHOUT_PRODUCTS
+from laminar.ir.plans.planned import Planned
 from laminar.planner.report.classify import form
 from laminar.planner.report.graph_of_plan import graph_for
 

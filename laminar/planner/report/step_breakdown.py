@@ -24,10 +24,10 @@ from laminar.cost.ops.families import COMPUTES
 from laminar.cost.sim.simulate import simulate, timeline
 from laminar.forecast.pipeline_step import StagedPrediction, inside, part_schedule
 from laminar.forecast.step import Prediction
-from laminar.ir.account import BindingLimit
-from laminar.ir.cluster import Cluster
+from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh
+from laminar.ir.plans.account import BindingLimit
 from laminar.ir.timeline import KINDS, Span, Timeline
 from laminar.rules.samples import samples_of
 

@@ -20,15 +20,15 @@ from typing import Any
 from laminar.errors import LaminarError, PlanError
 from laminar.forecast.pipeline_step import predict_staged
 from laminar.forecast.step import machine, predict
-from laminar.ir.account import Account, SearchOptions
-from laminar.ir.cluster import Cluster
-from laminar.ir.codec import Ref
+from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.graph import Graph, Node
-from laminar.ir.patterns import known, pick
-from laminar.ir.plan import Plan
-from laminar.ir.planned import Planned
+from laminar.ir.plans.account import Account, SearchOptions
+from laminar.ir.plans.patterns import known, pick
+from laminar.ir.plans.plan import Plan
+from laminar.ir.plans.planned import Planned
+from laminar.ir.plans.staged import Staged, StagePlan
 from laminar.ir.sbp import B, NdSbp, Partial, Sbp, Split, check, local_spec, show
-from laminar.ir.staged import Staged, StagePlan
+from laminar.ir.serial.codec import Ref
 from laminar.lower.stages.split_stages import split
 from laminar.placement import presets
 from laminar.placement.complete import Pins, completed

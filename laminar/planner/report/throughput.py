@@ -11,9 +11,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from laminar.cost.ops.roofline import flops
-from laminar.ir.account import Account, ModelWork
-from laminar.ir.cluster import Cluster
+from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.graph import Graph
+from laminar.ir.plans.account import Account, ModelWork
 from laminar.rules.notation import call_of
 
 PRODUCTS = ("mm", "bmm", "_scaled_mm", "addmm", "baddbmm", "mv", "convolution", "convolution_backward", "attention",

@@ -21,11 +21,11 @@ from typing import Any
 from laminar.errors import LaminarError
 from laminar.forecast.pipeline_step import StagedPrediction, predict_staged
 from laminar.forecast.step import Prediction, predict
-from laminar.ir.account import Account, MeasuredPlan, MeasuredPlans, PlanLeftOut, SimulatedPlan
 from laminar.ir.mesh import Mesh
-from laminar.ir.plan import Plan, runs_ddp
-from laminar.ir.planned import Origin
-from laminar.ir.staged import Staged, plan_of
+from laminar.ir.plans.account import Account, MeasuredPlan, MeasuredPlans, PlanLeftOut, SimulatedPlan
+from laminar.ir.plans.plan import Plan, runs_ddp
+from laminar.ir.plans.planned import Origin
+from laminar.ir.plans.staged import Staged, plan_of
 from laminar.placement import presets
 from laminar.placement.micro_batch import micro
 from laminar.planner.report.step_breakdown import binding, held, spent

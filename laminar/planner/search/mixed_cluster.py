@@ -21,13 +21,13 @@ from dataclasses import dataclass, replace
 from laminar.cost.calibrate import interval
 from laminar.errors import LaminarError, PlanError
 from laminar.forecast.pipeline_step import StagedPrediction, predict_staged
-from laminar.ir.account import PartUsed, SimulatedPlan
-from laminar.ir.certificate import Certificate, Contradiction
-from laminar.ir.cluster import Cluster
+from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.graph import Graph
-from laminar.ir.plan import Plan
-from laminar.ir.planned import Origin
-from laminar.ir.staged import Staged
+from laminar.ir.plans.account import PartUsed, SimulatedPlan
+from laminar.ir.plans.certificate import Certificate, Contradiction
+from laminar.ir.plans.plan import Plan
+from laminar.ir.plans.planned import Origin
+from laminar.ir.plans.staged import Staged
 from laminar.planner.bounds.mixed_bound import SidesBounds
 from laminar.planner.estimate.candidates import Found
 from laminar.planner.estimate.mixed_pipelines import Guess, Priced, Shop, Side, Sides, all_sides, guessed, room_bytes

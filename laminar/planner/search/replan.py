@@ -28,13 +28,13 @@ from laminar.cost.sim.no_gc import uncollected
 from laminar.errors import LaminarError, PlanError
 from laminar.forecast.pipeline_step import StagedPrediction, predict_staged
 from laminar.forecast.step import Prediction, predict
-from laminar.ir.account import PartUsed, PlannedAnew, SimulatedPlan
-from laminar.ir.certificate import Certificate
-from laminar.ir.cluster import Cluster
+from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.graph import Graph
-from laminar.ir.plan import Plan
-from laminar.ir.planned import Origin
-from laminar.ir.staged import Staged
+from laminar.ir.plans.account import PartUsed, PlannedAnew, SimulatedPlan
+from laminar.ir.plans.certificate import Certificate
+from laminar.ir.plans.plan import Plan
+from laminar.ir.plans.planned import Origin
+from laminar.ir.plans.staged import Staged
 from laminar.planner.estimate.candidates import Score, described
 from laminar.planner.estimate.mixed_pipelines import Guess, Priced, Shop, Side, Sides, guessed, room_bytes
 from laminar.planner.estimate.stage_cost import ends_s, parts_of, share_of

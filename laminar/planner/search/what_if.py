@@ -19,11 +19,11 @@ from typing import Any
 from laminar.errors import ClusterError, PlanError
 from laminar.forecast.pipeline_step import StagedPrediction, predict_staged
 from laminar.forecast.step import Prediction, predict
-from laminar.ir.account import SimulatedPlan
-from laminar.ir.cluster import Cluster, Figure
+from laminar.ir.clusters.cluster import Cluster, Figure
 from laminar.ir.graph import Graph
-from laminar.ir.plan import Plan
-from laminar.ir.staged import Staged
+from laminar.ir.plans.account import SimulatedPlan
+from laminar.ir.plans.plan import Plan
+from laminar.ir.plans.staged import Staged
 from laminar.planner.report.classify import placed
 from laminar.planner.report.graph_of_plan import cluster_for, cluster_named, graph_for
 from laminar.planner.report.step_breakdown import spent

@@ -19,13 +19,13 @@ from functools import cached_property
 from typing import Any
 
 from laminar.errors import PlanError
-from laminar.ir.codec import content_hash
 from laminar.ir.graph import Graph
 from laminar.ir.ops import FREE
-from laminar.ir.patterns import WITH_COLLECTIVES, WITHOUT_PRODUCTS
-from laminar.ir.plan import Plan
-from laminar.ir.planned import Planned
-from laminar.ir.staged import Staged
+from laminar.ir.plans.patterns import WITH_COLLECTIVES, WITHOUT_PRODUCTS
+from laminar.ir.plans.plan import Plan
+from laminar.ir.plans.planned import Planned
+from laminar.ir.plans.staged import Staged
+from laminar.ir.serial.codec import content_hash
 from laminar.placement.micro_batch import micro
 from laminar.planner.space.cell import Cell
 from laminar.planner.space.pins import parsed, pattern

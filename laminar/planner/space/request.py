@@ -13,7 +13,7 @@ from typing import Any
 
 from laminar.cost.machine import UPDATES
 from laminar.errors import PlanError
-from laminar.ir.cluster import Cluster
+from laminar.ir.clusters.cluster import Cluster
 from laminar.rewrite.apply import Rule
 
 DIMENSIONS = ("data", "tensor", "pipeline", "zero", "recompute", "offload", "rewrite")

@@ -25,10 +25,10 @@ from torch import Tensor
 
 from laminar.capture.ops.torch_ops import DTYPES
 from laminar.errors import GraphError, LaminarError
-from laminar.ir.codec import Ref
 from laminar.ir.graph import RNG, Graph, Input, widen
-from laminar.ir.plan import Plan
-from laminar.ir.staged import Staged
+from laminar.ir.plans.plan import Plan
+from laminar.ir.plans.staged import Staged
+from laminar.ir.serial.codec import Ref
 from laminar.placement.fold import fold
 from laminar.placement.micro_batch import micro
 from laminar.rewrite.apply import Rule, work_of

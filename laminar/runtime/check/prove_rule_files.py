@@ -23,7 +23,7 @@ import torch
 
 from laminar.cache import kept
 from laminar.errors import RuleError
-from laminar.ir.account import FileRules
+from laminar.ir.plans.account import FileRules
 from laminar.rewrite.apply import Rule
 from laminar.rewrite.implied import implied
 from laminar.rewrite.rule_files import FAILS, NOT_LOADED, entries, load

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from laminar.capture.ops import kernels
-from laminar.ir.codec import Ref
 from laminar.ir.program import Program
+from laminar.ir.serial.codec import Ref
 
 FORWARD, BACKWARD = "laminar.lstm", "laminar.lstm_backward"
 GATES, CELLS = 3, 4

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from laminar.capture.torch_private import foreach_copy
-from laminar.ir import limits
-from laminar.ir.limits import ALIGN
+from laminar.ir.clusters import limits
+from laminar.ir.clusters.limits import ALIGN
 from laminar.ir.program import Program
 from laminar.ir.sbp import chunk
 from laminar.runtime.comm.aliases import result_may_alias

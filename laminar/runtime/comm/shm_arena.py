@@ -34,8 +34,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from laminar.errors import PeerError
-from laminar.ir import limits
-from laminar.ir.limits import ALIGN, RINGS, aligned_bytes
+from laminar.ir.clusters import limits
+from laminar.ir.clusters.limits import ALIGN, RINGS, aligned_bytes
 
 READY, MIDDLE, DONE = range(3)
 SPINS = 100

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from laminar.capture.torch_private import foreach_copy
-from laminar.ir import limits
-from laminar.ir.limits import aligned_bytes
+from laminar.ir.clusters import limits
+from laminar.ir.clusters.limits import aligned_bytes
 from laminar.ir.sbp import chunk
 from laminar.runtime.comm.boxing_ops import Box
 from laminar.runtime.comm.p2p_collectives import carve, windows

@@ -23,9 +23,9 @@ from torch import Tensor
 from laminar.capture.ops.torch_ops import DTYPES
 from laminar.capture.torch_private import foreach_copy
 from laminar.errors import MeshError
-from laminar.ir.codec import Ref
 from laminar.ir.mesh import Mesh
 from laminar.ir.program import Instr, Program
+from laminar.ir.serial.codec import Ref
 from laminar.runtime.comm import p2p_collectives, shm_collectives
 from laminar.runtime.comm.boxing_ops import Box
 from laminar.runtime.comm.process_group import C10dGroup, ProcessGroup

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from laminar.errors import NetError
-from laminar.ir.limits import ALIGN
+from laminar.ir.clusters.limits import ALIGN
 from laminar.ir.net import Net, Queue
 
 REMEMBERED_LAYOUTS = 4096

@@ -19,8 +19,8 @@ from torch import nn
 from laminar.capture.capture import capture
 from laminar.capture.model.batches import unflatten
 from laminar.events import emit
-from laminar.ir.cluster import Cluster
-from laminar.ir.plan import Plan
+from laminar.ir.clusters.cluster import Cluster
+from laminar.ir.plans.plan import Plan
 from laminar.planner.search.entry import best
 from laminar.planner.search.finalists import DDP, Finalist, as_ddp, finalists
 from laminar.planner.search.what_if import resized

@@ -30,7 +30,7 @@ from laminar.capture.model.batches import unflatten
 from laminar.errors import CheckError
 from laminar.events import emit
 from laminar.ir.graph import RNG, Graph
-from laminar.ir.staged import Staged
+from laminar.ir.plans.staged import Staged
 from laminar.lower.boxing.reshard import Move
 from laminar.runtime.check.plain_model import run_eager
 from laminar.train.batch.leaves import Leaves

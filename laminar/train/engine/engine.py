@@ -30,7 +30,7 @@ from laminar.cost.sim.no_gc import uncollected
 from laminar.errors import BatchError
 from laminar.events import emit
 from laminar.ir.graph import RNG, SCALE, Graph
-from laminar.ir.plan import Plan
+from laminar.ir.plans.plan import Plan
 from laminar.ir.program import Program
 from laminar.ir.sbp import B, NdSbp, Partial, local_shape
 from laminar.lower.lower import lower

@@ -20,8 +20,8 @@ from laminar.errors import BatchError, PlanError
 from laminar.events import emit
 from laminar.ir.graph import Graph
 from laminar.ir.net import Net
+from laminar.ir.plans.staged import Staged
 from laminar.ir.program import Program, ProgramOutput
-from laminar.ir.staged import Staged
 from laminar.lower.stages.stage_net import together
 from laminar.lower.stages.stage_programs import Stages, stages
 from laminar.rewrite.variants import rewritten

@@ -25,7 +25,7 @@ from laminar.capture.model.losses import Loss, Metrics, taken_apart, weighed, wi
 from laminar.capture.tracing.refuse import refuse_loss
 from laminar.errors import BatchError, LaminarError, OptimizerError, StateError
 from laminar.ir.mesh import Mesh, Place
-from laminar.ir.plan import Plan
+from laminar.ir.plans.plan import Plan
 from laminar.ir.sbp import chunk
 from laminar.runtime.comm.transport import Null
 from laminar.train.batch.batch_checksum import Sampled

@@ -35,7 +35,7 @@ from laminar.cost.sim.no_gc import uncollected
 from laminar.errors import CaptureError, LaminarError
 from laminar.events import emit
 from laminar.ir.graph import Graph
-from laminar.ir.plan import Plan
+from laminar.ir.plans.plan import Plan
 from laminar.ir.program import Program
 from laminar.ir.sbp import B
 from laminar.lower.boxing.reshard import Move

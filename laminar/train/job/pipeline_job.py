@@ -27,12 +27,12 @@ from laminar.capture.model.losses import Metrics, reported
 from laminar.errors import BatchError, MeshError, OptimizerError
 from laminar.events import emit
 from laminar.ir.graph import Graph
+from laminar.ir.plans.staged import Staged
 from laminar.ir.sbp import B, NdSbp, Split
-from laminar.ir.staged import Staged
 from laminar.lower.boxing.reshard import Move
 from laminar.lower.stages.stage_programs import stages
 from laminar.rewrite.variants import rewritten
-from laminar.rules.crossing import crossing
+from laminar.rules.boxing.crossing import crossing
 from laminar.runtime.comm.cross_mesh import exchange
 from laminar.runtime.trace.pipeline_tape import PipeTape
 from laminar.staging.coupled_samples import refuse_coupled

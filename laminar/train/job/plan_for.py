@@ -12,8 +12,8 @@ import torch
 from laminar.errors import MeshError, PlanError
 from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh
-from laminar.ir.plan import Plan
-from laminar.ir.staged import load_plan
+from laminar.ir.plans.plan import Plan
+from laminar.ir.plans.staged import load_plan
 from laminar.placement import presets
 from laminar.rewrite.variants import carrying, replayed
 from laminar.train.options import PLANS

@@ -31,7 +31,7 @@ from laminar.capture.ops.torch_ops import spec_of
 from laminar.capture.torch_private import foreach_copy, foreach_lerp
 from laminar.errors import StateError
 from laminar.ir.mesh import Mesh, Place
-from laminar.ir.plan import Plan
+from laminar.ir.plans.plan import Plan
 from laminar.ir.sbp import B, NdSbp
 from laminar.ir.tensor import TensorSpec
 from laminar.runtime.comm.shards import shard

@@ -28,8 +28,8 @@ from typing import Any
 
 from laminar.errors import LaminarError
 from laminar.forecast.pipeline_step import predict_staged
-from laminar.ir.plan import Plan
-from laminar.ir.staged import Staged
+from laminar.ir.plans.plan import Plan
+from laminar.ir.plans.staged import Staged
 from laminar.lower.stages.split_stages import light_ops
 from laminar.planner.bounds.branch_bound import Floor
 from laminar.planner.bounds.cell_bound import Bounds

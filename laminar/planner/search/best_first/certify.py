@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from laminar.cost.calibrate import interval
-from laminar.ir.certificate import Certificate, Contradiction
+from laminar.ir.plans.certificate import Certificate, Contradiction
 from laminar.planner.estimate.candidates import Final, Found, Nothing, Score, described
 from laminar.planner.estimate.score_placement import no_room
 from laminar.planner.search.best_first.branches import Branches, Way

@@ -13,10 +13,10 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from laminar.errors import LaminarError
-from laminar.ir.certificate import Contradiction
 from laminar.ir.graph import Graph
-from laminar.ir.plan import Plan
-from laminar.ir.rewrites import Steps
+from laminar.ir.plans.certificate import Contradiction
+from laminar.ir.plans.plan import Plan
+from laminar.ir.plans.rewrites import Steps
 from laminar.placement.micro_batch import micro
 from laminar.planner.estimate import pipeline_recompute
 from laminar.planner.estimate.candidates import Final, Score, described

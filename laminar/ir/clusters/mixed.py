@@ -19,7 +19,7 @@ from itertools import accumulate, groupby
 from typing import Any
 
 from laminar.errors import ClusterError
-from laminar.ir.cluster import VERSION, Cluster, Device, Level, Reach, check_level, level_from, level_json
+from laminar.ir.clusters.cluster import VERSION, Cluster, Device, Level, Reach, check_level, level_from, level_json
 
 
 class Mixed(Cluster):

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from laminar.ir.tensor import FLOATS, ITEM_BYTES
-from laminar.rules.families import letters, pointwise, text
 from laminar.rules.notation import Call, Rule, RuleFn
+from laminar.rules.ops.families import letters, pointwise, text
 
 
 def moved(words: str, sizes: Mapping[str, int] | None = None) -> Rule:

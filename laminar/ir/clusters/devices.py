@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from laminar.errors import ClusterError
-from laminar.ir.cluster import Cluster, Device, Figure, Level
+from laminar.ir.clusters.cluster import Cluster, Device, Figure, Level
 
 NODE = 8
 """Devices a node has unless told."""
@@ -242,7 +242,7 @@ def _kinds(text: str) -> list[str]:
 
 def _mixed(text: str, kinds: list[str], outer: str) -> Cluster:
     """Parts of one kind each, joined by the fabric told or by the slowest of those that usually join their nodes."""
-    from laminar.ir.mixed import Mixed, slowest
+    from laminar.ir.clusters.mixed import Mixed, slowest
 
     parts = [_of_one_kind(kind) for kind in kinds]
     each = min(part.levels[0].size for part in parts)

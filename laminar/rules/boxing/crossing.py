@@ -33,9 +33,9 @@ from functools import lru_cache
 from laminar.ir.mesh import Link, Place
 from laminar.ir.sbp import B, NdSbp, check, local_shape, show
 from laminar.ir.tensor import ITEM_BYTES, TensorSpec
-from laminar.rules.boxing import WIRE, Step
-from laminar.rules.reduced import received, reduced
-from laminar.rules.regions import Goal, Key, Part, Region, Shard, Source
+from laminar.rules.boxing.boxing import WIRE, Step
+from laminar.rules.boxing.reduced import received, reduced
+from laminar.rules.boxing.regions import Goal, Key, Part, Region, Shard, Source
 
 GRAIN_BYTES = 1 << 17
 """A holder may send this much more than its share before a region is cut: the message that a cut adds costs about as

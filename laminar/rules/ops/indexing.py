@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from laminar.ir.codec import Ref
-from laminar.rules.families import aligned, broadcast, letters, text
+from laminar.ir.serial.codec import Ref
 from laminar.rules.notation import Call, Rule
+from laminar.rules.ops.families import aligned, broadcast, letters, text
 
 
 def whole(call: Call) -> Rule:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from laminar.errors import ClusterError
-from laminar.ir.reading import Part
+from laminar.ir.serial.reading import Part
 
 LONGEST_S = 1e4
 """No op, exchange or latency of a machine takes longer; what is simulated is counted in nanoseconds."""

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, fields
 from typing import Any, Self
 
-from laminar.ir.reading import Part
+from laminar.ir.serial.reading import Part
 
 _LARGEST = 1 << 53
 _READS: dict[Any, Callable[[Part], Any]] = {

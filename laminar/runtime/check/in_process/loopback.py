@@ -29,7 +29,7 @@ from torch import Tensor
 from laminar.errors import RankError
 from laminar.ir.mesh import Mesh
 from laminar.ir.program import Instr, Program
-from laminar.runtime.check.rank_threads import Turns
+from laminar.runtime.check.in_process.rank_threads import Turns
 from laminar.runtime.code.eager_step import EagerStep
 from laminar.runtime.comm.boxing_ops import reduce
 from laminar.runtime.comm.process_group import AsyncWork, ProcessGroup

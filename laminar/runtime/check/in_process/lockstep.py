@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from laminar.capture.ops.torch_ops import constant_tensor
-from laminar.ir.codec import Ref
 from laminar.ir.graph import map_refs
 from laminar.ir.program import Instr, Program
+from laminar.ir.serial.codec import Ref
 from laminar.runtime.code.local_op import prepare
 from laminar.runtime.comm.boxing_ops import Box, reduce
 from laminar.runtime.comm.shards import shard

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import lru_cache
 
-from laminar.rules import eager, indexing, layers, moving
-from laminar.rules.families import blind_to, leading, matrices, pointwise, reduction, reshape
 from laminar.rules.notation import Call, Rule, RuleFn
+from laminar.rules.ops import eager, indexing, layers, moving
+from laminar.rules.ops.families import blind_to, leading, matrices, pointwise, reduction, reshape
 
 RULES: dict[str, RuleFn] = {}
 

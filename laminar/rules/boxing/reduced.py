@@ -21,8 +21,8 @@ from laminar.errors import PlacementError
 from laminar.ir.mesh import Link, Place
 from laminar.ir.sbp import B, NdSbp, Partial, Sbp, Split, check, chunk, local_shape
 from laminar.ir.tensor import TensorSpec
-from laminar.rules.boxing import Step, boxing
-from laminar.rules.regions import Goal, Source, coords_of
+from laminar.rules.boxing.boxing import Step, boxing
+from laminar.rules.boxing.regions import Goal, Source, coords_of
 
 TRIED = 6
 """Ways to reduce a partial source that are worked out exactly, of those that look cheapest."""

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from laminar.errors import PlanError
+from laminar.ir.plans.staged import Staged
 from laminar.ir.program import Program
-from laminar.ir.staged import Staged
 from laminar.lower.stages.stage_net import together
 from laminar.lower.stages.stage_programs import KEPT, Stages
-from laminar.runtime.check.loopback import POISON_BYTE, Hub, Loopback, poison
-from laminar.runtime.check.rank_threads import Turns
+from laminar.runtime.check.in_process.loopback import POISON_BYTE, Hub, Loopback, poison
+from laminar.runtime.check.in_process.rank_threads import Turns
 from laminar.runtime.code.eager_step import Adding, EagerStep
 from laminar.runtime.comm.shards import assemble, shard
 from laminar.runtime.comm.transport import Null

@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from laminar.ir.reading import Part
-from laminar.ir.records import Record
+from laminar.ir.serial.reading import Part
+from laminar.ir.serial.records import Record
 
 
 @dataclass(frozen=True)

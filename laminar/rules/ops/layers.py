@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from laminar.rules.families import aligned, broadcast, letters, normal_dims, text
 from laminar.rules.notation import Call, Rule, RuleFn, parse_rule
+from laminar.rules.ops.families import aligned, broadcast, letters, normal_dims, text
 
 
 def added(product: str) -> RuleFn:

@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from laminar.ir.codec import Dtype, Ref
 from laminar.ir.graph import Node
+from laminar.ir.serial.codec import Dtype, Ref
 from laminar.ir.tensor import TensorSpec
-from laminar.rules.families import normal_dims
 from laminar.rules.notation import Call
+from laminar.rules.ops.families import normal_dims
 
 
 @dataclass

@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from laminar.errors import PlanError
-from laminar.ir.account import Account
-from laminar.ir.codec import content_hash
 from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh, Place
-from laminar.ir.plan import Plan
-from laminar.ir.planned import Origin, Planned
-from laminar.ir.reading import Part
-from laminar.ir.rewrites import Steps, rewrites_from, rewrites_json
+from laminar.ir.plans.account import Account
+from laminar.ir.plans.plan import Plan
+from laminar.ir.plans.planned import Origin, Planned
+from laminar.ir.plans.rewrites import Steps, rewrites_from, rewrites_json
+from laminar.ir.serial.codec import content_hash
+from laminar.ir.serial.reading import Part
 
 VERSION = 1
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zero-bubble-level", "backward-first")
@@ -63,7 +63,7 @@ class Staged(Planned):
     origin: Origin | None = field(default=None, compare=False, repr=False)
     """What it was made from, where known: not saved, and no part of the identity."""
     rewrites: Steps = ()
-    """What makes the graph that is cut into stages of the one that was captured, see `ir/rewrites.py`."""
+    """What makes the graph that is cut into stages of the one that was captured, see `ir/plans/rewrites.py`."""
     captured_hash: str = ""
     """Of the graph that rewrites start from, where that is known."""
 

@@ -16,9 +16,9 @@ from functools import cached_property
 from typing import Any
 
 from laminar.errors import PlanError
-from laminar.ir.certificate import Certificate
-from laminar.ir.reading import Part
-from laminar.ir.records import Record, always, inline, key
+from laminar.ir.plans.certificate import Certificate
+from laminar.ir.serial.reading import Part
+from laminar.ir.serial.records import Record, always, inline, key
 
 # --- what a step takes
 

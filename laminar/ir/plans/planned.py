@@ -1,11 +1,11 @@
 """What plans have in common, with stages or without: figures, and questions that can be asked.
 
-A plan carries an account (`ir/account.py`), written by whoever made it and saved with it. A plan that comes straight
-from a search also remembers its origin, the graph and what was asked; that is not saved, so a plan from a file is
-handed its graph again where a question needs one.
+A plan carries an account (`ir/plans/account.py`), written by whoever made it and saved with it. A plan that comes
+straight from a search also remembers its origin, the graph and what was asked; that is not saved, so a plan from a file
+is handed its graph again where a question needs one.
 
 Questions (`explain`, `space`, `why`, `what_if`, `flags`, `dot`, `draw`) are passed on to whoever was named to answer
-them (`ir/answers.py`).
+them (`ir/plans/answers.py`).
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from laminar.errors import PlanError
-from laminar.ir.account import Account, SearchOptions
-from laminar.ir.answers import who_answers
-from laminar.ir.certificate import Certificate
-from laminar.ir.cluster import Cluster
+from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.graph import Graph
+from laminar.ir.plans.account import Account, SearchOptions
+from laminar.ir.plans.answers import who_answers
+from laminar.ir.plans.certificate import Certificate
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from laminar.ir.tensor import TensorSpec
-from laminar.rules.families import text
 from laminar.rules.notation import Call, Rule
+from laminar.rules.ops.families import text
 
 
 def _by_samples(specs: Sequence[TensorSpec | None], split: Collection[int]) -> list[list[str]]:

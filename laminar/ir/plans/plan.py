@@ -16,15 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from laminar.errors import PlacementError, PlanError
-from laminar.ir.account import Account
-from laminar.ir.codec import canonical
 from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh
-from laminar.ir.patterns import apart, as_patterns
-from laminar.ir.planned import Origin, Planned
-from laminar.ir.reading import Part
-from laminar.ir.rewrites import Steps, rewrites_from, rewrites_json
+from laminar.ir.plans.account import Account
+from laminar.ir.plans.patterns import apart, as_patterns
+from laminar.ir.plans.planned import Origin, Planned
+from laminar.ir.plans.rewrites import Steps, rewrites_from, rewrites_json
 from laminar.ir.sbp import NdSbp, check, parse_nd, show
+from laminar.ir.serial.codec import canonical
+from laminar.ir.serial.reading import Part
 
 VERSION = 1
 
@@ -85,11 +85,11 @@ class Plan(Planned):
     account: Account = field(default_factory=Account)
     """What it says about itself, filled in by whoever made it: not part of the identity."""
     recompute: tuple[str, ...] = ()
-    """What backward makes again instead of keeping it: patterns of modules and values, see `ir/patterns.py`."""
+    """What backward makes again instead of keeping it: patterns of modules and values, see `ir/plans/patterns.py`."""
     origin: Origin | None = field(default=None, compare=False, repr=False)
     """What it was made from, where known: not saved, and no part of the identity."""
     rewrites: Steps = ()
-    """What makes the graph that is placed of the one that was captured, see `ir/rewrites.py`."""
+    """What makes the graph that is placed of the one that was captured, see `ir/plans/rewrites.py`."""
     captured_hash: str = ""
     """Of the graph that rewrites start from, where that is known."""
     offload: tuple[str, ...] = ()
