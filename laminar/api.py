@@ -195,11 +195,16 @@ def plan(
     if rules is None:
         return _proved(graph, best(graph, request, progress), request, {}, progress)
     if not request.allows("rewrite"):
-        raise PlanError("rules of a file rewrite the graph, and this search may not", allowed="  ".join(request.only),
-                        next="leave out rules, or add rewrite to what may be used")  # fmt: skip
+        raise PlanError(
+            "rules of a file rewrite the graph, and this search may not",
+            allowed="  ".join(request.only),
+            next="leave out rules, or add rewrite to what may be used",
+        )
     if len(machine.parts) > 1:
-        raise PlanError(f"{machine.name} has several kinds of devices, and no graph is rewritten for such clusters",
-                        next="leave out rules, or plan for one kind of device")  # fmt: skip
+        raise PlanError(
+            f"{machine.name} has several kinds of devices, and no graph is rewritten for such clusters",
+            next="leave out rules, or plan for one kind of device",
+        )
     from laminar.runtime.check.prove_rule_files import ProvedRules, proved_rules
 
     read = rules if isinstance(rules, ProvedRules) else proved_rules(rules)
@@ -529,10 +534,21 @@ def parallelize(
     if cluster is not None and (plan != "auto" or mesh is not None):
         raise LaminarError("a cluster is what a plan is searched for", next='leave out mesh, and say plan="auto"')
     options = JobOptions(
-        mesh=mesh, device=device, precision=precision, micro_batches=micro_batches, clip_norm=clip_norm,
-        clip_value=clip_value, ema=ema, seed=seed, compile=compile, detect_anomaly=detect_anomaly, timeout_s=timeout_s,
-        elementwise=elementwise, check=check, unguarded=unguarded,
-    )  # fmt: skip
+        mesh=mesh,
+        device=device,
+        precision=precision,
+        micro_batches=micro_batches,
+        clip_norm=clip_norm,
+        clip_value=clip_value,
+        ema=ema,
+        seed=seed,
+        compile=compile,
+        detect_anomaly=detect_anomaly,
+        timeout_s=timeout_s,
+        elementwise=elementwise,
+        check=check,
+        unguarded=unguarded,
+    )
     from laminar.capture.model.lazy_layers import initialise
     from laminar.capture.model.unwrap import unwrapped
 

@@ -210,8 +210,12 @@ def _make(shape: Shape, tp: int, recompute: str, split_norms: bool, fused: bool,
         kept[STAGES[s]] = kept_bytes(
             row, written(low.cut.graphs[s], staged.stages[s].plan) if compiled else None, fused
         )
-        weights = {i.name: i.placed.local(part.program.mesh).numel for part in row for i in part.program.inputs
-                   if i.kind == "param"}  # fmt: skip
+        weights = {
+            i.name: i.placed.local(part.program.mesh).numel
+            for part in row
+            for i in part.program.inputs
+            if i.kind == "param"
+        }
         params[STAGES[s]] = sum(weights.values())
         if s == 1:
             tensors = len(weights)

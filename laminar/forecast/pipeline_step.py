@@ -100,10 +100,11 @@ class StagedPrediction:
         """For the account of the plan."""
         low, high = self.interval_s
         places = (
-            PlacePeak(part=part.name, device=part.device.name, peak_bytes=peak,
-                      memory_bytes=part.device.memory_bytes.value)
+            PlacePeak(
+                part=part.name, device=part.device.name, peak_bytes=peak, memory_bytes=part.device.memory_bytes.value
+            )
             for part, peak in zip(self.homes, self.peaks, strict=True)
-        )  # fmt: skip
+        )
         return PredictedStep(
             step_s=self.seconds,
             step_low_s=low,
@@ -187,8 +188,9 @@ def predict_staged(
     # On GPUs what is loaded ahead waits in pinned memory of the host for the rank's share to be cut.
     net = with_loads(pipe.net, whole if cluster.kind == "cpu" else 0, prefetch)
     # By the part itself: two that have the same name may be different machines.
-    ranks = {id(h): len({r for p, at in zip(staged.places, homes, strict=True) if at is h for r in p.ranks})
-             for h in homes}  # fmt: skip
+    ranks = {
+        id(h): len({r for p, at in zip(staged.places, homes, strict=True) if at is h for r in p.ranks}) for h in homes
+    }
     worlds = {id(h): machine(h, Mesh({"ranks": ranks[id(h)]}), optimizer) for h in homes}
     insides = {id(h): inside(h, ranks[id(h)], optimizer) for h in homes}
     part_s: dict[str, float] = {}

@@ -202,8 +202,14 @@ def held_by(program: Program, groups: tuple[tuple[int, ...], ...] | None, cluste
     """What a rank holds while it runs a program that `timed` gave."""
     kind = "cuda" if cluster.device.kind == "gpu" else "cpu"
     kept = int(cluster.profile.get("workspace_bytes", WORKSPACE_BYTES)) if kind == "cuda" else 0
-    return memory(program, optimizer=UPDATES[optimizer], allocator=kind, backend=cluster.backend, groups=groups,
-                  workspace_bytes=kept)  # fmt: skip
+    return memory(
+        program,
+        optimizer=UPDATES[optimizer],
+        allocator=kind,
+        backend=cluster.backend,
+        groups=groups,
+        workspace_bytes=kept,
+    )
 
 
 # --- plans with stages

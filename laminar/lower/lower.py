@@ -93,8 +93,11 @@ class _Writer:
             (src,) = at
             chain = boxing(spec, src, want, sizes)
         else:
-            chains = [(chain_s(c, spec, sizes), len(c), i, src, c)
-                      for i, src in enumerate(at) for c in (boxing(spec, src, want, sizes),)]  # fmt: skip
+            chains = [
+                (chain_s(c, spec, sizes), len(c), i, src, c)
+                for i, src in enumerate(at)
+                for c in (boxing(spec, src, want, sizes),)
+            ]
             *_, src, chain = min(chains)
         now = at[src]
         for step in chain:

@@ -319,8 +319,10 @@ class _Axis:
                     self.problem.add((var, v), table)
         solution = self.problem.solve()
         if not np.isfinite(solution.cost):
-            raise NoRuleError(f"no plan holds all placements asked for on axis {self.axis}={self.parts}",
-                              next="drop one of the seeds; plan with fewer to see which")  # fmt: skip
+            raise NoRuleError(
+                f"no plan holds all placements asked for on axis {self.axis}={self.parts}",
+                next="drop one of the seeds; plan with fewer to see which",
+            )
         return Solved(
             {n.name: signatures[n.name][solution.values[self.vars[n.name]]] for n in self.graph.nodes},
             {name: domain[solution.values[self.vars[name]]] for name, domain in stored.items()},

@@ -71,9 +71,11 @@ class _Cut:
                 if lies == B and isinstance(want, Split) and self._tell(ref, want):
                     return False
                 raise PlanError(
-                    f"{node.op} needs samples of other micro-batches", tensor=f"%{node.name}", at=node.where,
+                    f"{node.op} needs samples of other micro-batches",
+                    tensor=f"%{node.name}",
+                    at=node.where,
                     next="run the batch in one part",
-                )  # fmt: skip
+                )
             self.chosen[node.name] = found
             for i, p in enumerate(found.outs):
                 self.lies[Ref(node.name, i)] = B if isinstance(p, Partial) else p

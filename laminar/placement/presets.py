@@ -26,8 +26,16 @@ from laminar.ir.tensor import TensorSpec
 from laminar.placement.complete import Pins, Seeds, completed, match, storable
 from laminar.rules.signing import Placing, follow
 
-PRODUCTS = {"aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten.convolution", "aten.convolution_backward",
-            "laminar.attention", "laminar.attention_backward"}  # fmt: skip
+PRODUCTS = {
+    "aten.mm",
+    "aten.addmm",
+    "aten.bmm",
+    "aten.baddbmm",
+    "aten.convolution",
+    "aten.convolution_backward",
+    "laminar.attention",
+    "laminar.attention_backward",
+}
 """The ops whose work tensor parallelism divides."""
 Patterns = str | Sequence[str]
 """What to make again in backward or to keep in the host's memory, such as "blocks.*"; see `ir/plans/patterns.py`."""
@@ -147,9 +155,12 @@ def _pieces(spec, mesh: Mesh) -> NdSbp:  # type: ignore[no-untyped-def]
         here = local_spec(spec, tuple(out), mesh.sizes[:axis])
         placement = storable(here, parts)
         uneven = any(
-            isinstance(p, Split) and isinstance(placement, Split) and p.dim == placement.dim
-            and spec.shape[p.dim] % mesh.sizes[a] for a, p in enumerate(out)
-        )  # fmt: skip
+            isinstance(p, Split)
+            and isinstance(placement, Split)
+            and p.dim == placement.dim
+            and spec.shape[p.dim] % mesh.sizes[a]
+            for a, p in enumerate(out)
+        )
         out.append(B if uneven else placement)
     return tuple(out)
 

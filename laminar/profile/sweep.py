@@ -382,9 +382,13 @@ def _device_name(device: Any) -> str:
 
 
 def profile(
-    cluster: Cluster, *, ranks: Sequence[int] | None = None, budget_s: float = 150.0, programs: Iterable[Program] = (),
+    cluster: Cluster,
+    *,
+    ranks: Sequence[int] | None = None,
+    budget_s: float = 150.0,
+    programs: Iterable[Program] = (),
     progress: Progress | None = None,
-) -> Cluster:  # fmt: skip
+) -> Cluster:
     """The cluster with what was measured on this machine: a profile, and figures of its own marked "measured".
 
     `ranks`: how many processes measure at once, one section each; by default 1, 2, 4, ... up to the cores (or GPUs).
@@ -395,8 +399,10 @@ def profile(
         import torch
 
         if not torch.cuda.is_available():
-            raise LaminarError(f"cluster {cluster.name} has GPUs, this machine has none",
-                               next='profile Cluster.detect() or Cluster.preset("2xcpu")')  # fmt: skip
+            raise LaminarError(
+                f"cluster {cluster.name} has GPUs, this machine has none",
+                next='profile Cluster.detect() or Cluster.preset("2xcpu")',
+            )
         available = torch.cuda.device_count()
     else:
         available = cores()

@@ -33,8 +33,22 @@ from laminar.rewrite.apply import Rule, Site, Work, rewrite, work_of
 from laminar.rewrite.edit import Lookup
 from laminar.rewrite.rules import RULES
 
-__all__ = ["RULES", "Applied", "Rule", "Site", "Variant", "Variants", "Work", "carrying", "replay", "replayed",
-           "rewritten", "tidied", "variants", "work_of"]  # fmt: skip
+__all__ = [
+    "RULES",
+    "Applied",
+    "Rule",
+    "Site",
+    "Variant",
+    "Variants",
+    "Work",
+    "carrying",
+    "replay",
+    "replayed",
+    "rewritten",
+    "tidied",
+    "variants",
+    "work_of",
+]
 
 SLACK = 1.1
 """Moves that a roofline expects to make a step slower than this times the best are not made. Chosen: splitting every

@@ -142,9 +142,12 @@ class Placing:
 
 
 def follow(
-    nodes: Sequence[Node], given: Mapping[Ref, NdSbp], specs: Mapping[Ref, TensorSpec], sizes: tuple[int, ...],
+    nodes: Sequence[Node],
+    given: Mapping[Ref, NdSbp],
+    specs: Mapping[Ref, TensorSpec],
+    sizes: tuple[int, ...],
     eager: bool = False,
-) -> list[Placing]:  # fmt: skip
+) -> list[Placing]:
     """Place nodes in order so that each fits its inputs; partial values are reduced where nothing passes them.
 
     Eagerly: a partial value is reduced as soon as it arises, so that all its readers share one reduction.

@@ -25,12 +25,27 @@ from laminar.rules.ops.table import RULES
 from laminar.rules.samples import samples_of
 from laminar.rules.signing import blocks_in, options, probed_signatures
 
-MEANS = ("aten.nll_loss_forward", "aten.nll_loss2d_forward", "aten.mean", "aten.mean.dim", "aten.sum",
-         "aten.sum.dim_IntList", "aten.mse_loss", "aten.div.Tensor")  # fmt: skip
+MEANS = (
+    "aten.nll_loss_forward",
+    "aten.nll_loss2d_forward",
+    "aten.mean",
+    "aten.mean.dim",
+    "aten.sum",
+    "aten.sum.dim_IntList",
+    "aten.mse_loss",
+    "aten.div.Tensor",
+)
 """Sums and means over samples, and a sum over its count, if they are numbers: a step's loss is the mean over its
 micro-batches. Where counts differ (ignored labels), `laminar.Loss(total, weight)` is exact."""
-LINEAR = FREE | {"aten.add.Tensor", "aten.sub.Tensor", "aten.mul.Scalar", "aten.div.Scalar", "aten.neg",
-                 "aten._to_copy", "aten.clone"}  # fmt: skip
+LINEAR = FREE | {
+    "aten.add.Tensor",
+    "aten.sub.Tensor",
+    "aten.mul.Scalar",
+    "aten.div.Scalar",
+    "aten.neg",
+    "aten._to_copy",
+    "aten.clone",
+}
 """What may be done to such a mean on its way to the loss."""
 PRODUCTS = ("aten.mm", "aten.bmm", "aten.mv")
 """What torch makes of a linear layer whose bias it adds apart."""

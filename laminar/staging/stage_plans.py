@@ -191,8 +191,9 @@ def _by_pattern(graph: Graph, patterns: Mapping[str, int]) -> dict[str, int]:
             if before:
                 out[node.name] = max(before)
     for node in reversed(ops):
-        after = [out[u.name] for i in range(len(node.outs)) for u in graph.users.get(Ref(node.name, i), ())
-                 if u.name in out]  # fmt: skip
+        after = [
+            out[u.name] for i in range(len(node.outs)) for u in graph.users.get(Ref(node.name, i), ()) if u.name in out
+        ]
         out.setdefault(node.name, min(after, default=0))
     return out
 

@@ -215,8 +215,13 @@ def main() -> int:
                     file.write(json.dumps(one.to_json()) + "\n")
             if one.wrong or done % 20 == 0:
                 memory = f", {one.memory_bytes / 1e6:.3g} MB" if one.memory_bytes else ""
-                print(f"{done}/{len(some)} {one.model} on {one.machine}{memory}: {one.simulated} plans, "
-                      f"closest {one.closest:.4f}", *one.wrong[:4], sep="\n    ", flush=True)  # fmt: skip
+                print(
+                    f"{done}/{len(some)} {one.model} on {one.machine}{memory}: {one.simulated} plans, "
+                    f"closest {one.closest:.4f}",
+                    *one.wrong[:4],
+                    sep="\n    ",
+                    flush=True,
+                )
     print(f"{simulated} plans judged, {inside} of them in a space, {wrong} of {len(some)} pairs contradicted")
     return 1 if wrong else 0
 

@@ -122,8 +122,12 @@ def test_branches_may_be_stages_side_by_side() -> None:
 
     cut = split(one.graph, staged(one.graph, stage), 4)
     pairs = {(e.src, e.dst, e.phase) for e in cut.edges}
-    assert {p for p in pairs if p[2] == "forward"} == {(0, 1, "forward"), (0, 2, "forward"), (1, 3, "forward"),
-                                                       (2, 3, "forward")}  # fmt: skip
+    assert {p for p in pairs if p[2] == "forward"} == {
+        (0, 1, "forward"),
+        (0, 2, "forward"),
+        (1, 3, "forward"),
+        (2, 3, "forward"),
+    }
     assert {(1, 0, "backward"), (2, 0, "backward")} <= pairs
     got = run_stages(cut, one)
     assert all(relative_error(got[k], w, 1e-12) <= 1e-9 for k, w in one.want.items())

@@ -30,12 +30,14 @@ LARGE = {"t5.py:tiny": 6, "unet.py:tiny": 6, "llama.py:tiny": 8, "bert.py:tiny":
 """Models whose programs for so many ranks and more take seconds each: left to `make prove`."""
 CASES = [
     pytest.param(
-        name, axes, id=f"{name}-{'x'.join(map(str, axes.values()))}",
+        name,
+        axes,
+        id=f"{name}-{'x'.join(map(str, axes.values()))}",
         marks=[pytest.mark.slow] if name in TWINS or laminar.Mesh(axes).ranks >= LARGE.get(name, 1 << 30) else [],
     )
     for name in NAMES
     for axes in MESHES
-]  # fmt: skip
+]
 MORE = 3
 """How many times as many are tried with those that only `make prove` tries."""
 

@@ -235,9 +235,14 @@ def test_plans_that_fit_are_slower_than_the_bound_and_hold_more_than_its_bytes()
 
 @pytest.mark.parametrize(
     ("spec", "stages", "parts", "virtual"),
-    [("2xcpu", 2, 4, 1), ("4xh100@pcie", 1, 2, 1), ("4xh100@pcie", 2, 4, 1), ("4xh100@pcie", 2, 2, 2),
-     ("3xh100@pcie", 3, 3, 1)],
-)  # fmt: skip
+    [
+        ("2xcpu", 2, 4, 1),
+        ("4xh100@pcie", 1, 2, 1),
+        ("4xh100@pcie", 2, 4, 1),
+        ("4xh100@pcie", 2, 2, 2),
+        ("3xh100@pcie", 3, 3, 1),
+    ],
+)
 def test_no_plan_with_stages_that_a_descent_ends_in_is_faster_than_the_bound(
     spec: str, stages: int, parts: int, virtual: int
 ) -> None:

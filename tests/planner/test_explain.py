@@ -337,9 +337,11 @@ def test_presets_have_the_flags_that_made_them_known(graph: Graph) -> None:
     """Tensor parallel by two and data parallel by two, in both systems' words."""
     megatron = tensor(graph).flags("megatron", graph=graph)
     assert megatron.ok and values(megatron) == {
-        "--tensor-model-parallel-size": "2", "--pipeline-model-parallel-size": "1", "--micro-batch-size": "4",
+        "--tensor-model-parallel-size": "2",
+        "--pipeline-model-parallel-size": "1",
+        "--micro-batch-size": "4",
         "--global-batch-size": "8",
-    }  # fmt: skip
+    }
     titan = values(tensor(graph).flags("torchtitan", graph=graph))
     assert titan["--parallelism.tensor_parallel_degree"] == "2"
     assert titan["--parallelism.data_parallel_replicate_degree"] == "2"

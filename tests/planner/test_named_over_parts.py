@@ -65,10 +65,13 @@ def simulated_s(graph: Graph, spec: str) -> Iterator[float]:
 
 
 CASES = [
-    ("wide", "1xa100-40g+1xa100-80g"), ("gpt.py:tiny", "2xh100+2xa100"), slow("wide", "2xh100+2xa100"),
-    slow("wide", "2xa100@pcie+2xh100@pcie"), slow("bert.py:tiny", "4xa100+4xh100"),
+    ("wide", "1xa100-40g+1xa100-80g"),
+    ("gpt.py:tiny", "2xh100+2xa100"),
+    slow("wide", "2xh100+2xa100"),
+    slow("wide", "2xa100@pcie+2xh100@pcie"),
+    slow("bert.py:tiny", "4xa100+4xh100"),
     slow("unet.py:tiny", "2xh100+2xa100"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("name", "spec"), CASES)

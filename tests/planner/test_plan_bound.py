@@ -70,10 +70,17 @@ def simulated_s(model: Model, asked: Request, one: Named) -> float:
 
 
 CASES = [
-    ("deep", "4xh100"), ("mlp.py:tiny", "4xcpu"), ("gpt.py:tiny", "2x2xa100"), slow("deep", "4xcpu far"),
-    slow("deep", "2x4xh100"), slow("moe.py:tiny", "4xh100"), slow("unet.py:tiny", "4xcpu far"),
-    slow("llama.py:tiny", "8xh100@pcie"), slow("bert.py:tiny", "2x4xcpu"), slow("dlrm.py:tiny", "3xcpu"),
-]  # fmt: skip
+    ("deep", "4xh100"),
+    ("mlp.py:tiny", "4xcpu"),
+    ("gpt.py:tiny", "2x2xa100"),
+    slow("deep", "4xcpu far"),
+    slow("deep", "2x4xh100"),
+    slow("moe.py:tiny", "4xh100"),
+    slow("unet.py:tiny", "4xcpu far"),
+    slow("llama.py:tiny", "8xh100@pcie"),
+    slow("bert.py:tiny", "2x4xcpu"),
+    slow("dlrm.py:tiny", "3xcpu"),
+]
 
 
 @pytest.mark.parametrize(("name", "spec"), CASES)

@@ -67,11 +67,15 @@ def test_parts_of_one_data_parallel_rank_are_those_of_all(inner: str, recompute:
 @pytest.mark.parametrize(
     ("cell", "memory_bytes"),
     [
-        (Cell(2, 8, 1, 2, 2), None), (Cell(2, 8, 3, 4, 1), None), (Cell(2, 4, 1, 2, 2, True), 162e6),
-        *[slow(Cell(*cell), memory)
-          for *cell, memory in ((4, 8, 1, 2, 1, None), (2, 4, 1, 2, 2, True, None), (4, 8, 1, 2, 1, True, 157e6))],
+        (Cell(2, 8, 1, 2, 2), None),
+        (Cell(2, 8, 3, 4, 1), None),
+        (Cell(2, 4, 1, 2, 2, True), 162e6),
+        *[
+            slow(Cell(*cell), memory)
+            for *cell, memory in ((4, 8, 1, 2, 1, None), (2, 4, 1, 2, 2, True, None), (4, 8, 1, 2, 1, True, 157e6))
+        ],
     ],
-)  # fmt: skip
+)
 def test_pipelines_are_estimated_near_to_what_they_are_simulated_to_take(
     cell: Cell, memory_bytes: float | None
 ) -> None:

@@ -178,9 +178,14 @@ def test_two_ranks_measure_ops_and_exchanges_together(monkeypatch: pytest.Monkey
     shown: list[tuple[int, int, str]] = []
     name = cpu_section(2, max(1, sweep.cores() // 2))
     kinds = {
-        ("shared", "all_reduce"), ("shared", "all_gather"), ("shared", "reduce_scatter"), ("gloo", "all_reduce"),
-        ("gloo", "all_gather"), ("gloo", "all_to_all"), ("gloo", "ddp_all_reduce"),
-    }  # fmt: skip
+        ("shared", "all_reduce"),
+        ("shared", "all_gather"),
+        ("shared", "reduce_scatter"),
+        ("gloo", "all_reduce"),
+        ("gloo", "all_gather"),
+        ("gloo", "all_to_all"),
+        ("gloo", "ddp_all_reduce"),
+    }
     for budget_s in (10.0, 30.0, 100.0):  # every kind is measured first in a small size, if there is time for that
         cluster = sweep.profile(
             Cluster.preset("2xcpu"), ranks=[2], budget_s=budget_s, progress=lambda *what: shown.append(what)
@@ -198,8 +203,9 @@ def test_two_ranks_measure_ops_and_exchanges_together(monkeypatch: pytest.Monkey
     assert cluster.levels[0].bytes_per_s.source == "measured"
     assert shown and all(0 <= done <= total for done, total, _ in shown)
     assert Cluster.from_json(cluster.to_json()) == cluster
-    answer = OpCost(cluster, name)("aten.mm", (TensorSpec((32, 32), "f32"),) * 2, (TensorSpec((32, 32), "f32"),),
-                                   (Ref("a"), Ref("b")))  # fmt: skip
+    answer = OpCost(cluster, name)(
+        "aten.mm", (TensorSpec((32, 32), "f32"),) * 2, (TensorSpec((32, 32), "f32"),), (Ref("a"), Ref("b"))
+    )
     assert answer.source == "measured"
 
 

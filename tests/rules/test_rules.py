@@ -130,8 +130,10 @@ def test_every_signature_on_one_axis(cases: Cases, chance: torch.Generator, caps
     with capsys.disabled():
         canonical = len(verified) - len([n for n in verified if n.startswith("aten.")])
         calls = sum(map(len, cases.values()))
-        print(f"\n{len(overloads)} ATen overloads and {canonical} canonical ops verified: "
-              f"{checked} signatures of {calls} calls")  # fmt: skip
+        print(
+            f"\n{len(overloads)} ATen overloads and {canonical} canonical ops verified: "
+            f"{checked} signatures of {calls} calls"
+        )
     assert not failures, report(failures)
     assert len(overloads) >= ENOUGH
 

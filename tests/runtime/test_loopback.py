@@ -267,10 +267,12 @@ def test_ranks_that_meet_in_different_collectives_are_named() -> None:
     groups = [loopback.Loop(hub, (0, 1), r) for r in range(2)]
     x = torch.ones(2)
     with pytest.raises(RankError, match="where others are in"):
-        hub.turns.run([
-            lambda: groups[0].all_reduce(x.clone(), "sum").wait(),
-            lambda: groups[1].gather_into(torch.empty(4), x).wait(),
-        ])  # fmt: skip
+        hub.turns.run(
+            [
+                lambda: groups[0].all_reduce(x.clone(), "sum").wait(),
+                lambda: groups[1].gather_into(torch.empty(4), x).wait(),
+            ]
+        )
 
 
 def test_a_watched_step_shows_every_line(gru: Any) -> None:

@@ -167,9 +167,13 @@ def _trained(case: Case, plan: str, compiled: bool) -> str:
     model = case.make()
     options = {"lr": RATE, "foreach": False}
     job = laminar.parallelize(
-        model, case.loss, lambda params: torch.optim.SGD(params, **options), batch=case.batch, plan=plan,
+        model,
+        case.loss,
+        lambda params: torch.optim.SGD(params, **options),
+        batch=case.batch,
+        plan=plan,
         compile=compiled,
-    )  # fmt: skip
+    )
     losses = [torch.tensor(job.step(case.batch).loss, dtype=torch.float64) for _ in range(STEPS)]
     whole = job.state_dict()
     return differs(case, bool(job.graph.of_kind("rng")), losses, whole)

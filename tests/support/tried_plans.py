@@ -59,8 +59,10 @@ class Tried:
         """(parameter, state): whole, in pieces, or whole with the state in pieces, on each axis."""
         pieces: list[Sbp] = [Split(d) for d in range(len(spec.shape))]
         kinds: list[tuple[Sbp, Sbp]] = [(B, B), *((B, p) for p in pieces), *((p, p) for p in pieces)]
-        return [(tuple(k[0] for k in way), tuple(k[1] for k in way))
-                for way in itertools.product(kinds, repeat=len(self.cell.mesh.sizes))]  # fmt: skip
+        return [
+            (tuple(k[0] for k in way), tuple(k[1] for k in way))
+            for way in itertools.product(kinds, repeat=len(self.cell.mesh.sizes))
+        ]
 
     def with_param(self, plan: Plan, name: str, kind: tuple[NdSbp, NdSbp]) -> Plan:
         """The plan with a parameter stored, and its state kept, as told."""

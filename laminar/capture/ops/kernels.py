@@ -132,17 +132,36 @@ def attention_backward(
 
 
 def _backward_on_cuda(
-    fused: int, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor, lse: Tensor,
-    causal: bool, scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    fused: int,
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
     if fused == torch_private.EFFICIENT:
         seed = torch.zeros((), dtype=torch.int64, device=q.device)
         room = lse.new_zeros((*lse.shape[:-1], -(-lse.shape[-1] // 32) * 32))
         room[..., : lse.shape[-1]] = lse
         dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
-            dout, q, k, v, _cuda_bias(mask, q, k), out, room, seed, seed, 0.0, [True, True, True, False], causal,
+            dout,
+            q,
+            k,
+            v,
+            _cuda_bias(mask, q, k),
+            out,
+            room,
+            seed,
+            seed,
+            0.0,
+            [True, True, True, False],
+            causal,
             scale=scale,
-        )  # fmt: skip
+        )
         return dq, dk, dv
     sizes = q.shape[2], k.shape[2]
     seed = torch.empty((), dtype=torch.int64, device=q.device)  # of a generator that nobody asks without dropout
@@ -241,9 +260,19 @@ def lstm(
 
 
 def lstm_backward(
-    dy: Tensor, dh: Tensor, dc: Tensor, x: Tensor, h0: Tensor, c0: Tensor, w_ih: Tensor, w_hh: Tensor,
-    y: Tensor, gates: Tensor, cells: Tensor, reverse: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    dy: Tensor,
+    dh: Tensor,
+    dc: Tensor,
+    x: Tensor,
+    h0: Tensor,
+    c0: Tensor,
+    w_ih: Tensor,
+    w_hh: Tensor,
+    y: Tensor,
+    gates: Tensor,
+    cells: Tensor,
+    reverse: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, h0, c0, w_ih, w_hh and the bias.
 
     A gate's gradient is that of the cell, or of the output for the last gate, times what is known of all steps before
@@ -288,9 +317,13 @@ def _mix(z: Tensor) -> Tensor:
 
 
 def _bits(
-    shape: Sequence[int], key: Tensor, site: int,
-    part: Sequence[int] | None, index: Sequence[Tensor] | None, full: Sequence[int] | None,
-) -> Tensor:  # fmt: skip
+    shape: Sequence[int],
+    key: Tensor,
+    site: int,
+    part: Sequence[int] | None,
+    index: Sequence[Tensor] | None,
+    full: Sequence[int] | None,
+) -> Tensor:
     """64 mixed bits for each element, a function of (seed, step, site, place in the whole tensor).
 
     `part` is given where the tensor's samples are some of a larger batch: how many they are, and how many elements lie
@@ -326,17 +359,27 @@ def _in_batch(at: Tensor, key: Tensor, part: Sequence[int], count: int) -> Tenso
 
 
 def uniform(
-    shape: Sequence[int], key: Tensor, site: int, dtype: torch.dtype, part: Sequence[int] | None = None,
-    index: Sequence[Tensor] | None = None, full: Sequence[int] | None = None,
-) -> Tensor:  # fmt: skip
+    shape: Sequence[int],
+    key: Tensor,
+    site: int,
+    dtype: torch.dtype,
+    part: Sequence[int] | None = None,
+    index: Sequence[Tensor] | None = None,
+    full: Sequence[int] | None = None,
+) -> Tensor:
     """Numbers in [0, 1) with 24 bits, so that every floating dtype from float32 up holds them exactly."""
     return ((_bits(shape, key, site, part, index, full) >> 40) & 0xFFFFFF).to(dtype).mul_(2.0**-24)
 
 
 def normal(
-    shape: Sequence[int], key: Tensor, site: int, dtype: torch.dtype, part: Sequence[int] | None = None,
-    index: Sequence[Tensor] | None = None, full: Sequence[int] | None = None,
-) -> Tensor:  # fmt: skip
+    shape: Sequence[int],
+    key: Tensor,
+    site: int,
+    dtype: torch.dtype,
+    part: Sequence[int] | None = None,
+    index: Sequence[Tensor] | None = None,
+    full: Sequence[int] | None = None,
+) -> Tensor:
     """Standard normal numbers (Box-Muller on two keyed uniforms)."""
     bits = _bits(shape, key, site, part, index, full)
     u = ((bits >> 40) & 0xFFFFFF).to(torch.float32) * 2.0**-24
@@ -467,12 +510,26 @@ def ctc_loss(
 
 
 def ctc_loss_backward(
-    grad: Tensor, log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, nll: Tensor,
-    alpha: Tensor, blank: int, zero_infinity: bool,
-) -> Tensor:  # fmt: skip
+    grad: Tensor,
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Tensor,
+    target_lengths: Tensor,
+    nll: Tensor,
+    alpha: Tensor,
+    blank: int,
+    zero_infinity: bool,
+) -> Tensor:
     """The gradient of `log_probs`."""
     longest = int(target_lengths.max()) if target_lengths.numel() else 0
     return aten._ctc_loss_backward.Tensor(  # type: ignore[no-any-return]
-        grad, log_probs, targets, input_lengths, target_lengths, nll, alpha[:, :, : 2 * longest + 1].contiguous(),
-        blank, zero_infinity,
-    )  # fmt: skip
+        grad,
+        log_probs,
+        targets,
+        input_lengths,
+        target_lengths,
+        nll,
+        alpha[:, :, : 2 * longest + 1].contiguous(),
+        blank,
+        zero_infinity,
+    )

@@ -130,8 +130,12 @@ class Mixed(Cluster):
 
     def to_json(self) -> dict[str, Any]:
         """Plain data: the parts', and the level that joins them."""
-        return {"version": VERSION, "name": self.name, "parts": [part.to_json() for part in self.parts],
-                "outer": level_json(self.outer)}  # fmt: skip
+        return {
+            "version": VERSION,
+            "name": self.name,
+            "parts": [part.to_json() for part in self.parts],
+            "outer": level_json(self.outer),
+        }
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Mixed) and self.hash == other.hash
@@ -144,8 +148,10 @@ class Mixed(Cluster):
 
     def __str__(self) -> str:
         rate = self.outer.bytes_per_s
-        lines = [f"cluster {self.name}: {self.devices} devices in {len(self.parts)} parts, joined by "
-                 f"{rate.value / 1e9:.4g} GB/s ({rate.source}: {rate.note})"]  # fmt: skip
+        lines = [
+            f"cluster {self.name}: {self.devices} devices in {len(self.parts)} parts, joined by "
+            f"{rate.value / 1e9:.4g} GB/s ({rate.source}: {rate.note})"
+        ]
         for first, part in zip(self.firsts, self.parts, strict=True):
             lines += [f"devices {first} to {first + part.devices - 1}", *(f"  {x}" for x in str(part).splitlines())]
         return "\n".join(lines)

@@ -85,14 +85,19 @@ class Certificate(Record):
             "step_s": self.step_s,
             "bound_s": self.bound_s,
             "gap": self.gap,
-            "cells": {"all": self.cells, "looked_at": self.looked_at, "pruned": self.pruned, "unfit": self.unfit,
-                      "unfinished": self.unfinished},
+            "cells": {
+                "all": self.cells,
+                "looked_at": self.looked_at,
+                "pruned": self.pruned,
+                "unfit": self.unfit,
+                "unfinished": self.unfinished,
+            },
             "outside": list(self.outside),
             **({"interval": list(self.interval), "known": self.known} if self.interval else {}),
             **({} if self.covers_plan else {"covers_plan": False}),
             **({"withdrawn": [str(c) for c in self.contradictions]} if self.contradictions else {}),
             "sentence": str(self),
-        }  # fmt: skip
+        }
 
     @classmethod
     def from_part(cls, part: Part) -> Certificate:

@@ -14,8 +14,15 @@ from typing import Any, TypeVar
 from laminar.errors import LaminarError
 
 T = TypeVar("T")
-NAMES = {dict: "an object", list: "a list", str: "a text", bool: "true or false", int: "a whole number",
-         float: "a number", type(None): "null"}  # fmt: skip
+NAMES = {
+    dict: "an object",
+    list: "a list",
+    str: "a text",
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    type(None): "null",
+}
 WRONG = (LaminarError, KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RecursionError)
 """What reading raises where a value is not what it should be."""
 MOST = 1 << 53

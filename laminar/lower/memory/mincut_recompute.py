@@ -80,11 +80,15 @@ BACKWARD = frozenset(
     leaky_relu_backward elu_backward softplus_backward hardswish_backward mse_loss_backward""".split()
 )
 """Elementwise ops that only backward has."""
-FUSES = BACKWARD | frozenset(
-    f"aten.{name}"
-    for name in """native_layer_norm_backward native_group_norm_backward _softmax_backward_data mean mean.dim amax
+FUSES = (
+    BACKWARD
+    | frozenset(
+        f"aten.{name}"
+        for name in """native_layer_norm_backward native_group_norm_backward _softmax_backward_data mean mean.dim amax
     _log_softmax_backward_data nll_loss_backward nll_loss2d_backward sum sum.dim_IntList amin""".split()
-) | {"laminar.batch_norm_backward", "laminar.batch_norm_sums", "laminar.batch_norm_grad"}  # fmt: skip
+    )
+    | {"laminar.batch_norm_backward", "laminar.batch_norm_sums", "laminar.batch_norm_grad"}
+)
 """Readers besides elementwise ops that take a value from the kernel that makes it, without memory between."""
 SMALL = frozenset(f"aten.{name}" for name in "sum sum.dim_IntList mean mean.dim amax amin var_mean.correction".split())
 """Reductions inside norms: kept, being small, but no distance."""
@@ -279,10 +283,19 @@ def _lines(instr: Instr) -> tuple[list[Instr], tuple[Ref, ...]]:
         return given[ref.name] if ref.name in given else Ref(instr.name + ref.name[1:], ref.index)
 
     lines = [
-        Instr(instr.name + line.name[1:], line.op, map_refs(line.args, now), tuple(map(now, line.refs)), line.ins,
-              line.outs, instr.where, instr.module, instr.phase)
+        Instr(
+            instr.name + line.name[1:],
+            line.op,
+            map_refs(line.args, now),
+            tuple(map(now, line.refs)),
+            line.ins,
+            line.outs,
+            instr.where,
+            instr.module,
+            instr.phase,
+        )
         for line in form
-    ]  # fmt: skip
+    ]
     return lines, tuple(map(now, ends))
 
 

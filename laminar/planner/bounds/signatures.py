@@ -337,8 +337,11 @@ class Piece:
                 readers.setdefault(ref.name, []).append((node, i))
         at = {node.name: node for node in self.nodes}
         leaving = {o.ref.name for o in self.grads}
-        views = [n for n in self.nodes if n.op in FREE and len(n.ins) == 1 and len(n.outs) == 1
-                 and n.ins[0].name in kept and n.name not in leaving]  # fmt: skip
+        views = [
+            n
+            for n in self.nodes
+            if n.op in FREE and len(n.ins) == 1 and len(n.outs) == 1 and n.ins[0].name in kept and n.name not in leaving
+        ]
         for node in (*views, *reversed(views), *views):
             maker = at[node.ins[0].name]
             made = kept[maker.name].placed[:, len(maker.ins) + node.ins[0].index]

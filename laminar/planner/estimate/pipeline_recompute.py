@@ -285,9 +285,17 @@ def _pipelined(model: Model, score: Score, deep: Graph, plan: Plan, cut_by: Cut,
     share = share_of(model, cell, score.style, score.zero)
 
     def run(plan: Plan, work: Mapping[str, float]) -> Staged:
-        made = pipeline(deep, cell.stages, cell.micro_batches, cell.virtual, plan, couple="microbatch",
-                        speeds=None if cut_by == "sent" else [work] * cell.stages, by_place=cut_by == "places",
-                        stash=1 + (more / 2) / (cell.stages * cell.virtual))  # fmt: skip
+        made = pipeline(
+            deep,
+            cell.stages,
+            cell.micro_batches,
+            cell.virtual,
+            plan,
+            couple="microbatch",
+            speeds=None if cut_by == "sent" else [work] * cell.stages,
+            by_place=cut_by == "places",
+            stash=1 + (more / 2) / (cell.stages * cell.virtual),
+        )
         return replace(made, name="searched", coupled=False)
 
     if not score.again:

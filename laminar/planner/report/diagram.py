@@ -163,8 +163,11 @@ class _Sketching:
                 if self._batch(maker) and maker not in out.boxes:
                     out.boxes[maker] = Box(maker, maker, [], show(self.whole.inputs[maker]), [], 0.0, 0.0, False)
         if len(out.boxes) > MOST:
-            raise LaminarError(f"{len(out.boxes)} ops would be drawn", allowed=f"up to {MOST}",
-                               next="--dot, and a tool for large graphs")  # fmt: skip
+            raise LaminarError(
+                f"{len(out.boxes)} ops would be drawn",
+                allowed=f"up to {MOST}",
+                next="--dot, and a tool for large graphs",
+            )
         out.arrows = [Arrow(a, b, ", ".join(dict.fromkeys(moves))) for (a, b), moves in arrows.items()]
         _laid_out(out)
         return out

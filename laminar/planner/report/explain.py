@@ -253,5 +253,8 @@ def costs(account: Account, price: float | None) -> list[str]:
         return []
     step_s = account.step.step_s
     each = 1e6 * step_s * account.devices * price / 3600 / count
-    return ["", f"at {price:g} for a device-hour: {each:.4g} for a million {unit} "
-            f"({account.devices} devices, {count / step_s:,.0f} {unit} a second)"]  # fmt: skip
+    return [
+        "",
+        f"at {price:g} for a device-hour: {each:.4g} for a million {unit} "
+        f"({account.devices} devices, {count / step_s:,.0f} {unit} a second)",
+    ]

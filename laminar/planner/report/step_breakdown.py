@@ -35,8 +35,13 @@ DRAWS = 20_000
 OWN = 0.01
 """Standard error of log(seconds) that is one plan's own, whatever it shares with others. Assumed."""
 BUBBLE, EXCHANGE, TRANSFERS = "bubble", "exposed exchange", "transfers between stages"
-BINDS = {"products": "compute", "other kernels": "memory bandwidth of the device", BUBBLE: "the pipeline's bubble",
-         "update": "the optimizer's update", "launches": "launches by the host"}  # fmt: skip
+BINDS = {
+    "products": "compute",
+    "other kernels": "memory bandwidth of the device",
+    BUBBLE: "the pipeline's bubble",
+    "update": "the optimizer's update",
+    "launches": "launches by the host",
+}
 """What a part is bound by; exchanges by their link."""
 
 

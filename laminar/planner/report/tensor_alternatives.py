@@ -110,10 +110,18 @@ class Why:
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
         return {
-            "name": self.name, "spec": self.spec, "used": self.used, "grad": self.grad, "state": self.state,
-            "bytes": self.bytes, "alike": self.alike, "read_by": self.read_by, "patterns": list(self.patterns),
-            "chosen": _row(self.chosen), "options": [_row(o) for o in self.options],
-        }  # fmt: skip
+            "name": self.name,
+            "spec": self.spec,
+            "used": self.used,
+            "grad": self.grad,
+            "state": self.state,
+            "bytes": self.bytes,
+            "alike": self.alike,
+            "read_by": self.read_by,
+            "patterns": list(self.patterns),
+            "chosen": _row(self.chosen),
+            "options": [_row(o) for o in self.options],
+        }
 
 
 def _row(option: Option) -> dict[str, Any]:
@@ -165,8 +173,10 @@ class _Asking:
         for nd in self.others(lies):
             one = self.tried(nd)
             # Blocks that make no difference are not told.
-            if not any(one.step_s == o.step_s and one.peak_bytes == o.peak_bytes and dims(nd) == dims(k)
-                       for k, o in found.items()):  # fmt: skip
+            if not any(
+                one.step_s == o.step_s and one.peak_bytes == o.peak_bytes and dims(nd) == dims(k)
+                for k, o in found.items()
+            ):
                 found[nd] = one
         node, patterns = self.reader()
         trained = f"grad:{self.name}" in self.whole.outputs

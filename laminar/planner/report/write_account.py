@@ -66,8 +66,11 @@ def explained(graph: Graph, request: Request, found: Found) -> Plan | Staged:
 
 def _kept_out(found: Found, request: Request) -> KeptOutPlan | None:
     """The fastest of the plans that are faster and do not fit."""
-    scores = [s for s in found.scores if s.seconds < found.certificate.step_s and s.peak_bytes > request.room_bytes
-              and math.isfinite(s.peak_bytes)]  # fmt: skip
+    scores = [
+        s
+        for s in found.scores
+        if s.seconds < found.certificate.step_s and s.peak_bytes > request.room_bytes and math.isfinite(s.peak_bytes)
+    ]
     if not scores:
         return None
     fastest = min(scores, key=lambda s: s.seconds)

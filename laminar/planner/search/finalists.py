@@ -153,9 +153,14 @@ def fastest(rows: Sequence[Measured | str]) -> int:
 
 
 def settled(
-    plan: Plan | Staged, finals: Sequence[Finalist], rows: Sequence[Measured | str],
-    left_out: Mapping[str, str] = NOBODY_LEFT_OUT, *, seconds: float | None = None, micro_batches: int = 1,
-) -> Plan | Staged:  # fmt: skip
+    plan: Plan | Staged,
+    finals: Sequence[Finalist],
+    rows: Sequence[Measured | str],
+    left_out: Mapping[str, str] = NOBODY_LEFT_OUT,
+    *,
+    seconds: float | None = None,
+    micro_batches: int = 1,
+) -> Plan | Staged:
     """The plan that is taken, with all that was measured in its account; at least one has run.
 
     `plan` is the one that was predicted fastest, and the first of the finalists; `left_out` are those that were none,
@@ -164,10 +169,19 @@ def settled(
     assert plan.origin is not None, "a plan that comes from a search"
     best, ran = fastest(rows), [row for row in rows if isinstance(row, Measured)]
     found = [
-        MeasuredPlan(plan=f.name, step_s=row.step_s, low_s=row.low_s, high_s=row.high_s, ratio=row.ratio,
-                     ahead=row.ahead, predicted_s=f.step_s, taken=k == best)
-        for k, (row, f) in enumerate(zip(rows, finals, strict=True)) if isinstance(row, Measured)
-    ]  # fmt: skip
+        MeasuredPlan(
+            plan=f.name,
+            step_s=row.step_s,
+            low_s=row.low_s,
+            high_s=row.high_s,
+            ratio=row.ratio,
+            ahead=row.ahead,
+            predicted_s=f.step_s,
+            taken=k == best,
+        )
+        for k, (row, f) in enumerate(zip(rows, finals, strict=True))
+        if isinstance(row, Measured)
+    ]
     out = [PlanLeftOut(plan=f.name, why=row) for row, f in zip(rows, finals, strict=True) if isinstance(row, str)]
     out += [PlanLeftOut(plan=name, why=why) for name, why in left_out.items()]
     told = MeasuredPlans(

@@ -272,8 +272,10 @@ def boxing(spec: TensorSpec, src: NdSbp, dst: NdSbp, sizes: tuple[int, ...], lin
                 assert isinstance(p, Split)
                 after.append((a, d, p.blocks))
     path = _search(board, spec, tuple(begin), tuple(end), link)
-    kinds = {TERM: next((p.op for p in src if isinstance(p, Partial)), "sum"),
-             OTHER: next((p.op for p in dst if isinstance(p, Partial)), "sum")}  # fmt: skip
+    kinds = {
+        TERM: next((p.op for p in src if isinstance(p, Partial)), "sum"),
+        OTHER: next((p.op for p in dst if isinstance(p, Partial)), "sum"),
+    }
     chain = list(before)
     now = src
     for old, new in itertools.pairwise(path):

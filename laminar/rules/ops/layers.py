@@ -72,8 +72,10 @@ def trilinear(call: Call) -> Rule:
     for side, spec in zip(sides, call.ins, strict=True):
         for n, size in zip(side, spec.shape, strict=True):
             sizes[n] = max(sizes.get(n, 0), size)
-    sides = [[n if size == sizes[n] else "." for n, size in zip(side, spec.shape, strict=True)]
-             for side, spec in zip(sides, call.ins, strict=True)]  # fmt: skip
+    sides = [
+        [n if size == sizes[n] else "." for n, size in zip(side, spec.shape, strict=True)]
+        for side, spec in zip(sides, call.ins, strict=True)
+    ]
     return Rule(text(call, sides, [out]), linear="0|1|2")
 
 
@@ -151,8 +153,9 @@ def nll(call: Call) -> Rule:
     if reduction == MEAN:
         return Rule(text(call, ins, [loss, []]), expand=over)
     if reduction == 0:
-        return Rule(text(call, ins, [loss, []]), whole=dict.fromkeys((*batch, *spatial), "1"),
-                    local={"c": "laminar.nll_at"})  # fmt: skip
+        return Rule(
+            text(call, ins, [loss, []]), whole=dict.fromkeys((*batch, *spatial), "1"), local={"c": "laminar.nll_at"}
+        )
     return Rule(text(call, ins, [loss, []]), local={"c": "laminar.nll_at"})
 
 
@@ -341,13 +344,20 @@ def convolution(call: Call) -> Rule:
     bias = [["o"]] if call.at(2) is not None else []
     if groups == 1:
         weight = ["i", "o", *space] if transposed else ["o", "i", *space]
-        return Rule(text(call, [["n", "i", *space], weight, *bias], [["n", "o", *space]]),
-                    linear="02|12" if bias else "0|1", additive="2" if bias else "")  # fmt: skip
+        return Rule(
+            text(call, [["n", "i", *space], weight, *bias], [["n", "o", *space]]),
+            linear="02|12" if bias else "0|1",
+            additive="2" if bias else "",
+        )
     # Whole groups split; how many a rank has is worked out from its shapes.
     i, o = (_grouped(groups, s.shape[1]) for s in (call.ins[0], call.out))
     weight = [i if transposed else o, ".", *space]
-    return Rule(text(call, [["n", i, *space], weight, *[[o]] * len(bias)], [["n", o, *space]]), sizes={"g": groups},
-                linear="02|12" if bias else "0|1", additive="2" if bias else "")  # fmt: skip
+    return Rule(
+        text(call, [["n", i, *space], weight, *[[o]] * len(bias)], [["n", o, *space]]),
+        sizes={"g": groups},
+        linear="02|12" if bias else "0|1",
+        additive="2" if bias else "",
+    )
 
 
 def _grouped(groups: int, channels: int) -> str:

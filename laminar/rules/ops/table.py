@@ -83,8 +83,10 @@ add("sum.dim_IntList", reduction(linear=True))
 add("nansum", reduction())
 add("mean", reduction(None, None, None, linear=True, expand=True))
 add("mean.dim", reduction(kind=None, linear=True, expand=True))
-add("var.correction std.correction var_mean.correction std_mean.correction",
-    reduction(keep_arg=3, kind=None, expand=True))  # fmt: skip
+add(
+    "var.correction std.correction var_mean.correction std_mean.correction",
+    reduction(keep_arg=3, kind=None, expand=True),
+)
 add("amax", moving.also_through("max", reduction(kind="max")))
 add("amin", moving.also_through("min", reduction(kind="min")))
 add("max", moving.also_through("max", reduction(None, None, "max")))
@@ -202,10 +204,11 @@ add("laminar.attention", layers.attention)
 add("laminar.attention_backward", layers.attention_backward)
 add("laminar.ctc_loss", layers.ctc_loss)
 add("laminar.ctc_loss_backward", layers.ctc_loss_backward)
-add("laminar.grouped_mm", lambda call: Rule("s k, . k n, . -> s n", linear="0|1",
-                                            local={"s": "laminar.grouped_mm_at"}))  # fmt: skip
-add("laminar.grouped_outer", lambda call: Rule("s k, s n, . -> . k n", linear="0|1",
-                                               local={"s": "laminar.grouped_outer_at"}))  # fmt: skip
+add("laminar.grouped_mm", lambda call: Rule("s k, . k n, . -> s n", linear="0|1", local={"s": "laminar.grouped_mm_at"}))
+add(
+    "laminar.grouped_outer",
+    lambda call: Rule("s k, s n, . -> . k n", linear="0|1", local={"s": "laminar.grouped_outer_at"}),
+)
 add("laminar.lstm", layers.lstm)
 add("laminar.lstm_backward", layers.lstm_backward)
 add("laminar.eager", eager.eager)
@@ -215,9 +218,13 @@ add("convolution_backward", layers.convolution_backward)
 add("_weight_norm_interface", layers.weight_norm(2))
 add("_weight_norm_interface_backward", layers.weight_norm(4, linear="0"))
 add("max_pool2d_with_indices max_pool3d_with_indices adaptive_max_pool2d adaptive_max_pool3d", layers.spatial())
-add("max_pool2d_with_indices_backward max_pool3d_with_indices_backward adaptive_max_pool2d_backward "
-    "adaptive_max_pool3d_backward max_unpool2d max_unpool3d", layers.spatial("0"))  # fmt: skip
-add("avg_pool2d avg_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d avg_pool2d_backward avg_pool3d_backward "
+add(
+    "max_pool2d_with_indices_backward max_pool3d_with_indices_backward adaptive_max_pool2d_backward "
+    "adaptive_max_pool3d_backward max_unpool2d max_unpool3d",
+    layers.spatial("0"),
+)
+add(
+    "avg_pool2d avg_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d avg_pool2d_backward avg_pool3d_backward "
     "_adaptive_avg_pool2d_backward _adaptive_avg_pool3d_backward upsample_nearest1d upsample_nearest2d "
     "upsample_nearest3d upsample_bilinear2d upsample_linear1d upsample_bicubic2d upsample_trilinear3d "
     "upsample_nearest1d_backward upsample_nearest2d_backward upsample_bilinear2d_backward "
@@ -228,7 +235,8 @@ add("avg_pool2d avg_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d avg_pool2d_
     "_upsample_bicubic2d_aa_backward reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d "
     "replication_pad3d reflection_pad3d reflection_pad1d_backward reflection_pad2d_backward "
     "reflection_pad3d_backward replication_pad1d_backward replication_pad2d_backward replication_pad3d_backward",
-    layers.spatial("0"))  # fmt: skip
+    layers.spatial("0"),
+)
 add("grid_sampler_2d grid_sampler_3d", layers.grid_sampler)
 add("grid_sampler_2d_backward grid_sampler_3d_backward", layers.grid_sampler_backward)
 add("im2col col2im", layers.spatial("0", only_batch=True))

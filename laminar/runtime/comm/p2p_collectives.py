@@ -231,8 +231,11 @@ class P2PReduceScatter:
             for i, piece in zip(pieces.packed, pieces.split(packed, at), strict=True):
                 terms[i][r] = piece
         if pieces.packed:
-            pairs = [(v, views[i][r]) for r, row in enumerate(self.packed_views)
-                     for v, i in zip(row, pieces.packed, strict=True)]  # fmt: skip
+            pairs = [
+                (v, views[i][r])
+                for r, row in enumerate(self.packed_views)
+                for v, i in zip(row, pieces.packed, strict=True)
+            ]
             foreach_copy([v.view(x.shape) for v, x in pairs], [x for _, x in pairs])
         for r in wire.others:
             for i in pieces.alone:

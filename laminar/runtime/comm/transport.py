@@ -240,8 +240,10 @@ class Groups:
         self._all = dist.group.WORLD if group is None else group
         world = dist.get_world_size(group)
         if ranks is None and mesh.ranks != world:
-            raise MeshError(f"{mesh} has {mesh.ranks} ranks, the world has {world}",
-                            next=f"start {mesh.ranks} processes, or use a mesh of {world}")  # fmt: skip
+            raise MeshError(
+                f"{mesh} has {mesh.ranks} ranks, the world has {world}",
+                next=f"start {mesh.ranks} processes, or use a mesh of {world}",
+            )
         numbers = dist.get_process_group_ranks(self._all)
         members = tuple(numbers[r] for r in (range(world) if ranks is None else ranks))
         self._begin(mesh, members, dist.get_rank(), device, share, timeout_s)

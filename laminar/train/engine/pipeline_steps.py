@@ -143,8 +143,15 @@ class Pipes:
         parts = StageRunner(pipes, self.world.rank, self.state.held, self._build)
         net = pipes[0].net
         tokens = {q.name: [Value([])] * q.filled for q in net.queues if q.filled}
-        actors = connect_actors(net, parts.fire, routes=parts.routes(), initial=tokens, device=self.world.device,
-                      timeout_s=self.world.timeout_s, group=self.world.process_group)  # fmt: skip
+        actors = connect_actors(
+            net,
+            parts.fire,
+            routes=parts.routes(),
+            initial=tokens,
+            device=self.world.device,
+            timeout_s=self.world.timeout_s,
+            group=self.world.process_group,
+        )
         assert actors is not None  # every rank is at a place
         return Pipe(graph, next(iter(made.values())), parts, actors, dict(zip(made, parts.first, strict=True)))
 
@@ -157,8 +164,11 @@ class Pipes:
         keys = [self.tracer.graph(m, backward).hash for m in micros]
         kinds = dict(zip(keys, micros, strict=True))
         if len(kinds) > SIZES:
-            raise BatchError(f"micro-batches of {len(kinds)} different sizes in one step", allowed=f"{SIZES} at most",
-                             next="make more of them equal: each size is a program of its own")  # fmt: skip
+            raise BatchError(
+                f"micro-batches of {len(kinds)} different sizes in one step",
+                allowed=f"{SIZES} at most",
+                next="make more of them equal: each size is a program of its own",
+            )
         pipe = self._open.get(backward)
         for key in kinds:
             if pipe is not None and key not in pipe.sizes:

@@ -132,10 +132,16 @@ class Job(BaseJob):
         emit("phase", name="planning")
         plan = plan_for.chosen(plan, graph, mesh, world.device)
         state = JobState(
-            model, slots, optimizer, StateLayout.of_plan(plan, [s.name for s in slots], world.rank), seed=options.seed,
-            ema=options.ema, scaler=Scaler() if self.precision.scaled else None,
-            rounded=self.precision.rounding != "nearest", elementwise=options.elementwise,
-        )  # fmt: skip
+            model,
+            slots,
+            optimizer,
+            StateLayout.of_plan(plan, [s.name for s in slots], world.rank),
+            seed=options.seed,
+            ema=options.ema,
+            scaler=Scaler() if self.precision.scaled else None,
+            rounded=self.precision.rounding != "nearest",
+            elementwise=options.elementwise,
+        )
         self._build = self._builder(options.compiles(world.device))
         self._unchecked = options.check
         self._begin(world, state, plan, first)

@@ -134,12 +134,15 @@ class GraphSearches:
         sure = [first, *(s for s in self.rewritten if s.bounds.proved)]
         return Nothing(
             no_room(request, min((s.peak_bytes for s in scores), default=math.inf)),
-            min(*(s.bounds.lowest_s if settled else min(s.bounds.at.values()) for s in sure), *self.ways.values(),
-                math.inf),
+            min(
+                *(s.bounds.lowest_s if settled else min(s.bounds.at.values()) for s in sure),
+                *self.ways.values(),
+                math.inf,
+            ),
             self.space(sure).hash,
             not all(s.peak_bytes > request.room_bytes for s in scores),
             first.clock.left() > 0 or not settled,
-        )  # fmt: skip
+        )
 
 
 def simplest(finals: Sequence[Final], earlier_s: float) -> Final:

@@ -87,9 +87,12 @@ class Trials:
         """Whether a plan of the same cell was simulated that was expected to take no more, of time and memory."""
         return any(
             s.seconds  # what was simulated without having been scored says nothing about scores
-            and s.cell == score.cell and s.zero == score.zero and s.seconds <= score.seconds
-            and s.peak_bytes <= score.peak_bytes / SAME_MEMORY for s in self.done
-        )  # fmt: skip
+            and s.cell == score.cell
+            and s.zero == score.zero
+            and s.seconds <= score.seconds
+            and s.peak_bytes <= score.peak_bytes / SAME_MEMORY
+            for s in self.done
+        )
 
     def confirm(self, score: Score) -> Final | None:
         """Simulate a plan at full depth: only what was simulated may win. The plan, if it fits."""

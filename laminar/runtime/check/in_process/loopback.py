@@ -125,8 +125,10 @@ class Loop:
         meeting = self.hub.meetings.setdefault(key, _Meeting(kind, early=self.met % 2 == 0))
         self.met += 1
         if meeting.kind != kind:
-            raise RankError(f"rank {self.members[self.at]} comes to {kind} where others are in {meeting.kind}",
-                            at=f"collective {key[1]} of ranks {', '.join(map(str, self.members))}")  # fmt: skip
+            raise RankError(
+                f"rank {self.members[self.at]} comes to {kind} where others are in {meeting.kind}",
+                at=f"collective {key[1]} of ranks {', '.join(map(str, self.members))}",
+            )
         meeting.given[self.at] = [x.clone() for x in given]
         poison(out)
 
@@ -158,8 +160,10 @@ class Loop:
         def made(all_: dict[int, list[Tensor]]) -> Tensor:
             rows = [all_[r][self.at] for r in range(len(self.members))]
             if [r.numel() for r in rows] != list(received):
-                raise RankError(f"rank {self.members[self.at]} awaits {list(received)}",
-                                at=f"all_to_all that brings {[r.numel() for r in rows]}")  # fmt: skip
+                raise RankError(
+                    f"rank {self.members[self.at]} awaits {list(received)}",
+                    at=f"all_to_all that brings {[r.numel() for r in rows]}",
+                )
             return torch.cat(rows)
 
         return self._meet("all_to_all", given.split(list(sent)), out, made)

@@ -174,13 +174,17 @@ def _drive(net: Any, parts: Mapping[int, StageRunner], turns: Turns, ranks: Sequ
     tokens = {q.name: [Value([])] * q.filled for q in net.queues if q.filled}
     actors = {
         r: Actors(
-            net, parts[r].fire, lines[r], queue_routes(net, parts[r].routes()),
+            net,
+            parts[r].fire,
+            lines[r],
+            queue_routes(net, parts[r].routes()),
             {(k, b): s for (k, a, b), (s, _) in ends.items() if a == r},
             {(k, a): t for (k, a, b), (_, t) in ends.items() if b == r},
-            initial=tokens, timeout_s=NO_TIMEOUT_S,
+            initial=tokens,
+            timeout_s=NO_TIMEOUT_S,
         )
         for r in ranks
-    }  # fmt: skip
+    }
 
     def one(rank: int) -> Callable[[], None]:
         def act() -> None:
