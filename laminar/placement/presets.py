@@ -15,24 +15,31 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from laminar.errors import MeshError, PlanError
-from laminar.ir.account import Account
-from laminar.ir.codec import Ref
 from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh
 from laminar.ir.ops import FREE
-from laminar.ir.patterns import apart, as_patterns, known
-from laminar.ir.plan import Plan
+from laminar.ir.plans.account import Account
+from laminar.ir.plans.patterns import apart, as_patterns, known
+from laminar.ir.plans.plan import Plan
 from laminar.ir.sbp import B, NdSbp, Partial, Sbp, Split, local_spec, no_rank_empty
+from laminar.ir.serial.codec import Ref
 from laminar.ir.tensor import TensorSpec
 from laminar.placement.complete import Pins, Seeds, completed, match, storable
 from laminar.rules.signing import Placing, follow
 
 ATTENTION = ("laminar.attention", "laminar.attention_backward")
-PRODUCTS = {"aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten.convolution", "aten.convolution_backward",
-            *ATTENTION}  # fmt: skip
+PRODUCTS = {
+    "aten.mm",
+    "aten.addmm",
+    "aten.bmm",
+    "aten.baddbmm",
+    "aten.convolution",
+    "aten.convolution_backward",
+    *ATTENTION,
+}
 """The ops whose work tensor parallelism divides."""
 Patterns = str | Sequence[str]
-"""What to make again in backward or to keep in the host's memory, such as "blocks.*"; see `ir/patterns.py`."""
+"""What to make again in backward or to keep in the host's memory, such as "blocks.*"; see `ir/plans/patterns.py`."""
 DATA_AXES = ("dp", "data", "batch", "fsdp", "zero")
 NAMES = ("data", "zero1", "zero2", "zero3", "tensor", "context")
 """Plans that can be asked for by name, on the command line and in Python."""
@@ -147,9 +154,12 @@ def _pieces(spec, mesh: Mesh) -> NdSbp:  # type: ignore[no-untyped-def]
         here = local_spec(spec, tuple(out), mesh.sizes[:axis])
         placement = storable(here, parts)
         uneven = any(
-            isinstance(p, Split) and isinstance(placement, Split) and p.dim == placement.dim
-            and spec.shape[p.dim] % mesh.sizes[a] for a, p in enumerate(out)
-        )  # fmt: skip
+            isinstance(p, Split)
+            and isinstance(placement, Split)
+            and p.dim == placement.dim
+            and spec.shape[p.dim] % mesh.sizes[a]
+            for a, p in enumerate(out)
+        )
         out.append(B if uneven else placement)
     return tuple(out)
 

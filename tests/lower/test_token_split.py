@@ -20,7 +20,7 @@ from laminar.cost.ops.families import describe
 from laminar.cost.ops.table import local_call
 from laminar.errors import MeshError, PlanError
 from laminar.ir.graph import Graph
-from laminar.ir.plan import Plan
+from laminar.ir.plans.plan import Plan
 from laminar.ir.program import Program
 from laminar.placement import presets
 from laminar.rules.notation import call_of, localise

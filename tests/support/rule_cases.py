@@ -20,9 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import laminar
-from laminar.capture import kernels
-from laminar.capture.torch_ops import NAMES, find_op, op_name, plain, positional
-from laminar.ir.codec import Ref
+from laminar.capture.ops import kernels
+from laminar.capture.ops.torch_ops import NAMES, find_op, op_name, plain, positional
+from laminar.ir.serial.codec import Ref
 from laminar.rules.signing import options
 from tests.support.rule_check import Case
 
@@ -424,8 +424,20 @@ def _images() -> Iterator[Case]:
         yield c
         grad = real(*c.call.out.shape)
         sizes = [out] if bias else None
-        yield case("convolution_backward", grad, x, w, sizes, [2, 1], [1, 0], [1, 1], transposed, [0, 0], groups,
-                   [True, True, bias])  # fmt: skip
+        yield case(
+            "convolution_backward",
+            grad,
+            x,
+            w,
+            sizes,
+            [2, 1],
+            [1, 0],
+            [1, 1],
+            transposed,
+            [0, 0],
+            groups,
+            [True, True, bias],
+        )
     yield case("convolution", real(6, 8, 9), real(12, 8, 3), real(12), [1], [1], [2], False, [0], 1)
     x = real(4, 6, 8, 10)
     for op in ("_upsample_bicubic2d_aa", "_upsample_bilinear2d_aa"):

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from laminar.cost.ops.roofline import flops
 from laminar.cost.ops.table import parse_key
 from laminar.errors import LaminarError
-from laminar.ir.codec import Ref
 from laminar.ir.ops import FREE
+from laminar.ir.serial.codec import Ref
 from laminar.ir.tensor import ITEM_BYTES
 from laminar.rules.notation import Call
 

@@ -25,11 +25,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from laminar.errors import LaminarError
-from laminar.ir.codec import Dtype, Ref
 from laminar.ir.mesh import Mesh
 from laminar.ir.ops import DRAWS
 from laminar.ir.program import Instr
 from laminar.ir.sbp import Split
+from laminar.ir.serial.codec import Dtype, Ref
 from laminar.ir.tensor import TensorSpec
 from laminar.rules.notation import SIZED, Call, local_args, one_call
 
