@@ -11,8 +11,8 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from laminar.ir.answers import answered_by
-from laminar.ir.cluster_makers import clusters_made_by
+from laminar.ir.clusters.cluster_makers import clusters_made_by
+from laminar.ir.plans.answers import answered_by
 
 __version__ = "0.1.0"
 
@@ -21,16 +21,16 @@ _WHERE = {
     "BatchError": "laminar.errors",
     "Callback": "laminar.train.loop",
     "CaptureError": "laminar.errors",
-    "Cluster": "laminar.ir.cluster",
+    "Cluster": "laminar.ir.clusters.cluster",
     "ClusterError": "laminar.errors",
     "DataError": "laminar.errors",
     "Graph": "laminar.ir.graph",
     "GraphError": "laminar.errors",
-    "Job": "laminar.train.job",
+    "Job": "laminar.train.job.job",
     "LaminarError": "laminar.errors",
     "Link": "laminar.ir.mesh",
-    "Local": "laminar.train.leaves",
-    "Loss": "laminar.capture.losses",
+    "Local": "laminar.train.batch.leaves",
+    "Loss": "laminar.capture.model.losses",
     "Mesh": "laminar.ir.mesh",
     "MeshError": "laminar.errors",
     "NoPlanFits": "laminar.errors",
@@ -41,7 +41,7 @@ _WHERE = {
     "P": "laminar.ir.sbp",
     "PeerError": "laminar.errors",
     "PlacementError": "laminar.errors",
-    "Plan": "laminar.ir.plan",
+    "Plan": "laminar.ir.plans.plan",
     "PlanError": "laminar.errors",
     "Program": "laminar.ir.program",
     "RankError": "laminar.errors",
@@ -50,7 +50,7 @@ _WHERE = {
     "RendezvousError": "laminar.errors",
     "S": "laminar.ir.sbp",
     "SimulationError": "laminar.errors",
-    "Sized": "laminar.train.leaves",
+    "Sized": "laminar.train.batch.leaves",
     "CheckError": "laminar.errors",
     "StateError": "laminar.errors",
     "StoppedError": "laminar.errors",
@@ -58,7 +58,7 @@ _WHERE = {
     "Timeline": "laminar.ir.timeline",
     "TimelineError": "laminar.errors",
     "capture": "laminar.api",
-    "eager": "laminar.capture.eager",
+    "eager": "laminar.capture.eager.eager",
     "load_recipe": "laminar.api",
     "lower": "laminar.lower.lower",
     "parallelize": "laminar.api",
@@ -201,8 +201,8 @@ def __dir__() -> list[str]:
 if TYPE_CHECKING:
     from laminar import data as data
     from laminar.api import Recipe, capture, load_recipe, parallelize, plan, plans, replan, verify
-    from laminar.capture.eager import eager
-    from laminar.capture.losses import Loss
+    from laminar.capture.eager.eager import eager
+    from laminar.capture.model.losses import Loss
     from laminar.errors import (
         BatchError,
         CaptureError,
@@ -229,16 +229,16 @@ if TYPE_CHECKING:
         TimelineError,
     )
     from laminar.forecast.step import predict
-    from laminar.ir.cluster import Cluster
+    from laminar.ir.clusters.cluster import Cluster
     from laminar.ir.graph import Graph
     from laminar.ir.mesh import Link, Mesh
-    from laminar.ir.plan import Plan
+    from laminar.ir.plans.plan import Plan
     from laminar.ir.program import Program
     from laminar.ir.sbp import B, P, S
     from laminar.ir.tensor import TensorSpec
     from laminar.ir.timeline import Timeline
     from laminar.lower.lower import lower
     from laminar.rewrite.variants import rewritten
-    from laminar.train.job import Job
-    from laminar.train.leaves import Local, Sized
+    from laminar.train.batch.leaves import Local, Sized
+    from laminar.train.job.job import Job
     from laminar.train.loop import Callback

@@ -23,7 +23,7 @@ from numpy.typing import ArrayLike
 from laminar.data.cost.sample_cost import FloatArray
 from laminar.errors import DataError
 from laminar.events import emit
-from laminar.ir.cluster import Cluster
+from laminar.ir.clusters.cluster import Cluster
 
 JUMP = 0.12
 """A speed that is off by more than this (in logarithms) has changed, if the next step says so too (assumed)."""

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from laminar.capture.losses import Loss
+from laminar.capture.model.losses import Loss
 from laminar.data.packing.packed import IGNORED
 
 

@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laminar.capture import kernels, torch_private
-from laminar.capture.torch_ops import DENSE, LAZY, dense, find_op, resolved, spread, unplain
-from laminar.ir.codec import Ref
+from laminar.capture import torch_private
+from laminar.capture.ops import kernels
+from laminar.capture.ops.torch_ops import DENSE, LAZY, dense, find_op, resolved, spread, unplain
 from laminar.ir.mesh import Mesh
 from laminar.ir.ops import DRAWS
 from laminar.ir.program import Instr
 from laminar.ir.sbp import Split, chunk, local_indices
+from laminar.ir.serial.codec import Ref
 from laminar.rules.notation import Call, local_args
 
 FAST = """mm addmm bmm baddbmm add.Tensor sub.Tensor mul.Tensor div.Tensor add.Scalar mul.Scalar div.Scalar t permute
