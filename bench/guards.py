@@ -23,9 +23,9 @@ import torch
 from common import report
 from torch import Tensor, nn
 
-from laminar.train.batch_checksum import Sampled
-from laminar.train.leaves import Leaves
-from laminar.train.tracer import Tracer
+from laminar.train.batch.batch_checksum import Sampled
+from laminar.train.batch.leaves import Leaves
+from laminar.train.engine.tracer import Tracer
 
 
 class Config:

@@ -1,7 +1,8 @@
 """What does a new sequence length cost in the middle of training?
 
 A Llama of Hugging Face with four layers trains on batches each of which has another length. The first lengths are
-traced; from the fourth on, graphs are predicted and checked by a dry run of forward (`laminar/capture/batch_sizes.py`).
+traced; from the fourth on, graphs are predicted and checked by a dry run of forward
+(`laminar/capture/graph/batch_sizes.py`).
 
     python bench/lengths.py [--plan data] [--layers 4] [--lengths 12]
 

@@ -34,10 +34,10 @@ from laminar.ir.cluster import Cluster
 from laminar.ir.mesh import Mesh
 from laminar.ir.program import Program
 from laminar.lower.kernels import kernels
-from laminar.lower.mincut_recompute import recompute, written_out
+from laminar.lower.memory.mincut_recompute import recompute, written_out
 from laminar.lower.step import step_programs
 from laminar.placement import presets
-from laminar.train.precision import Precision
+from laminar.train.optimizer.precision import Precision
 
 
 def main() -> None:

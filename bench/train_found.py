@@ -61,9 +61,9 @@ from laminar.ir.plan import Plan
 from laminar.planner.search.finalists import finalists
 from laminar.planner.space.request import DIMENSIONS
 from laminar.runtime.comm.transport import join_process_group
-from laminar.train import try_finalists
-from laminar.train.plan_search import BUDGET_S, Searched, with_ddp
-from laminar.train.precision import Precision
+from laminar.train.auto import try_finalists
+from laminar.train.auto.plan_search import BUDGET_S, Searched, with_ddp
+from laminar.train.optimizer.precision import Precision
 from laminar.train.world import World
 
 BENCH = "train_found"
@@ -79,7 +79,7 @@ WIDE = ("mlp", "dlrm", "dlrm_sgd")
 """Where DDP is to be beaten by more."""
 TWIN = "the same program as laminar"
 DRAWS = 4000
-PRELOAD = ["torch", "torch.distributed", "peers", "laminar.train.job", "laminar.planner.search.entry"]
+PRELOAD = ["torch", "torch.distributed", "peers", "laminar.train.job.job", "laminar.planner.search.entry"]
 CONTEXT = multiprocessing.get_context("forkserver")
 
 

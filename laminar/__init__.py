@@ -25,11 +25,11 @@ _WHERE = {
     "ClusterError": "laminar.errors",
     "Graph": "laminar.ir.graph",
     "GraphError": "laminar.errors",
-    "Job": "laminar.train.job",
+    "Job": "laminar.train.job.job",
     "LaminarError": "laminar.errors",
     "Link": "laminar.ir.mesh",
-    "Local": "laminar.train.leaves",
-    "Loss": "laminar.capture.losses",
+    "Local": "laminar.train.batch.leaves",
+    "Loss": "laminar.capture.model.losses",
     "Mesh": "laminar.ir.mesh",
     "MeshError": "laminar.errors",
     "NoPlanFits": "laminar.errors",
@@ -49,7 +49,7 @@ _WHERE = {
     "RendezvousError": "laminar.errors",
     "S": "laminar.ir.sbp",
     "SimulationError": "laminar.errors",
-    "Sized": "laminar.train.leaves",
+    "Sized": "laminar.train.batch.leaves",
     "CheckError": "laminar.errors",
     "StateError": "laminar.errors",
     "StoppedError": "laminar.errors",
@@ -57,7 +57,7 @@ _WHERE = {
     "Timeline": "laminar.ir.timeline",
     "TimelineError": "laminar.errors",
     "capture": "laminar.api",
-    "eager": "laminar.capture.eager",
+    "eager": "laminar.capture.eager.eager",
     "load_recipe": "laminar.api",
     "lower": "laminar.lower.lower",
     "parallelize": "laminar.api",
@@ -195,8 +195,8 @@ def __dir__() -> list[str]:
 
 if TYPE_CHECKING:
     from laminar.api import Recipe, capture, load_recipe, parallelize, plan, plans, replan, verify
-    from laminar.capture.eager import eager
-    from laminar.capture.losses import Loss
+    from laminar.capture.eager.eager import eager
+    from laminar.capture.model.losses import Loss
     from laminar.errors import (
         BatchError,
         CaptureError,
@@ -232,6 +232,6 @@ if TYPE_CHECKING:
     from laminar.ir.timeline import Timeline
     from laminar.lower.lower import lower
     from laminar.rewrite.variants import rewritten
-    from laminar.train.job import Job
-    from laminar.train.leaves import Local, Sized
+    from laminar.train.batch.leaves import Local, Sized
+    from laminar.train.job.job import Job
     from laminar.train.loop import Callback

@@ -114,9 +114,9 @@ def graph_of(name: str, parts: int = 1, precision: str = "f32", device: str = "c
     """
     import torch
 
-    from laminar.capture.batches import flatten, unflatten
-    from laminar.capture.saved_graphs import kept_graph
-    from laminar.train.precision import Precision
+    from laminar.capture.kept.saved_graphs import kept_graph
+    from laminar.capture.model.batches import flatten, unflatten
+    from laminar.train.optimizer.precision import Precision
 
     recipe, batch = _begun(name, parts)
     model, policy = _on_meta(recipe.model), Precision.of(precision)
@@ -395,7 +395,7 @@ def verify(
     from laminar.planner.search.batch_size import fitted, refuse_other
     from laminar.rules.samples import samples_of
     from laminar.runtime.check.verify import verify_program
-    from laminar.train.check_graph import against_eager
+    from laminar.train.check.check_graph import against_eager
 
     found = list(batches)
     if isinstance(plan, Staged):
@@ -412,14 +412,14 @@ def _verify_staged(model: Any, loss: Any, batches: list[Any], plan: Staged, dtyp
     """Micro-batches through the stages against one device on whole batches, which are all of one shape."""
     import json
 
-    from laminar.capture.batches import unflatten
     from laminar.capture.capture import capture as trace
+    from laminar.capture.model.batches import unflatten
     from laminar.planner.search.batch_size import refuse_other
     from laminar.rules.samples import in_parts, places_of, samples_of
     from laminar.runtime.check.probe_rules import probe
     from laminar.runtime.check.verify import verify_stages, weighted
-    from laminar.train.check_graph import against_eager
-    from laminar.train.leaves import Leaves
+    from laminar.train.batch.leaves import Leaves
+    from laminar.train.check.check_graph import against_eager
 
     whole, leaves = capture(model, loss, batches[0]), Leaves.of(batches[0])
     refuse_other(plan, samples_of(whole))
@@ -453,8 +453,8 @@ def micro_batches(batch: Any, count: int | Sequence[int]) -> list[Any]:
     """A batch in so many parts, as equal as they can be, or in parts of so many samples, as steps cut it."""
     import json
 
-    from laminar.capture.batches import unflatten
-    from laminar.train.leaves import Leaves, Sized
+    from laminar.capture.model.batches import unflatten
+    from laminar.train.batch.leaves import Leaves, Sized
 
     leaves = Leaves.of(batch if isinstance(count, int) else Sized(batch, count))
     parts = leaves.split(count if isinstance(count, int) else len(count))
@@ -463,7 +463,7 @@ def micro_batches(batch: Any, count: int | Sequence[int]) -> list[Any]:
 
 def for_plan(plan: Plan | Staged, batch: Any) -> Any:
     """As many samples of a batch as a plan is for, the first ones, where its batch was free and is a part of this."""
-    from laminar.train.leaves import Leaves
+    from laminar.train.batch.leaves import Leaves
 
     known = plan.account.batch.samples if plan.account.batch else 0
     samples = Leaves.of(batch).samples if known else 0
@@ -533,41 +533,41 @@ def parallelize(
         clip_value=clip_value, ema=ema, seed=seed, compile=compile, detect_anomaly=detect_anomaly, timeout_s=timeout_s,
         elementwise=elementwise, check=check, unguarded=unguarded,
     )  # fmt: skip
-    from laminar.capture.lazy_layers import initialise
-    from laminar.capture.unwrap import unwrapped
+    from laminar.capture.model.lazy_layers import initialise
+    from laminar.capture.model.unwrap import unwrapped
 
     model = unwrapped(model)
     initialise(model, loss, batch)
     if plan == "ddp":
-        from laminar.train.ddp_job import DdpJob
+        from laminar.train.job.ddp_job import DdpJob
 
         return DdpJob(model, loss, optimizer, batch, options)
-    from laminar.train import plan_for
+    from laminar.train.job import plan_for
 
     world = None
     if cluster is not None:
-        from laminar.train import plan_search  # and the planner with it, which takes a while to load
+        from laminar.train.auto import plan_search  # and the planner with it, which takes a while to load
 
         world, plan = plan_search.begun(model, loss, optimizer, batch, cluster, options, measure)
     plan = plan_for.loaded(plan)
     if world is None and isinstance(plan, Plan | Staged) and plan.account.batch is not None:
         from laminar.planner.search.batch_size import refuse_other
-        from laminar.train.leaves import Leaves
+        from laminar.train.batch.leaves import Leaves
 
         parts = 1 if isinstance(plan, Staged) else micro_batches
         refuse_other(plan, Leaves.of(batch).split(parts)[0].samples, parts)
     if isinstance(plan, Plan) and runs_ddp(plan):
-        from laminar.train.ddp_fits import refuse_others
-        from laminar.train.ddp_job import DdpJob
+        from laminar.train.auto.ddp_fits import refuse_others
+        from laminar.train.job.ddp_job import DdpJob
 
         if world is None:
             refuse_others(model, loss, batch, options)
         return DdpJob(model, loss, optimizer, batch, options, plan, world)
     if isinstance(plan, Staged):
-        from laminar.train.pipeline_job import StagedJob
+        from laminar.train.job.pipeline_job import StagedJob
 
         return StagedJob(model, loss, optimizer, batch, plan, options)
-    from laminar.train.job import Job
+    from laminar.train.job.job import Job
 
     return Job(model, loss, optimizer, batch, plan, options, world=world)
 

@@ -116,7 +116,7 @@ def test_a_file_that_can_not_be_read_is_made_again(home: Path, tmp_path: Path, h
 
 def test_the_oldest_make_room(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As many as there may be stay; what was used last stays longest."""
-    monkeypatch.setattr(cache, "MOST", 3)
+    monkeypatch.setattr(cache, "MOST_FILES", 3)
     for n in range(5):
         assert cache.kept("things", {"n": n}, lambda n=n: n, int, int) == n
     assert len(list(home.glob("things/*.json"))) == 3

@@ -23,7 +23,7 @@ from bench.published.prices import Constants
 from bench.published.rows import Row, measured_s, model_flops
 from laminar.cost.machine import Machine
 from laminar.cost.sim.pipeline import execute
-from laminar.lower.schedules import dag_net
+from laminar.lower.stages.schedules import dag_net
 
 HEADER = (
     "block,status,system,model,params_B,layers,hidden,heads,kv_heads,ffn,vocab,seq,gbs,mbs,gpu,gpus,tp,pp,dp,cp,vp,zero,"
@@ -291,7 +291,7 @@ def test_a_hidden_name_hides_all_that_hangs_on_it() -> None:
 
 
 RESULTS = Path(__file__).parents[1] / "bench" / "results" / "published.jsonl"
-DOCS = Path(__file__).parents[1] / "docs" / "cost.md"
+DOCS = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 MOST = 0.12
 """Error of a system that nobody has named, at the median: what was aimed at."""
 

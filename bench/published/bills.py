@@ -32,10 +32,10 @@ from laminar.ir.ops import FREE
 from laminar.ir.program import Instr, Program
 from laminar.lower.kernels import kernels
 from laminar.lower.lower import written
-from laminar.lower.mincut_recompute import recompute as recompute_cheap
-from laminar.lower.mincut_recompute import written_out
-from laminar.lower.planned_recompute import boundary, early
-from laminar.lower.stage_programs import Part, stages
+from laminar.lower.memory.mincut_recompute import recompute as recompute_cheap
+from laminar.lower.memory.mincut_recompute import written_out
+from laminar.lower.memory.planned_recompute import boundary, early
+from laminar.lower.stages.stage_programs import Part, stages
 from laminar.rules.notation import Call
 
 VERSION = 1

@@ -28,12 +28,12 @@ from laminar.ir.plan import Plan
 from laminar.ir.program import Program, placed
 from laminar.ir.staged import Staged
 from laminar.ir.timeline import Timeline
+from laminar.lower.boxing.reshard import Move, moves
 from laminar.lower.kernels import kernels
-from laminar.lower.loaders import with_loads
-from laminar.lower.mincut_recompute import written_out
-from laminar.lower.reshard import Move, moves
-from laminar.lower.stage_net import Piped, piped
-from laminar.lower.stage_programs import stages
+from laminar.lower.memory.mincut_recompute import written_out
+from laminar.lower.stages.loaders import with_loads
+from laminar.lower.stages.stage_net import Piped, piped
+from laminar.lower.stages.stage_programs import stages
 from laminar.rewrite.variants import rewritten
 
 STEADY = 4

@@ -26,7 +26,7 @@ from laminar.ir.plan import Plan
 from laminar.ir.program import Program
 from laminar.ir.timeline import Span, Timeline
 from laminar.lower.kernels import kernels
-from laminar.lower.mincut_recompute import recompute, written_out
+from laminar.lower.memory.mincut_recompute import recompute, written_out
 from laminar.lower.step import step_programs
 from laminar.rewrite.variants import rewritten
 

@@ -1,7 +1,7 @@
 """A plan with stages: different ops on different sets of ranks.
 
-Every forward op has a stage; backward ops follow theirs (`lower/split_stages.py`). A stage runs at a place, a set of
-ranks with a mesh of its own, and has an ordinary plan for its own graph there. Several stages may share a place
+Every forward op has a stage; backward ops follow theirs (`lower/stages/split_stages.py`). A stage runs at a place, a
+set of ranks with a mesh of its own, and has an ordinary plan for its own graph there. Several stages may share a place
 (virtual stages). A step is a number of micro-batches, passed from stage to stage in the order that `schedule` names,
 from which a place may be `window` positions ahead; `registers` overrides how many micro-batches may be under way
 between two parts.

@@ -1,7 +1,7 @@
 """Plans run against each other on this machine: the measured fastest wins, whatever was predicted.
 
 The launcher writes the plans down, starts as many ranks as they have, and reads what rank 0 found out. The ranks make
-jobs of them that take turns (`train/interleaved_timing.py`), from the recipe's own weights and batches.
+jobs of them that take turns (`train/auto/interleaved_timing.py`), from the recipe's own weights and batches.
 
 The ranks are those of this machine. A plan for a cluster that isn't here can't be measured, and is refused before
 anything is started.
@@ -110,7 +110,7 @@ def _turns(at: Path, recipe: Any, name: str, parallelize: Callable[..., Any]) ->
     """Seconds of a step, by plan and round; or why a plan is out."""
     import torch
 
-    from laminar.train.interleaved_timing import turns
+    from laminar.train.auto.interleaved_timing import turns
     from laminar.train.world import World
 
     asked = json.loads((at / ASKED).read_text())
@@ -142,8 +142,8 @@ def taken(
     if not sides:
         raise PlanError("this plan lies outside of what was searched, and has no runners-up",
                         next="laminar plan without --measure")  # fmt: skip
-    from laminar.train.ddp_fits import why_not  # and torch with it
-    from laminar.train.precision import Precision
+    from laminar.train.auto.ddp_fits import why_not  # and torch with it
+    from laminar.train.optimizer.precision import Precision
 
     why = why_not(plan.origin.graph, Precision.of("f32"))
     ddp = None if why else as_ddp(plan)

@@ -26,7 +26,7 @@ from laminar.cost.ops.interned import Forms, forms_of
 from laminar.cost.sim.no_gc import uncollected
 from laminar.ir.ops import ASYNC_OPS, FREE
 from laminar.ir.program import Instr, Program
-from laminar.lower.mincut_recompute import BACKWARD, ELEMENTWISE, FUSES, ROWWISE, SMALL
+from laminar.lower.memory.mincut_recompute import BACKWARD, ELEMENTWISE, FUSES, ROWWISE, SMALL
 
 POINTWISE = frozenset(
     f"aten.{name}"

@@ -24,11 +24,11 @@ from laminar.ir.plan import Plan
 from laminar.ir.program import READ_VALUES, Instr, MoveCause, Placed, Program, ProgramInput, ProgramOutput, placed
 from laminar.ir.sbp import B, NdSbp, Partial, check, show
 from laminar.ir.tensor import TensorSpec
-from laminar.lower.boxing_lines import boxing_line
-from laminar.lower.buckets import BUCKET_BYTES, merged
-from laminar.lower.offload import offloaded
-from laminar.lower.overlap import drop_unused, overlap
-from laminar.lower.planned_recompute import made_again
+from laminar.lower.boxing.boxing_lines import boxing_line
+from laminar.lower.boxing.buckets import BUCKET_BYTES, merged
+from laminar.lower.boxing.overlap import drop_unused, overlap
+from laminar.lower.memory.offload import offloaded
+from laminar.lower.memory.planned_recompute import made_again
 from laminar.rules.boxing import Step, boxing, chain_s
 from laminar.rules.expand import LAZY, expand
 from laminar.rules.notation import Call, call_of, calls_in

@@ -38,7 +38,7 @@ from laminar.ir.mesh import Mesh
 from laminar.ir.plan import Plan
 from laminar.profile.time_op import workspace_bytes
 from laminar.profile.trials import Trial, _classes, _clicks, _labelled, _next, _Tables, _Words, _words, adamw
-from laminar.train.job import Job
+from laminar.train.job.job import Job
 from laminar.train.options import JobOptions
 
 STARTING_S = 90.0

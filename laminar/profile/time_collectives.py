@@ -24,12 +24,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from laminar.capture.torch_ops import DTYPES
+from laminar.capture.ops.torch_ops import DTYPES
 from laminar.ir.mesh import Mesh
 from laminar.ir.program import Program
 from laminar.ir.sbp import PSUM, B, S
 from laminar.ir.tensor import TensorSpec
-from laminar.lower.reshard import moves
+from laminar.lower.boxing.reshard import moves
 from laminar.profile.time_op import LEAST_ROUNDS, More, Run, Timer
 from laminar.runtime.comm.transport import Groups
 

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from laminar.capture import torch_private
-from laminar.capture.torch_ops import DTYPES
+from laminar.capture.ops.torch_ops import DTYPES
 from laminar.cost.ops.strides import strides_of
 from laminar.cost.ops.table import CUT, Entry, parse_key
 from laminar.ir.codec import Ref
@@ -174,7 +174,7 @@ def _fill(arg: Any, given: Sequence[Tensor]) -> Any:
 
 
 def _update(call: Call, device: torch.device) -> list[Run]:
-    """A whole update of `tensors` parameters with `elements` in all, as `train/optimizer.py` has it run."""
+    """A whole update of `tensors` parameters with `elements` in all, as `train/optimizer/optimizer.py` has it run."""
     tensors, elements = call.args
     params = [
         torch.nn.Parameter(operand(TensorSpec((elements // tensors,), "f32"), "", device)) for _ in range(tensors)

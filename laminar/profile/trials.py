@@ -29,7 +29,7 @@ from laminar.ir.plan import Plan
 from laminar.placement import presets
 from laminar.placement.random_plan import random_plan
 from laminar.runtime.check.probe_rules import probe
-from laminar.train.job import Job
+from laminar.train.job.job import Job
 from laminar.train.options import JobOptions
 
 DDP = "ddp"

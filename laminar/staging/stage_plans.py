@@ -31,8 +31,8 @@ from laminar.ir.patterns import as_patterns, known
 from laminar.ir.plan import Choice, Plan
 from laminar.ir.sbp import B, NdSbp, Partial
 from laminar.ir.staged import Staged, StagePlan
-from laminar.lower.offload import refuse_stages
-from laminar.lower.split_stages import Split, light_ops, split
+from laminar.lower.memory.offload import refuse_stages
+from laminar.lower.stages.split_stages import Split, light_ops, split
 from laminar.placement import presets
 from laminar.rules.notation import calls_in
 from laminar.staging.balance import _work, balanced, work_s

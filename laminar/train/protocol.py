@@ -14,16 +14,16 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from laminar.capture.losses import Metrics
+from laminar.capture.model.losses import Metrics
 from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh
 from laminar.ir.plan import Plan
 from laminar.ir.program import Program
 from laminar.ir.staged import Staged
 from laminar.runtime.pipeline.loader import Loader
-from laminar.train.metrics import Evaluation, Result
-from laminar.train.prefetch import Prefetcher
-from laminar.train.state import JobState
+from laminar.train.batch.metrics import Evaluation, Result
+from laminar.train.batch.prefetch import Prefetcher
+from laminar.train.state.state import JobState
 from laminar.train.timeline import Recording, StepRecorder
 from laminar.train.world import World
 

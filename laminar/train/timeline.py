@@ -28,8 +28,8 @@ from laminar.runtime.trace.align import gathered_timeline
 from laminar.runtime.trace.gpu_tape import KernelTape
 from laminar.runtime.trace.pipeline_tape import PipeTape
 from laminar.runtime.trace.tape import Tape
-from laminar.train.metrics import Result
-from laminar.train.prefetch import Prefetcher
+from laminar.train.batch.metrics import Result
+from laminar.train.batch.prefetch import Prefetcher
 from laminar.train.world import World
 
 

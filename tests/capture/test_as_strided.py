@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import laminar
-from laminar.capture.as_strided import seen
 from laminar.capture.capture import capture
+from laminar.capture.graph.as_strided import seen
 from laminar.errors import CaptureError
 from tests.support.capture_check import Fn, draw, same, square
 

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 import laminar
-from laminar.capture.batch_sizes import Predictor
-from laminar.capture.fingerprint import fingerprint
-from laminar.capture.saved_graphs import kept_graph
-from laminar.train import tracer
+from laminar.capture.graph.batch_sizes import Predictor
+from laminar.capture.kept.fingerprint import fingerprint
+from laminar.capture.kept.saved_graphs import kept_graph
+from laminar.train.engine import tracer
 
 FACTOR = 2.0
 """A global that a loss reads."""
@@ -120,7 +120,7 @@ def test_what_can_not_be_looked_into_has_no_name(tmp_path: Path) -> None:
 SCRIPT = """
 import torch
 from torch import nn
-from laminar.capture.fingerprint import fingerprint
+from laminar.capture.kept.fingerprint import fingerprint
 
 class Model(nn.Module):
     names = frozenset(["one", "two", "three"])

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from laminar.capture.torch_ops import find_op
+from laminar.capture.ops.torch_ops import find_op
 from laminar.cli import main
 from laminar.cli_plan import parse_mesh, parse_seeds
 from laminar.errors import LaminarError
@@ -225,7 +225,7 @@ def test_verify_exits_1_where_numbers_differ(said: Any, plan_file: Path, monkeyp
 
     for how in (loopback, lockstep):  # the code that ranks run, and the interpreter that names the op
         monkeypatch.setattr(how, "reduce", lambda terms, op: terms[0])
-    monkeypatch.setattr(shm_collectives, "reduced", lambda terms, op, out: out.copy_(terms[0]))
+    monkeypatch.setattr(shm_collectives, "reduce_into", lambda terms, op, out: out.copy_(terms[0]))
     code, out, _ = said("verify", MLP, "--plan", str(plan_file))
     assert code == 1 and "first difference" in out
     code, out, _ = said("verify", MLP, "--plan", str(plan_file), "--json")

@@ -19,7 +19,7 @@ from laminar.ir.program import Instr, Placed, Program, ProgramInput, ProgramOutp
 from laminar.ir.sbp import B
 from laminar.ir.tensor import TensorSpec
 from laminar.lower.kernels import kernels
-from laminar.lower.mincut_recompute import recompute, written_out
+from laminar.lower.memory.mincut_recompute import recompute, written_out
 from laminar.lower.step import step_programs
 from laminar.placement import presets
 from tests.support.zoo import specimen

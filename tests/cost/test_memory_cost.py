@@ -30,7 +30,7 @@ from laminar.ir.program import Instr, Placed, Program, ProgramInput, ProgramOutp
 from laminar.ir.sbp import B
 from laminar.ir.tensor import TensorSpec
 from laminar.lower.kernels import kernels
-from laminar.lower.mincut_recompute import recompute, written_out
+from laminar.lower.memory.mincut_recompute import recompute, written_out
 from laminar.runtime.check.processes import on_ranks
 from tests.support.example_recipes import load
 from tests.support.marks import slow

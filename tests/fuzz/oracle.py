@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 import laminar
 from laminar.api import inputs_of, micro_batches
-from laminar.capture.model_tensors import slots_of
+from laminar.capture.model.model_tensors import slots_of
 from laminar.errors import GraphError, LaminarError, RankError
 from laminar.placement.random_plan import random_plan
 from laminar.runtime.check import lockstep

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from laminar.train import optimizer as optim
+from laminar.train.optimizer import optimizer as optim
 from tests.fuzz.generator import drawn
 from tests.fuzz.models import report
 from tests.fuzz.oracle import Different, Outcome, compare, errors, ill_conditioned, outcome
@@ -111,7 +111,7 @@ def test_what_is_warned_of_is_judged_by_parts_and_what_is_not_by_the_whole_batch
     assert outcome(replace(changed(CLAMPED.replace("clamp(-0.01, 0.01)", "relu()")), loss="counted")).kind == "equal"
     assert outcome(changed(CLAMPED)).kind == "equal"
     assert outcome(changed(CLAMPED, way="stages", ranks=2, steps=1, clip_norm=None, optimizer="sgd")).kind == "refused"
-    monkeypatch.setattr("laminar.train.job.warn_if_coupled", lambda graph, parts: None)
+    monkeypatch.setattr("laminar.train.job.job.warn_if_coupled", lambda graph, parts: None)
     assert outcome(counted).kind == "wrong"
 
 

@@ -32,9 +32,9 @@ from laminar.ir.patterns import pick
 from laminar.ir.plan import Plan
 from laminar.ir.program import Program
 from laminar.lower.kernels import kernels, parts
-from laminar.lower.mincut_recompute import recompute, written_out
-from laminar.lower.offload import BACK, SMALL_SHARE, sent_bytes, without
-from laminar.lower.planned_recompute import boundary_bytes, early
+from laminar.lower.memory.mincut_recompute import recompute, written_out
+from laminar.lower.memory.offload import BACK, SMALL_SHARE, sent_bytes, without
+from laminar.lower.memory.planned_recompute import boundary_bytes, early
 from laminar.placement.presets import like
 from laminar.placement.random_plan import random_plan
 from laminar.runtime.check import lockstep
@@ -649,7 +649,7 @@ def test_stages_refuse_offload_with_what_to_do_instead() -> None:
         assert "recompute" in str(error.value)
     staged = pipeline(graph, 2, 2)
     own = tuple(replace(s, plan=s.plan.with_offload("blocks.*")) for s in staged.stages)
-    from laminar.lower.stage_programs import stages
+    from laminar.lower.stages.stage_programs import stages
 
     with pytest.raises(PlanError, match="in a plan with stages"):
         stages(graph, replace(staged, stages=own))

@@ -31,10 +31,10 @@ from laminar.ir.patterns import as_patterns, pick
 from laminar.ir.plan import Plan
 from laminar.ir.program import Program
 from laminar.ir.staged import Staged
-from laminar.lower.mincut_recompute import recompute, written_out
-from laminar.lower.planned_recompute import ANEW, boundary, boundary_bytes, early
-from laminar.lower.stage_net import piped
-from laminar.lower.stage_programs import KEPT, Stages, stages
+from laminar.lower.memory.mincut_recompute import recompute, written_out
+from laminar.lower.memory.planned_recompute import ANEW, boundary, boundary_bytes, early
+from laminar.lower.stages.stage_net import piped
+from laminar.lower.stages.stage_programs import KEPT, Stages, stages
 from laminar.placement.presets import like
 from laminar.placement.random_plan import random_plan
 from laminar.runtime.check import lockstep, lockstep_pipeline

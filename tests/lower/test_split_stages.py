@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 import laminar
-from laminar.capture.torch_ops import caller, unplain
+from laminar.capture.ops.torch_ops import caller, unplain
 from laminar.errors import PlanError
 from laminar.ir.codec import Ref
 from laminar.ir.graph import Graph, Node, map_refs
-from laminar.lower.split_stages import Split, light_ops, split
+from laminar.lower.stages.split_stages import Split, light_ops, split
 from laminar.runtime.check.rounding import TermSizes
 from laminar.runtime.check.verify import judged, relative_error
 from tests.support.zoo import FEW, Specimen, captured, specimen, wide

@@ -209,7 +209,7 @@ def test_layers_that_take_for_granted_what_none_leaves_behind_are_caught(monkeyp
     monkeypatch.setattr(Piece, "lies", lambda self, own: np.zeros((1, 1), dtype=np.intp))
     wrong = Bounds(Model(tried.graph, tried.model.request)).of(tried.cell).seconds
     monkeypatch.undo()
-    monkeypatch.setattr(leasts, "WORTHS", ())
+    monkeypatch.setattr(leasts, "VALUE_WORTHS", ())
     apart = rows(Bounds(Model(tried.graph, tried.model.request)))
     assert apart < row <= right <= best < wrong
 

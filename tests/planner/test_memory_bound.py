@@ -26,9 +26,9 @@ from laminar.ir.codec import Ref
 from laminar.ir.graph import Graph, Node
 from laminar.ir.mesh import Mesh
 from laminar.ir.staged import Staged, StagePlan
-from laminar.lower.pipeline_net import Layout, Stage, chain
-from laminar.lower.schedules import SCHEDULES, dag_net
-from laminar.lower.stage_programs import stages
+from laminar.lower.stages.pipeline_net import Layout, Stage, chain
+from laminar.lower.stages.schedules import SCHEDULES, dag_net
+from laminar.lower.stages.stage_programs import stages
 from laminar.planner.bounds.cell_bound import Bounds
 from laminar.planner.bounds.memory_bound import Kept, held_s
 from laminar.planner.bounds.piece_bound import Least

@@ -24,9 +24,10 @@ from laminar.ir.cluster import Cluster
 from laminar.ir.graph import Graph
 from laminar.ir.patterns import pick
 from laminar.ir.plan import Plan
+from laminar.ir.reading import Part
 from laminar.ir.staged import Staged
-from laminar.lower.pipeline_net import Stage, chain
-from laminar.lower.schedules import dag_net
+from laminar.lower.stages.pipeline_net import Stage, chain
+from laminar.lower.stages.schedules import dag_net
 from laminar.placement.micro_batch import micro
 from laminar.planner.estimate import pipeline_recompute
 from laminar.planner.estimate.candidates import Score
@@ -270,7 +271,7 @@ def test_some_blocks_made_again_have_flags() -> None:
     assert "--recompute-method block" in flags.flags and f"--recompute-num-layers {max(about.again)}" in flags.flags
     assert len(set(about.again)) == 1 or "blocks again; there all would make as many" in str(flags)
     assert "blocks are made again; there all would be" in str(found.plan.flags("torchtitan", graph=deep()))
-    assert type(about).from_json(about.to_json()) == about
+    assert type(about).from_part(Part(about.to_json(), PlanError)) == about
 
 
 def test_blocks_made_again_without_their_products_are_told_apart() -> None:

@@ -34,7 +34,7 @@ from laminar.ir.mesh import Link, Mesh
 from laminar.ir.program import MoveCause
 from laminar.ir.sbp import B, NdSbp, P, Partial, S, Sbp, Split, check, local_indices, local_shape, show
 from laminar.ir.tensor import TensorSpec
-from laminar.lower.boxing_lines import boxing_line
+from laminar.lower.boxing.boxing_lines import boxing_line
 from laminar.rules.boxing import Step, boxing, chain_bytes, chain_s, step_bytes
 from laminar.runtime.check import lockstep
 from laminar.runtime.comm.shards import assemble, shard

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import laminar
 from laminar import Mesh, Sized
-from laminar.capture import kernels
-from laminar.capture.canonical import Canonical
+from laminar.capture.canonical.canonical import Canonical
+from laminar.capture.ops import kernels
 from laminar.errors import PlanError
 from laminar.ir.graph import RNG
 from laminar.ir.sbp import Split

@@ -17,7 +17,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from laminar.capture.torch_ops import find_op
+from laminar.capture.ops.torch_ops import find_op
 from laminar.errors import CaptureError
 from laminar.ir.ops import may_share_memory
 from laminar.ir.sbp import Partial

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import laminar
 from laminar.api import load_recipe
-from laminar.capture import kernels
+from laminar.capture.ops import kernels
 from laminar.ir.codec import Ref
 from laminar.ir.mesh import Mesh
 from laminar.ir.program import Program, ProgramOutput

@@ -12,7 +12,8 @@ import torch
 import laminar
 from laminar import events
 from laminar.api import inputs_of, load_recipe
-from laminar.capture import kernels, torch_private
+from laminar.capture import torch_private
+from laminar.capture.ops import kernels
 from laminar.capture.torch_private import compiled_graph
 from laminar.ir.graph import widen
 from laminar.runtime.check.one_device import constants_of, run_graph

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import laminar
-from laminar.capture.batches import mapped
+from laminar.capture.model.batches import mapped
 from laminar.cli import main
 from laminar.cost.sim.pipeline import execute
 from laminar.cost.timeline_diff import compare
@@ -38,15 +38,15 @@ from laminar.forecast.step import predict
 from laminar.ir.cluster import Cluster
 from laminar.ir.mesh import Mesh
 from laminar.ir.timeline import Timeline
-from laminar.lower.deadlock import refuse
-from laminar.lower.loaders import with_loads
-from laminar.lower.pipeline_net import Stage, chain
-from laminar.lower.schedules import dag_net
+from laminar.lower.stages.deadlock import refuse
+from laminar.lower.stages.loaders import with_loads
+from laminar.lower.stages.pipeline_net import Stage, chain
+from laminar.lower.stages.schedules import dag_net
 from laminar.runtime.pipeline.loader import EPOCH, Loader, Mover
-from laminar.train.async_checkpoint import Saver
-from laminar.train.checkpoint import Snapshot
-from laminar.train.leaves import Local, Sized
+from laminar.train.batch.leaves import Local, Sized
 from laminar.train.loop import epochs, first, loop
+from laminar.train.saving.async_checkpoint import Saver
+from laminar.train.saving.checkpoint import Snapshot
 from tests.support.zoo import EXAMPLES, specimen
 
 LOAD_S = 0.02

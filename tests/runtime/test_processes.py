@@ -29,7 +29,7 @@ from laminar.ir.plan import Plan
 from laminar.ir.program import Instr, MoveCause, Placed, Program, ProgramInput, ProgramOutput
 from laminar.ir.sbp import NdSbp, Partial, Split, show
 from laminar.ir.tensor import TensorSpec
-from laminar.lower.boxing_lines import boxing_line
+from laminar.lower.boxing.boxing_lines import boxing_line
 from laminar.placement.random_plan import random_plan
 from laminar.rules.boxing import boxing
 from laminar.runtime.check.processes import run_processes

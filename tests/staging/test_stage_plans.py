@@ -15,9 +15,9 @@ import laminar
 from laminar.errors import PlanError
 from laminar.ir.mesh import Mesh
 from laminar.ir.staged import Staged
-from laminar.lower.split_stages import light_ops
-from laminar.lower.stage_net import piped
-from laminar.lower.stage_programs import KEPT, stages
+from laminar.lower.stages.split_stages import light_ops
+from laminar.lower.stages.stage_net import piped
+from laminar.lower.stages.stage_programs import KEPT, stages
 from laminar.placement.random_plan import random_plan
 from laminar.runtime.check.loopback import TRANSPORTS
 from laminar.staging.balance import SLACK, balanced, work_s

@@ -33,8 +33,8 @@ from torch import Tensor, nn
 
 import laminar
 from laminar.api import inputs_of
-from laminar.capture.lazy_layers import initialise
-from laminar.capture.model_tensors import slots_of
+from laminar.capture.model.lazy_layers import initialise
+from laminar.capture.model.model_tensors import slots_of
 from laminar.errors import LaminarError
 from laminar.runtime.check import lockstep
 from laminar.runtime.check.plain_model import Keyed

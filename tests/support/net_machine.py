@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 
 from laminar.ir.mesh import Mesh, Place
 from laminar.ir.net import KINDS, Actor, Firing, Net, Queue
-from laminar.lower.pipeline_net import Edge, Layout, Load, Stage
-from laminar.lower.schedules import dag_net
+from laminar.lower.stages.pipeline_net import Edge, Layout, Load, Stage
+from laminar.lower.stages.schedules import dag_net
 
 
 def places(count: int) -> tuple[Place, ...]:

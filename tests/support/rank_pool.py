@@ -28,7 +28,7 @@ SELDOM = (50_000, 20, 100)
 """When to look for garbage: graphs are many small objects that stay, and the usual figures take a sixth of the time."""
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "laminar.api", "laminar.train.job", "pytest"])
+CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "laminar.api", "laminar.train.job.job", "pytest"])
 
 
 def _serve(rank: int, world: int, port: int, tasks: Any, results: Any) -> None:

@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import laminar
-from laminar.capture import kernels
-from laminar.capture.torch_ops import NAMES, find_op, op_name, plain, positional
+from laminar.capture.ops import kernels
+from laminar.capture.ops.torch_ops import NAMES, find_op, op_name, plain, positional
 from laminar.ir.codec import Ref
 from laminar.rules.signing import options
 from tests.support.rule_check import Case

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laminar.capture.torch_ops import caller, spec_of, unplain
+from laminar.capture.ops.torch_ops import caller, spec_of, unplain
 from laminar.errors import PlacementError
 from laminar.ir.codec import Ref
 from laminar.ir.graph import Graph, Input, Node, Output, map_refs

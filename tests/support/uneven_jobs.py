@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import laminar
-from laminar.capture.canonical import Canonical
+from laminar.capture.canonical.canonical import Canonical
 from laminar.ir.staged import Staged
 
 WORDS, TOKENS, WIDTH, SEED = 23, 5, 12, 7

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import laminar
-from laminar.train.batch_checksum import SOME, Sampled
+from laminar.train.batch.batch_checksum import SOME, Sampled
 from tests.support.rank_pool import Ranks
 
 

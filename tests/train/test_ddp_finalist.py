@@ -20,11 +20,11 @@ from laminar.capture.capture import capture
 from laminar.ir.plan import Plan, runs_ddp
 from laminar.planner.search.finalists import DDP, Finalist, finalists
 from laminar.runtime.check.probe_rules import probe
-from laminar.train import ddp_fits, interleaved_timing, plan_search, try_finalists
-from laminar.train.ddp_job import DdpJob
-from laminar.train.job import Job
+from laminar.train.auto import ddp_fits, interleaved_timing, plan_search, try_finalists
+from laminar.train.job.ddp_job import DdpJob
+from laminar.train.job.job import Job
+from laminar.train.optimizer.precision import Precision
 from laminar.train.options import JobOptions
-from laminar.train.precision import Precision
 from laminar.train.world import World
 from tests.support.rank_pool import Ranks
 from tests.support.small_job import adamw, batches, gap, plain

@@ -22,8 +22,9 @@ from torch import Tensor, nn
 import laminar
 from laminar import CheckError, events
 from laminar.ir.graph import Graph
-from laminar.train import first_batch_check, tracer
-from laminar.train.compare_results import off
+from laminar.train.check import first_batch_check
+from laminar.train.check.compare_results import off
+from laminar.train.engine import tracer
 from tests.support.rank_pool import Ranks
 from tests.support.small_job import adamw, batches, counted, mean, net
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import laminar
 from laminar import events
 from laminar.errors import CaptureError, LaminarError, StateError
-from laminar.train import tracer
+from laminar.train.engine import tracer
 from tests.support.rank_pool import Ranks
 
 FACTOR = 1.0

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from laminar.planner.search.finalists import Measured, fastest, measured
-from laminar.train import interleaved_timing as module
-from laminar.train.interleaved_timing import LEAST, ROUNDS, WARM, turns
+from laminar.planner.search.finalists import MEASURED_ROUNDS, Measured, fastest, measured
+from laminar.train.auto import interleaved_timing as module
+from laminar.train.auto.interleaved_timing import LEAST, WARM, turns
 
 
 class Fake:
@@ -24,6 +24,7 @@ class Fake:
     def __init__(self, name: str, seconds: Callable[[int], float], loss: float = 2.0, fails_at: int = -1) -> None:
         self.name, self.seconds, self.loss, self.fails_at, self.steps = name, seconds, loss, fails_at, 0
         self.optimizer = SimpleNamespace(param_groups=[{"lr": 0.1}, {"lr": torch.tensor(0.1)}])
+        self.peers = SimpleNamespace(barrier=lambda: None)
         self.closed = False
 
     def step(self, batch: Any) -> Any:
@@ -62,7 +63,7 @@ def test_order_rotates_and_rounds_are_as_many_as_asked() -> None:
     """Whoever is first in one round is last in the next, so that no one always runs behind the same other."""
     jobs = [Fake(n, uneven(1.0, 2.0)) for n in "abc"]
     rows = raced(*jobs, limit_s=1e9)
-    assert [len(row) for row in rows] == [ROUNDS] * 3
+    assert [len(row) for row in rows] == [MEASURED_ROUNDS] * 3
     assert "".join(Fake.calls[3:12]) == "abcbcacab"
     assert all(job.closed for job in jobs)
 
@@ -82,10 +83,10 @@ def test_no_round_is_begun_after_the_limit() -> None:
     assert raced(*late, limit_s=10.0, gives_up=True) == [module.ALONE, module.LATE]
     assert (late[0].steps, late[1].steps) == (WARM, 0)
     soon, Fake.now = [Fake(n, uneven(0.1, 0.2)) for n in "ab"], 0.0
-    assert [len(row) for row in raced(*soon, limit_s=10.0, gives_up=True)] == [ROUNDS] * 2
+    assert [len(row) for row in raced(*soon, limit_s=10.0, gives_up=True)] == [MEASURED_ROUNDS] * 2
     assert Fake.now < 10
     slow, Fake.now = [Fake(n, uneven(0.45, 0.55)) for n in "ab"], 0.0
-    assert LEAST <= len(raced(*slow, limit_s=10.0, gives_up=True)[0]) < ROUNDS
+    assert LEAST <= len(raced(*slow, limit_s=10.0, gives_up=True)[0]) < MEASURED_ROUNDS
     assert 8 < Fake.now <= 10
 
 
@@ -93,7 +94,7 @@ def test_short_steps_fill_a_turn_and_updates_stand_still() -> None:
     """A step alone is too short to be measured; and training on one batch for seconds would change its numbers."""
     job, other = (Fake(n, lambda step: 0.01) for n in "ab")
     raced(job, other)
-    assert job.steps == WARM + ROUNDS * round(module.TURN_S / 0.01)
+    assert job.steps == WARM + MEASURED_ROUNDS * round(module.TURN_S / 0.01)
     assert [float(g["lr"]) for g in job.optimizer.param_groups] == [0.0, 0.0]
 
 

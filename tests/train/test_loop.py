@@ -367,7 +367,7 @@ class Measuring(Pretender):
         return result
 
     def evaluate(self, batches: Iterable[Any], metrics: Any = None) -> float:
-        from laminar.train.metrics import Evaluation
+        from laminar.train.batch.metrics import Evaluation
 
         return Evaluation(super().evaluate(batches), {name: f(None, None) for name, f in (metrics or {}).items()})
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import laminar
 from laminar.errors import OptimizerError
-from laminar.train.optimizer import KNOWN
+from laminar.train.optimizer.optimizer import KNOWN
 from tests.support.rank_pool import Ranks
 
 

@@ -390,7 +390,8 @@ class Shuffled:
     """Has a job hear what comes late and in any order, goodbyes excepted."""
 
     def __init__(self, job: Any, seed: str) -> None:
-        self.lines, self.dice, self.held = job.pipes.training.actors._lines, random.Random(seed), list[ControlMessage]()
+        self.lines, self.dice = job.pipes.training.actors._connections, random.Random(seed)
+        self.held: list[ControlMessage] = []
         self.receive, self.lines.receive = self.lines.receive, self.some
         self.late = 0
         """Times that something had come and was not heard yet."""

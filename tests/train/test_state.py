@@ -18,7 +18,7 @@ from laminar.ir.mesh import Mesh, Place
 from laminar.ir.sbp import B, NdSbp, Split, check
 from laminar.ir.tensor import TensorSpec
 from laminar.runtime.comm.shards import shard
-from laminar.train.shards import shards_of
+from laminar.train.state.shards import shards_of
 from tests.support import pipeline_jobs
 from tests.support.rank_pool import Ranks
 from tests.support.recorded_gpt import _batches, _loss

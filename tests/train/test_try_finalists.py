@@ -32,7 +32,7 @@ from laminar.placement import presets
 from laminar.placement.random_plan import random_plan
 from laminar.planner.search.finalists import Finalist
 from laminar.runtime.check.probe_rules import probe
-from laminar.train import interleaved_timing, plan_search, try_finalists
+from laminar.train.auto import interleaved_timing, plan_search, try_finalists
 from laminar.train.options import JobOptions
 from laminar.train.world import World
 from tests.support.rank_pool import Ranks

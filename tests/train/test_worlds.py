@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 import laminar
-from laminar.train.job import Job
+from laminar.train.job.job import Job
+from laminar.train.job.pipeline_job import StagedJob
 from laminar.train.options import JobOptions
-from laminar.train.pipeline_job import StagedJob
 from laminar.train.world import World
 from tests.support import pipeline_jobs
 from tests.support.rank_pool import CONTEXT, Ranks

@@ -33,7 +33,7 @@ from laminar.ir.ops import HOST_BRING, HOST_SEND
 from laminar.ir.program import Program
 
 DRAWN_BYTES = 32
-"""What a keyed draw takes for each number at most, before its result: four times 64 bits (`capture/kernels.py`)."""
+"""What a keyed draw takes for each number at most, before its result: four times 64 bits (`capture/ops/kernels.py`)."""
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 Of a step without stages. Blocks are alike, so a mix is three numbers: how many are made again, how many without their
 products, and how many wait in the host's memory. What one block of each takes and saves is simulated on a shallow
 model; the first two add up. Copies to the host cost nothing as long as the link keeps up with the work beside it, and
-from there on what is left over (`lower/offload.py` says who waits for whom):
+from there on what is left over (`lower/memory/offload.py` says who waits for whom):
 
     there     a block must have left when the next one leaves, the last one before memory is fullest: where a head
               takes much, that is when all blocks are done, else one block earlier.

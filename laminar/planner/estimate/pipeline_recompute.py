@@ -67,7 +67,7 @@ def under_way(cell: Cell, place: int, more: int = 0) -> np.ndarray:
         return np.array([[min(many, stages - place)]], dtype=float)
     ahead = min(2 * (stages - place - 1) + (virtual - 1) * stages + 1 + more, many * virtual)
     begun = np.arange(min(many * virtual, ahead + 2 * virtual * stages))
-    # As `lower/schedules.py` has it: rounds of micro-batches through each virtual stage, and back in reverse.
+    # As `lower/stages/schedules.py` has it: rounds of micro-batches through each virtual stage, and back in reverse.
     forward = np.eye(virtual)[begun // stages % virtual].cumsum(0)
     backward = np.eye(virtual)[virtual - 1 - begun // stages % virtual].cumsum(0)
     ended = np.maximum(0, begun - ahead + 1)

@@ -28,7 +28,7 @@ from laminar.errors import LaminarError
 from laminar.forecast.step import held_by, predict, timed
 from laminar.ir.plan import Plan
 from laminar.ir.sbp import local_spec
-from laminar.lower.buckets import SMALL_BYTES
+from laminar.lower.boxing.buckets import SMALL_BYTES
 from laminar.lower.step import step_programs
 from laminar.placement.minsum_capped import Capped
 from laminar.planner.estimate.candidates import Final, Score

@@ -27,7 +27,7 @@ from laminar.ir.plan import Plan
 from laminar.ir.planned import Planned
 from laminar.ir.sbp import B, NdSbp, Partial, Sbp, Split, local_spec
 from laminar.ir.staged import Staged
-from laminar.lower.split_stages import split
+from laminar.lower.stages.split_stages import split
 from laminar.placement.micro_batch import micro
 from laminar.placement.presets import residual_stream
 from laminar.rewrite.variants import rewritten

@@ -29,7 +29,7 @@ from laminar.ir.plan import Plan
 from laminar.ir.planned import Planned
 from laminar.ir.sbp import B, NdSbp, Partial, Sbp, Split, check, local_spec, show
 from laminar.ir.staged import Staged, StagePlan
-from laminar.lower.split_stages import split
+from laminar.lower.stages.split_stages import split
 from laminar.placement import presets
 from laminar.placement.complete import Pins, completed
 from laminar.placement.fold import fold

@@ -2,10 +2,10 @@
 
 Besides what a search finds, plans with a name take part, whatever was predicted of them: who has to choose one by hand
 would try these. torch's own data parallel may be one more (`as_ddp`); whether it does the same is up to whoever knows
-the model (`train/ddp_fits.py`). What it takes is assumed to be what our data parallel is predicted to take.
+the model (`train/auto/ddp_fits.py`). What it takes is assumed to be what our data parallel is predicted to take.
 
-Nothing is run here. Whoever has ranks at hand runs them (`train/interleaved_timing.py`): `laminar plan --measure` on
-ranks that it starts, a job with `plan="auto"` on its own. Either way what was measured stands in the account of the
+Nothing is run here. Whoever has ranks at hand runs them (`train/auto/interleaved_timing.py`): `laminar plan --measure`
+on ranks that it starts, a job with `plan="auto"` on its own. Either way what was measured stands in the account of the
 plan that is taken, and the plan tells of itself, not of the one that was predicted fastest.
 """
 

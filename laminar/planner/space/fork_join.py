@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from laminar.ir.graph import Graph
-from laminar.lower.split_stages import light_ops
+from laminar.lower.stages.split_stages import light_ops
 
 BEGINNING = ""
 """The fork of a region whose branches read inputs only."""

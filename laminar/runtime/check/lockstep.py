@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laminar.capture.torch_ops import constant_tensor
+from laminar.capture.ops.torch_ops import constant_tensor
 from laminar.ir.codec import Ref
 from laminar.ir.graph import map_refs
 from laminar.ir.program import Instr, Program

@@ -15,8 +15,8 @@ from torch import Tensor
 from laminar.errors import PlanError
 from laminar.ir.codec import Ref
 from laminar.ir.program import Instr, MoveCause, Program, ProgramInput, ProgramOutput, placed
-from laminar.lower.boxing_lines import boxing_line
-from laminar.lower.stage_programs import KEPT, Part, Stages
+from laminar.lower.boxing.boxing_lines import boxing_line
+from laminar.lower.stages.stage_programs import KEPT, Part, Stages
 from laminar.rules.crossing import Crossing, crossing
 from laminar.runtime.check import lockstep
 from laminar.runtime.comm.cross_mesh import CrossMeshReceiver, CrossMeshSender

@@ -18,8 +18,8 @@ from torch import Tensor
 from laminar.errors import PlanError
 from laminar.ir.program import Program
 from laminar.ir.staged import Staged
-from laminar.lower.stage_net import together
-from laminar.lower.stage_programs import KEPT, Stages
+from laminar.lower.stages.stage_net import together
+from laminar.lower.stages.stage_programs import KEPT, Stages
 from laminar.runtime.check.loopback import POISON_BYTE, Hub, Loopback, poison
 from laminar.runtime.check.rank_threads import Turns
 from laminar.runtime.code.eager_step import Adding, EagerStep

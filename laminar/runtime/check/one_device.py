@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laminar.capture.torch_ops import caller, constant_tensor, unplain
+from laminar.capture.ops.torch_ops import caller, constant_tensor, unplain
 from laminar.ir.codec import Ref
 from laminar.ir.graph import Graph, Node, map_refs
 

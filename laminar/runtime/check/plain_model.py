@@ -21,12 +21,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from laminar.capture import torch_private
-from laminar.capture.canonical import HANDLERS, Canonical, body_of
+from laminar.capture.canonical.canonical import HANDLERS, Canonical, body_of
+from laminar.capture.canonical.rewritten_functions import WRITTEN_OUT
 from laminar.capture.capture import read_loss
-from laminar.capture.eager_search import keyed
-from laminar.capture.model_tensors import Slot, slots_of, swapped
-from laminar.capture.origins import canonical_again
-from laminar.capture.rewritten_functions import WRITTEN_OUT
+from laminar.capture.eager.eager_search import keyed
+from laminar.capture.model.model_tensors import Slot, slots_of, swapped
+from laminar.capture.tracing.origins import canonical_again
 from laminar.runtime.pipeline.loader import LOADER
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)

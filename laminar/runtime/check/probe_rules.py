@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laminar.capture.torch_ops import DTYPES, caller, unplain
+from laminar.capture.ops.torch_ops import DTYPES, caller, unplain
 from laminar.ir.graph import Graph, Node, map_refs
 from laminar.ir.mesh import Mesh
 from laminar.ir.sbp import PSUM, B, Sbp, Split

@@ -23,7 +23,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from laminar.capture.torch_ops import DTYPES
+from laminar.capture.ops.torch_ops import DTYPES
 from laminar.errors import GraphError, LaminarError
 from laminar.ir.codec import Ref
 from laminar.ir.graph import RNG, Graph, Input, widen

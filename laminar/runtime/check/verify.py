@@ -26,7 +26,7 @@ from laminar.ir.program import Instr, Program
 from laminar.ir.sbp import show
 from laminar.ir.staged import Staged
 from laminar.lower.lower import lower
-from laminar.lower.stage_programs import Stages, in_other_precision, stages
+from laminar.lower.stages.stage_programs import Stages, in_other_precision, stages
 from laminar.rewrite.variants import rewritten
 from laminar.runtime.check import lockstep, loopback, loopback_pipeline
 from laminar.runtime.check.one_device import constants_of, run_graph

@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laminar.capture import kernels
-from laminar.capture import op_library as op_library  # registers the canonical ops
-from laminar.capture.torch_ops import find_op
+from laminar.capture.ops import (
+    kernels,  # registers the canonical ops
+)
+from laminar.capture.ops import op_library as op_library  # registers the canonical ops
+from laminar.capture.ops.torch_ops import find_op
 
 
 def _stats_dtype(x: Tensor) -> torch.dtype:

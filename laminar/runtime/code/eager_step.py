@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from laminar.capture.torch_ops import DTYPES, constant_tensor, gives_list
+from laminar.capture.ops.torch_ops import DTYPES, constant_tensor, gives_list
 from laminar.ir.codec import Ref
 from laminar.ir.program import Instr, Program
 from laminar.ir.sbp import local_shape

@@ -4,7 +4,7 @@
 the host as any other. torch's kernel (oneDNN's, two to three times as fast) keeps a workspace of bytes instead, laid
 out as only its own backward knows. So the two are exchanged together, and only where nobody else would see it: every
 reader of gates and cells is a backward line that takes both as they were made. All other programs, other dtypes and
-other devices run the forms of `capture/kernels.py`.
+other devices run the forms of `capture/ops/kernels.py`.
 
 The workspace is about three times as large as gates and cells, of which `cost/memory/peak.py` knows nothing.
 """
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laminar.capture import kernels
+from laminar.capture.ops import kernels
 from laminar.ir.codec import Ref
 from laminar.ir.program import Program
 

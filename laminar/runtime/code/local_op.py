@@ -14,8 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from laminar.capture import kernels, torch_private
-from laminar.capture.torch_ops import DENSE, LAZY, dense, find_op, resolved, spread, unplain
+from laminar.capture import torch_private
+from laminar.capture.ops import kernels
+from laminar.capture.ops.torch_ops import DENSE, LAZY, dense, find_op, resolved, spread, unplain
 from laminar.ir.codec import Ref
 from laminar.ir.mesh import Mesh
 from laminar.ir.ops import DRAWS

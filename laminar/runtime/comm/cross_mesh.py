@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laminar.capture.torch_ops import DTYPES
+from laminar.capture.ops.torch_ops import DTYPES
 from laminar.errors import PlacementError
 from laminar.rules.crossing import Crossing
 from laminar.rules.regions import Intervals, Region

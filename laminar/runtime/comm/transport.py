@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laminar.capture.torch_ops import DTYPES
+from laminar.capture.ops.torch_ops import DTYPES
 from laminar.capture.torch_private import foreach_copy
 from laminar.errors import MeshError
 from laminar.ir.codec import Ref

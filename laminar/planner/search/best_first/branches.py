@@ -30,7 +30,7 @@ from laminar.errors import LaminarError
 from laminar.forecast.pipeline_step import predict_staged
 from laminar.ir.plan import Plan
 from laminar.ir.staged import Staged
-from laminar.lower.split_stages import light_ops
+from laminar.lower.stages.split_stages import light_ops
 from laminar.planner.bounds.branch_bound import Floor
 from laminar.planner.bounds.cell_bound import Bounds
 from laminar.planner.bounds.piece_bound import per_element_s
