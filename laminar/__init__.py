@@ -23,6 +23,7 @@ _WHERE = {
     "CaptureError": "laminar.errors",
     "Cluster": "laminar.ir.cluster",
     "ClusterError": "laminar.errors",
+    "Exact": "laminar.ir.exact",
     "Graph": "laminar.ir.graph",
     "GraphError": "laminar.errors",
     "Job": "laminar.train.job.job",
@@ -76,6 +77,7 @@ __all__ = [
     "CheckError",
     "Cluster",
     "ClusterError",
+    "Exact",
     "Graph",
     "GraphError",
     "Job",
@@ -223,6 +225,7 @@ if TYPE_CHECKING:
     )
     from laminar.forecast.step import predict
     from laminar.ir.cluster import Cluster
+    from laminar.ir.exact import Exact
     from laminar.ir.graph import Graph
     from laminar.ir.mesh import Link, Mesh
     from laminar.ir.plan import Plan

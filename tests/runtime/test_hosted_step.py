@@ -1,4 +1,6 @@
-"""Programs of logical ranks: the same bits however they are hosted, stacked or not; and close to one device's numbers."""
+"""Programs of logical ranks: the same bits however they are hosted, stacked or not; and close to one device's
+numbers.
+"""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laminar.capture.torch_ops import constant_tensor, gives_list
+from laminar.capture.ops.torch_ops import constant_tensor, gives_list
 from laminar.ir.codec import Ref
 from laminar.ir.program import Instr, Placed, Program
 from laminar.ir.sbp import B, Split

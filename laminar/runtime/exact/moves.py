@@ -6,14 +6,15 @@ of the first logical rank that has them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from laminar.capture.ops.torch_ops import DTYPES
 from laminar.capture.tensor_bytes import as_bytes
-from laminar.capture.torch_ops import DTYPES
 from laminar.ir.program import Instr
 from laminar.runtime.comm.boxing_ops import Box
 from laminar.runtime.exact.hosts import HostedRanks
@@ -109,4 +110,4 @@ class HostedMove:
         return made
 
     def _bytes(self, piece: Piece) -> int:
-        return torch.Size(self._shape(piece)).numel() * DTYPES[self.instr.ins[piece.which].spec.dtype].itemsize
+        return math.prod(self._shape(piece)) * DTYPES[self.instr.ins[piece.which].spec.dtype].itemsize

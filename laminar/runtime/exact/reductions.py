@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from laminar.capture.torch_ops import DTYPES
+from laminar.capture.ops.torch_ops import DTYPES
 from laminar.ir.program import Instr
 from laminar.runtime.comm.boxing_ops import Box
 from laminar.runtime.comm.shards import cut_pieces
@@ -71,7 +71,7 @@ class HostedReduction:
         groups: dict[Key, set[int]] = {}
         for rank in range(mesh.ranks):
             groups.setdefault(tuple(mesh.coords(rank)[a] for a in kept), set()).add(hosting.processes[rank])
-        out = []
+        out: list[tuple[Reduced, tuple[int, ...] | None]] = []
         for key, needing in groups.items():
             at = [0] * len(mesh.sizes)
             for a, k in zip(kept, key, strict=True):

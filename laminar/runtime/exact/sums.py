@@ -1,8 +1,8 @@
 """Sums over logical ranks that several processes host: each adds up what it has, then slices of that change hands.
 
 Process j is given everyone's partial sums of the j-th slice, takes them up the tree, and gives the result to all. That
-is a ring's bytes where each process hosts one whole subtree. Small sums are gathered whole, which is one message. On one
-machine partial sums lie in memory that all share, where nothing has to be sent at all.
+is a ring's bytes where each process hosts one whole subtree. Small sums are gathered whole, which is one message. On
+one machine partial sums lie in memory that all share, where nothing has to be sent at all.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class HostedSum:
     def __init__(
         self, hosts: HostedRanks, owners: tuple[int, ...] | None, count: int, numel: int, dtype: torch.dtype, op: str
     ) -> None:
-        """Of `count` terms; `owners` says for each which process has it, nothing that this one has all that it needs."""
+        """Of `count` terms; `owners` says which process has each, nothing that this one has all it needs."""
         self.hosts, self.count, self.numel, self.dtype, self.op = hosts, count, numel, dtype, op
         self.remote = owners is not None and hosts.hosts > 1
         """Whether other processes take part."""
@@ -114,7 +114,7 @@ class HostedSum:
         spans, me = self._spans, self.hosts.process
         empty = torch.zeros(0, dtype=self.dtype, device=self.hosts.device)
         parts = [torch.cat([p[a : a + n] for p in self.partials] or [empty]) for a, n in spans]
-        begin, n = spans[me]
+        n = spans[me][1]
         received = self.hosts.exchange(parts, [n * len(c) for c in self.covers])
         rows = [list(r.split(n)) if n else [] for r in received]
         longest = spans[0][1]

@@ -67,11 +67,6 @@ class HostedLanes:
             found.setdefault(tuple(coords[a] for a in rest), {}).setdefault(coords[UNIT], rank)
         return tuple(Lane(rest, key, tuple(units), tuple(units.values())) for key, units in sorted(found.items()))
 
-    def has(self, axes: tuple[int, ...], coords: Sequence[int], process: int | None = None) -> bool:
-        """Whether a process, unless given this one, has the instance at these coordinates of what differs along axes."""
-        ranks = self.hosted if process is None else self.hosting.hosted(process)
-        return any(all(self.mesh.coords(r)[a] == c for a, c in zip(axes, coords, strict=True)) for r in ranks)
-
 
 def stack(parts: Sequence[Tensor], dim: int) -> Tensor:
     """Units' tensors one behind the other, the dims in memory in the order that each of them has."""
