@@ -36,9 +36,13 @@ def main() -> None:
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=given.layers, num_attention_heads=4,
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=given.layers,
+        num_attention_heads=4,
         num_key_value_heads=2,
-    )  # fmt: skip
+    )
     model = LlamaForCausalLM(config)
 
     def batch(tokens: int) -> dict[str, torch.Tensor]:
@@ -57,11 +61,15 @@ def main() -> None:
     later = seconds[TRACED:]
     report(
         "lengths",
-        {"model": f"HF Llama, {given.layers} layers", "plan": given.plan, "lengths": order,
-         "traced_s": round(statistics.median(seconds[1:TRACED]), 3),
-         "later_s": {"median": round(statistics.median(later), 3), "worst": round(max(later), 3)},
-         "target_s": TARGET},
-    )  # fmt: skip
+        {
+            "model": f"HF Llama, {given.layers} layers",
+            "plan": given.plan,
+            "lengths": order,
+            "traced_s": round(statistics.median(seconds[1:TRACED]), 3),
+            "later_s": {"median": round(statistics.median(later), 3), "worst": round(max(later), 3)},
+            "target_s": TARGET,
+        },
+    )
 
 
 if __name__ == "__main__":

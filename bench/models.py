@@ -353,6 +353,14 @@ def dlrm_sgd(ranks: int, split: bool = True, shrink: int = 1) -> Case:
 
 MODELS: dict[str, Callable[[int, bool, int], Case]] = {"gpt": gpt, "cnn": cnn, "mlp": mlp, "dlrm": dlrm}
 WIDER: dict[str, Callable[..., Case]] = {
-    **MODELS, "llama": llama, "bert": bert, "vit": vit, "t5": t5, "moe": moe, "unet": unet, "lstm": lstm, "gnn": gnn,
+    **MODELS,
+    "llama": llama,
+    "bert": bert,
+    "vit": vit,
+    "t5": t5,
+    "moe": moe,
+    "unet": unet,
+    "lstm": lstm,
+    "gnn": gnn,
     "dlrm_sgd": dlrm_sgd,
-}  # fmt: skip
+}

@@ -155,8 +155,11 @@ def dtensor(case: Case) -> Side:
         if isinstance(module, nn.Conv2d | nn.BatchNorm2d):
             by_channel(module, mesh, way)
         else:
-            styles = {"column": ColwiseParallel(), "row": RowwiseParallel(),
-                      "vocab": RowwiseParallel(input_layouts=Replicate())}  # fmt: skip
+            styles = {
+                "column": ColwiseParallel(),
+                "row": RowwiseParallel(),
+                "vocab": RowwiseParallel(input_layouts=Replicate()),
+            }
             parallelize_module(module, mesh, styles[way])
     return _eager(case, model, split=False)
 

@@ -11,8 +11,8 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from laminar.ir.answers import answered_by
-from laminar.ir.cluster_makers import clusters_made_by
+from laminar.ir.clusters.cluster_makers import clusters_made_by
+from laminar.ir.plans.answers import answered_by
 
 __version__ = "0.1.0"
 
@@ -21,9 +21,10 @@ _WHERE = {
     "BatchError": "laminar.errors",
     "Callback": "laminar.train.loop",
     "CaptureError": "laminar.errors",
-    "Cluster": "laminar.ir.cluster",
+    "Cluster": "laminar.ir.clusters.cluster",
     "ClusterError": "laminar.errors",
     "Exact": "laminar.ir.exact",
+    "DataError": "laminar.errors",
     "Graph": "laminar.ir.graph",
     "GraphError": "laminar.errors",
     "Job": "laminar.train.job.job",
@@ -41,7 +42,7 @@ _WHERE = {
     "P": "laminar.ir.sbp",
     "PeerError": "laminar.errors",
     "PlacementError": "laminar.errors",
-    "Plan": "laminar.ir.plan",
+    "Plan": "laminar.ir.plans.plan",
     "PlanError": "laminar.errors",
     "Program": "laminar.ir.program",
     "RankError": "laminar.errors",
@@ -77,6 +78,7 @@ __all__ = [
     "CheckError",
     "Cluster",
     "ClusterError",
+    "DataError",
     "Exact",
     "Graph",
     "GraphError",
@@ -111,6 +113,7 @@ __all__ = [
     "Timeline",
     "TimelineError",
     "capture",
+    "data",
     "eager",
     "load_recipe",
     "lower",
@@ -184,6 +187,8 @@ sys.modules[__name__].__class__ = _Front
 
 
 def __getattr__(name: str) -> Any:
+    if name == "data":  # a room that is public as a whole
+        return import_module("laminar.data")
     if name not in _WHERE:
         raise AttributeError(f"module 'laminar' has no attribute {name!r}")
     value = getattr(import_module(_WHERE[name]), name)
@@ -196,6 +201,7 @@ def __dir__() -> list[str]:
 
 
 if TYPE_CHECKING:
+    from laminar import data as data
     from laminar.api import Recipe, capture, load_recipe, parallelize, plan, plans, replan, verify
     from laminar.capture.eager.eager import eager
     from laminar.capture.model.losses import Loss
@@ -204,6 +210,7 @@ if TYPE_CHECKING:
         CaptureError,
         CheckError,
         ClusterError,
+        DataError,
         GraphError,
         LaminarError,
         MeshError,
@@ -224,11 +231,11 @@ if TYPE_CHECKING:
         TimelineError,
     )
     from laminar.forecast.step import predict
-    from laminar.ir.cluster import Cluster
+    from laminar.ir.clusters.cluster import Cluster
     from laminar.ir.exact import Exact
     from laminar.ir.graph import Graph
     from laminar.ir.mesh import Link, Mesh
-    from laminar.ir.plan import Plan
+    from laminar.ir.plans.plan import Plan
     from laminar.ir.program import Program
     from laminar.ir.sbp import B, P, S
     from laminar.ir.tensor import TensorSpec

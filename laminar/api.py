@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from laminar.errors import LaminarError, PlanError, RecipeError
-from laminar.ir.account import SearchOptions
-from laminar.ir.cluster import Cluster
+from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.exact import Exact
 from laminar.ir.graph import RNG, SCALE, Graph
 from laminar.ir.mesh import Mesh
-from laminar.ir.plan import Plan, runs_ddp
-from laminar.ir.rewrites import carried_sites
+from laminar.ir.plans.account import SearchOptions
+from laminar.ir.plans.plan import Plan, runs_ddp
+from laminar.ir.plans.rewrites import carried_sites
+from laminar.ir.plans.staged import Staged
 from laminar.ir.sbp import Sbp
-from laminar.ir.staged import Staged
 from laminar.placement import presets
 from laminar.placement.presets import Patterns
 from laminar.planner.report.program_traffic import with_traffic
@@ -196,11 +196,16 @@ def plan(
     if rules is None:
         return _proved(graph, best(graph, request, progress), request, {}, progress)
     if not request.allows("rewrite"):
-        raise PlanError("rules of a file rewrite the graph, and this search may not", allowed="  ".join(request.only),
-                        next="leave out rules, or add rewrite to what may be used")  # fmt: skip
+        raise PlanError(
+            "rules of a file rewrite the graph, and this search may not",
+            allowed="  ".join(request.only),
+            next="leave out rules, or add rewrite to what may be used",
+        )
     if len(machine.parts) > 1:
-        raise PlanError(f"{machine.name} has several kinds of devices, and no graph is rewritten for such clusters",
-                        next="leave out rules, or plan for one kind of device")  # fmt: skip
+        raise PlanError(
+            f"{machine.name} has several kinds of devices, and no graph is rewritten for such clusters",
+            next="leave out rules, or plan for one kind of device",
+        )
     from laminar.runtime.check.prove_rule_files import ProvedRules, proved_rules
 
     read = rules if isinstance(rules, ProvedRules) else proved_rules(rules)
@@ -277,7 +282,7 @@ class plans:
     minimum cost.
 
     `recompute="blocks.*"` drops what the modules of that name compute inside and recomputes it in backward; see
-    `laminar.ir.patterns` for what else can be named. `offload="blocks.*"` keeps it in the host's memory instead.
+    `laminar.ir.plans.patterns` for what else can be named. `offload="blocks.*"` keeps it in the host's memory instead.
     """
 
     @staticmethod
@@ -309,6 +314,16 @@ class plans:
         return with_traffic(graph, presets.tensor_parallel(graph, mesh, axis, recompute, offload))
 
     @staticmethod
+    def context_parallel(
+        graph: Graph, mesh: Mesh, axis: str | None = None, recompute: Patterns = (), offload: Patterns = ()
+    ) -> Plan:
+        """Sequences split by token over `axis` (`cp` unless named), parameters whole; other axes data parallel.
+
+        Each rank does its rows of every attention, causal or not, against keys and values that are gathered for it.
+        """
+        return with_traffic(graph, presets.context_parallel(graph, mesh, axis, recompute, offload))
+
+    @staticmethod
     def named(
         name: str,
         graph: Graph,
@@ -317,7 +332,10 @@ class plans:
         offload: Patterns = (),
         gather_once: bool = False,
     ) -> Plan:
-        """The plan that `laminar.parallelize(plan=name)` runs: "data", "zero1", "zero2", "zero3" or "tensor"."""
+        """The plan that `laminar.parallelize(plan=name)` runs.
+
+        "data", "zero1", "zero2", "zero3", "tensor" or "context".
+        """
         return with_traffic(graph, presets.named(name, graph, mesh, recompute, offload, gather_once))
 
     @staticmethod
@@ -505,8 +523,8 @@ def parallelize(
                    reported as `result.metrics`
     optimizer      a torch optimizer over the model's parameters, or a function that makes one from them
     batch          an example of the *global* batch: tensors in nested dicts, lists, tuples, dataclasses, ...
-    plan           "auto", "data", "zero1", "zero2", "zero3", "tensor", a plan file, a `Plan`, a plan with stages
-                   (`plans.pipeline`), a function of graph and mesh, or "ddp" for a model that can't be captured
+    plan           "auto", "data", "zero1", "zero2", "zero3", "tensor", "context", a plan file, a `Plan`, a plan with
+                   stages (`plans.pipeline`), a function of graph and mesh, or "ddp" for a model that can't be captured
                    (torch's own, with its limits)
     mesh           named axes; unless given one axis over all ranks
     device         this rank's device; unless given its own GPU if every rank has one, else the CPU
@@ -534,10 +552,21 @@ def parallelize(
     if cluster is not None and (plan != "auto" or mesh is not None):
         raise LaminarError("a cluster is what a plan is searched for", next='leave out mesh, and say plan="auto"')
     options = JobOptions(
-        mesh=mesh, device=device, precision=precision, micro_batches=micro_batches, clip_norm=clip_norm,
-        clip_value=clip_value, ema=ema, seed=seed, compile=compile, detect_anomaly=detect_anomaly, timeout_s=timeout_s,
-        elementwise=elementwise, check=check, unguarded=unguarded,
-    )  # fmt: skip
+        mesh=mesh,
+        device=device,
+        precision=precision,
+        micro_batches=micro_batches,
+        clip_norm=clip_norm,
+        clip_value=clip_value,
+        ema=ema,
+        seed=seed,
+        compile=compile,
+        detect_anomaly=detect_anomaly,
+        timeout_s=timeout_s,
+        elementwise=elementwise,
+        check=check,
+        unguarded=unguarded,
+    )
     from laminar.capture.model.lazy_layers import initialise
     from laminar.capture.model.unwrap import unwrapped
 

@@ -25,7 +25,7 @@ from laminar.cost.machine import Machine
 from laminar.cost.ops.families import COMPUTES, describe, family_of
 from laminar.cost.schedule import Exchange, Price, schedule
 from laminar.cost.sim.tasks import Lane, Load, Task
-from laminar.ir.cluster import Cluster
+from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh
 from laminar.ir.ops import FREE
@@ -210,8 +210,12 @@ def _make(shape: Shape, tp: int, recompute: str, split_norms: bool, fused: bool,
         kept[STAGES[s]] = kept_bytes(
             row, written(low.cut.graphs[s], staged.stages[s].plan) if compiled else None, fused
         )
-        weights = {i.name: i.placed.local(part.program.mesh).numel for part in row for i in part.program.inputs
-                   if i.kind == "param"}  # fmt: skip
+        weights = {
+            i.name: i.placed.local(part.program.mesh).numel
+            for part in row
+            for i in part.program.inputs
+            if i.kind == "param"
+        }
         params[STAGES[s]] = sum(weights.values())
         if s == 1:
             tensors = len(weights)

@@ -15,7 +15,7 @@ from typing import Any
 
 from laminar.errors import LaminarError, MeshError
 from laminar.ir.mesh import Mesh
-from laminar.ir.reading import Part
+from laminar.ir.serial.reading import Part
 
 TreeNode = tuple[int, int]
 """A node of the tree: the terms from its first up to and without its second number."""

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from laminar.ir.exact import Exact
 from laminar.ir.graph import Graph
-from laminar.ir.plan import Plan
+from laminar.ir.plans.plan import Plan
 from laminar.ir.sbp import B
 from laminar.placement.presets import data_parallel, tensor_parallel
 

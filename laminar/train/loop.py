@@ -245,9 +245,17 @@ class Reader:
                     " a lower learning rate or --clip-norm 1 often helps",
                 )
             self.loss, self.metrics = loss, metrics
-            emit("step", step=step, loss=loss, grad_norm=norm, lr=lr, seconds=passed / len(group),
-                 per_s=units / passed if passed > 0 else None, unit=unit,
-                 **({"metrics": metrics} if metrics else {}))  # fmt: skip
+            emit(
+                "step",
+                step=step,
+                loss=loss,
+                grad_norm=norm,
+                lr=lr,
+                seconds=passed / len(group),
+                per_s=units / passed if passed > 0 else None,
+                unit=unit,
+                **({"metrics": metrics} if metrics else {}),
+            )
 
     def _skip(self, step: int, loss: float | None, norm: float | None) -> None:
         self.skipped, self.in_a_row = self.skipped + 1, self.in_a_row + 1
@@ -413,11 +421,16 @@ def loop(
         if loader is not None:
             loader.close(LEAVE_S)
     outcome = Outcome(
-        steps=step, loss=reader.loss, evaluation=None if evaluation is None else float(evaluation),
-        metrics=dict(getattr(evaluation, "metrics", {})) or reader.metrics, unit=unit, skipped=reader.skipped,
-        seconds=time.perf_counter() - begun, timeline=recorder.saved,
+        steps=step,
+        loss=reader.loss,
+        evaluation=None if evaluation is None else float(evaluation),
+        metrics=dict(getattr(evaluation, "metrics", {})) or reader.metrics,
+        unit=unit,
+        skipped=reader.skipped,
+        seconds=time.perf_counter() - begun,
+        timeline=recorder.saved,
         per_s=reader.timed_units / reader.timed_s if reader.timed_s else None,
-    )  # fmt: skip
+    )
     if checkpoint is not None:
         emit("phase", name="saving")
         if saver is not None:

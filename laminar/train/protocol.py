@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from laminar.capture.model.losses import Metrics
 from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh
-from laminar.ir.plan import Plan
+from laminar.ir.plans.plan import Plan
+from laminar.ir.plans.staged import Staged
 from laminar.ir.program import Program
-from laminar.ir.staged import Staged
 from laminar.runtime.pipeline.loader import Loader
 from laminar.train.batch.metrics import Evaluation, Result
 from laminar.train.batch.prefetch import Prefetcher

@@ -140,10 +140,15 @@ def test_another_process_finds_the_same_name(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     runs = [
-        subprocess.Popen([sys.executable, "script.py"], cwd=tmp_path, stdout=subprocess.PIPE, text=True,
-                         env={**env, "PYTHONHASHSEED": str(seed)})
+        subprocess.Popen(
+            [sys.executable, "script.py"],
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**env, "PYTHONHASHSEED": str(seed)},
+        )
         for seed in (1, 2)
-    ]  # fmt: skip
+    ]
     names = [run.communicate()[0].strip() for run in runs]
     assert names[0] == names[1] != "None"
 

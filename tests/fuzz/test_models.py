@@ -51,13 +51,26 @@ def planted() -> Program:
     """A program whose gradient lies otherwise than its weight, among others that do not."""
     parts = (
         Statement("a", (-1, 6), ("a = torch.tanh(self.first(x))",), ("x",), ("self.first = nn.Linear(4, 6)",)),
-        Statement("b", (-1, 3), ('b = torch.einsum("bd,kd->bk", a, self.w)',), ("a",),
-                  ("self.w = nn.Parameter(torch.randn(3, 6))",)),
+        Statement(
+            "b",
+            (-1, 3),
+            ('b = torch.einsum("bd,kd->bk", a, self.w)',),
+            ("a",),
+            ("self.w = nn.Parameter(torch.randn(3, 6))",),
+        ),
         Statement("c", (-1, 3), ("c = F.gelu(b) + b",), ("b",)),
         Statement("d", (-1, 5), ("d = self.last(c)",), ("c",), ("self.last = nn.Linear(3, 5)",)),
-    )  # fmt: skip
-    options = {"way": "alone", "plan": "data", "ranks": 1, "optimizer": "adam", "steps": 3, "micro_batches": 2,
-               "precision": "f32", "clip_norm": 0.7}  # fmt: skip
+    )
+    options = {
+        "way": "alone",
+        "plan": "data",
+        "ranks": 1,
+        "optimizer": "adam",
+        "steps": 3,
+        "micro_batches": 2,
+        "precision": "f32",
+        "clip_norm": 0.7,
+    }
     return Program(1, parts, ("d", "c"), features=4, options=options)
 
 

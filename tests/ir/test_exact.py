@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from laminar.errors import LaminarError, MeshError
 from laminar.ir.exact import Exact, Hosting, children, cover
-from laminar.ir.reading import Part
+from laminar.ir.serial.reading import Part
 
 
 def test_what_exact_may_be_given() -> None:

@@ -13,7 +13,7 @@ import laminar
 from laminar.errors import PlanError
 from laminar.ir.graph import Graph, refs_in
 from laminar.ir.mesh import Mesh
-from laminar.ir.plan import Plan
+from laminar.ir.plans.plan import Plan
 from laminar.ir.program import BUCKETED_GRADIENTS, READ_VALUES, MoveCause, Program
 from laminar.ir.sbp import B, P
 from laminar.ir.tensor import TensorSpec

@@ -11,9 +11,9 @@ import laminar
 from laminar.api import graph_of
 from laminar.cli import main
 from laminar.errors import ClusterError, LaminarError
-from laminar.ir.cluster import Cluster
+from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.graph import Graph
-from laminar.ir.plan import runs_ddp
+from laminar.ir.plans.plan import runs_ddp
 from laminar.launch import measure_plans
 from laminar.launch.measure_plans import refuse_elsewhere, taken
 from laminar.placement import presets

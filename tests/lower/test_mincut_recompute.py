@@ -16,7 +16,7 @@ from laminar.api import inputs_of
 from laminar.ir.program import Program
 from laminar.lower.memory.mincut_recompute import Op, choose, recompute, written_out
 from laminar.lower.memory.planned_recompute import boundary, boundary_bytes, early
-from laminar.runtime.check import lockstep
+from laminar.runtime.check.in_process import lockstep
 from tests.support.zoo import FEW, one_thread, specimen
 
 INF = float("inf")

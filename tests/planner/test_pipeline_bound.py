@@ -19,7 +19,7 @@ from scipy.optimize import linprog
 
 from laminar.cost.sim.pipeline import execute
 from laminar.errors import LaminarError
-from laminar.ir.cluster import Cluster
+from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.graph import Graph
 from laminar.ir.ops import FREE
 from laminar.lower.stages.pipeline_net import Layout, Stage, chain

@@ -13,7 +13,7 @@ import pytest
 
 import laminar
 from laminar.forecast.step import predict
-from laminar.ir.cluster import Cluster
+from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.graph import Graph
 from laminar.lower.boxing.buckets import BUCKET_BYTES
 from laminar.planner.estimate.candidates import Score

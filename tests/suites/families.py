@@ -42,7 +42,7 @@ from laminar.capture.canonical.canonical import Canonical
 from laminar.capture.model.model_tensors import slots_of
 from laminar.errors import LaminarError
 from laminar.ir.graph import Graph
-from laminar.runtime.check import lockstep
+from laminar.runtime.check.in_process import lockstep
 from laminar.runtime.check.one_device import run_graph
 from laminar.runtime.check.verify import relative_error
 from laminar.runtime.comm.shards import assemble

@@ -14,16 +14,19 @@ from laminar.train.job.exact_job import ExactJob
 from laminar.train.options import JobOptions
 from tests.support.zoo import recipe
 
+FOUR_UNITS = Exact(4)
+UNCHECKED = JobOptions(check=False)
+
 
 @dataclass(frozen=True)
 class ExactRun:
     """What is trained, and how it is laid out: only the first five and the options may change a bit."""
 
     model: str
-    exact: Exact = Exact(4)
+    exact: Exact = FOUR_UNITS
     steps: int = 3
     optimizer: str = "AdamW"
-    options: JobOptions = JobOptions(check=False)
+    options: JobOptions = UNCHECKED
     storage: str = "data"
     hostings: tuple[Hosting, ...] = ()
     """Taken in turn, one for each step; even unless given."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import laminar
 from laminar.capture.canonical.canonical import Canonical
-from laminar.ir.staged import Staged
+from laminar.ir.plans.staged import Staged
 
 WORDS, TOKENS, WIDTH, SEED = 23, 5, 12, 7
 

@@ -84,13 +84,17 @@ class Canonical(TorchFunctionMode):
         if id(value) in self.exchanged:
             return self.exchanged[id(value)]
         if self.exchanged and value.requires_grad and not torch_private.wrapped(value):
-            raise CaptureError("a trainable tensor from outside the model is read: it would get no gradient",
-                               next="make it a parameter of the model")  # fmt: skip
+            raise CaptureError(
+                "a trainable tensor from outside the model is read: it would get no gradient",
+                next="make it a parameter of the model",
+            )
         if value.device.type == "cpu":
             return value
         if value.is_meta:
-            raise CaptureError("a tensor from outside the model lives on meta, so it has no values to keep",
-                               next="register it as a buffer of the model")  # fmt: skip
+            raise CaptureError(
+                "a tensor from outside the model lives on meta, so it has no values to keep",
+                next="register it as a buffer of the model",
+            )
         if id(value) not in self.copies:
             with disable_current_modes():
                 self.copies[id(value)] = (value, value.cpu())
@@ -210,8 +214,10 @@ def catches(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any
 def _set_data(mode: Canonical, input: Tensor, value: Tensor) -> None:
     """`t.data = v` gives t other memory; the same values in its own are the same thing to a graph."""
     if input.shape != value.shape or input.dtype != value.dtype:
-        raise CaptureError(f"a tensor of {tuple(input.shape)} is given data of {tuple(value.shape)}, {value.dtype}",
-                           next="keep shape and dtype")  # fmt: skip
+        raise CaptureError(
+            f"a tensor of {tuple(input.shape)} is given data of {tuple(value.shape)}, {value.dtype}",
+            next="keep shape and dtype",
+        )
     input.detach().copy_(value)
 
 
@@ -231,9 +237,16 @@ def _deep_copy(mode: Canonical, input: Tensor, memo: dict[int, Any]) -> Tensor:
 
 @catches(F.scaled_dot_product_attention)
 def _attention(
-    mode: Canonical, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
-) -> Tensor:  # fmt: skip
+    mode: Canonical,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
         query, key, value = (t.to(dtype) if t.is_floating_point() else t for t in (query, key, value))
@@ -281,9 +294,13 @@ def _attention(
 
 @catches(F.grouped_mm, torch_private.grouped_mm)
 def _grouped_mm(
-    mode: Canonical, mat_a: Tensor, mat_b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None,
+    mode: Canonical,
+    mat_a: Tensor,
+    mat_b: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Rows in groups times a matrix each (experts of a mixture), or the sums over groups that are their gradient."""
     dims = mat_a.dim(), mat_b.dim()
     if dims == (3, 3):
@@ -293,9 +310,11 @@ def _grouped_mm(
     elif offs is not None and dims == (2, 2):
         out = laminar_ops.grouped_outer(mat_a.t(), mat_b, offs)
     else:
-        raise CaptureError(f"grouped_mm of tensors with {dims[0]} and {dims[1]} dims has no form here",
-                           allowed="groups of rows times a matrix each, sums over groups, batches of products",
-                           next="transpose both and multiply the other way round")  # fmt: skip
+        raise CaptureError(
+            f"grouped_mm of tensors with {dims[0]} and {dims[1]} dims has no form here",
+            allowed="groups of rows times a matrix each, sums over groups, batches of products",
+            next="transpose both and multiply the other way round",
+        )
     out = out if bias is None else out + bias
     return out if out_dtype is None else out.to(out_dtype)
 
@@ -305,10 +324,16 @@ def _grouped_mm(
 
 @catches(F.batch_norm)
 def _batch_norm(
-    mode: Canonical, input: Tensor, running_mean: Tensor | None, running_var: Tensor | None,
-    weight: Tensor | None = None, bias: Tensor | None = None, training: bool = False, momentum: float = 0.1,
+    mode: Canonical,
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
     eps: float = 1e-5,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     channels = [1, -1] + [1] * (input.dim() - 2)
     if training:
         y, mean, rstd = laminar_ops.batch_norm(input, weight, bias, eps)
@@ -334,9 +359,17 @@ def _batch_norm(
 
 @catches(torch_private.lstm)
 def _lstm(
-    mode: Canonical, x: Tensor, hx: Any, weights: Any, bias: Any, layers: Any, dropout: Any = 0.0,
-    training: Any = False, both: Any = False, batch_first: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    mode: Canonical,
+    x: Tensor,
+    hx: Any,
+    weights: Any,
+    bias: Any,
+    layers: Any,
+    dropout: Any = 0.0,
+    training: Any = False,
+    both: Any = False,
+    batch_first: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
     _refuse_packed(bias)
     h0, c0 = hx
     projected = h0.shape[-1] != c0.shape[-1]
@@ -391,9 +424,17 @@ def _recurrent(function: Any) -> None:
 
     @catches(function)
     def run(
-        mode: Canonical, x: Tensor, hx: Any, weights: Any, bias: Any, layers: Any, dropout: Any = 0.0,
-        training: Any = False, both: Any = False, batch_first: bool = False,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        mode: Canonical,
+        x: Tensor,
+        hx: Any,
+        weights: Any,
+        bias: Any,
+        layers: Any,
+        dropout: Any = 0.0,
+        training: Any = False,
+        both: Any = False,
+        batch_first: bool = False,
+    ) -> tuple[Tensor, Tensor]:
         _refuse_packed(bias)
         each = (4 if bias else 2) * (2 if both else 1)
         states = []
@@ -413,9 +454,15 @@ for _function in (torch_private.gru, torch_private.rnn_tanh, torch_private.rnn_r
 
 @catches(F.embedding)
 def _embedding(
-    mode: Canonical, input: Tensor, weight: Tensor, padding_idx: int | None = None, max_norm: float | None = None,
-    norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = False,
-) -> Tensor:  # fmt: skip
+    mode: Canonical,
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor:
     if max_norm is not None:
         raise CaptureError(
             "embedding with max_norm rewrites its table in forward", next="clip the table after the step"
@@ -426,11 +473,20 @@ def _embedding(
 
 @catches(F.embedding_bag)
 def _embedding_bag(
-    canonical: Canonical, /, input: Tensor, weight: Tensor, offsets: Tensor | None = None,
-    max_norm: float | None = None, norm_type: float = 2, scale_grad_by_freq: bool = False, mode: str = "mean",
+    canonical: Canonical,
+    /,
+    input: Tensor,
+    weight: Tensor,
+    offsets: Tensor | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
     sparse: bool = False,
-    per_sample_weights: Tensor | None = None, include_last_offset: bool = False, padding_idx: int | None = None,
-) -> Tensor:  # fmt: skip
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Tensor:
     rows = _embedding(canonical, input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
     if mode == "max":
         return _largest(
@@ -537,8 +593,14 @@ def _alpha_dropout(
 
 
 @catches(F.rrelu, torch.rrelu)
-def _rrelu(mode: Canonical, input: Tensor, lower: float = 0.125, upper: float = 1 / 3, training: bool = False,
-           inplace: bool = False) -> Tensor:  # fmt: skip
+def _rrelu(
+    mode: Canonical,
+    input: Tensor,
+    lower: float = 0.125,
+    upper: float = 1 / 3,
+    training: bool = False,
+    inplace: bool = False,
+) -> Tensor:
     slope: Any = (lower + upper) / 2
     if training:
         slope = mode.uniform(input.shape, torch.float32).to(input.dtype) * (upper - lower) + lower

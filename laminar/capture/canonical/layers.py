@@ -55,10 +55,16 @@ def _masked_select(mode: Canonical, input: Tensor, mask: Tensor) -> Any:
 
 @catches(F.instance_norm)
 def _instance_norm(
-    mode: Canonical, input: Tensor, running_mean: Tensor | None = None, running_var: Tensor | None = None,
-    weight: Tensor | None = None, bias: Tensor | None = None, use_input_stats: bool = True, momentum: float = 0.1,
+    mode: Canonical,
+    input: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
     eps: float = 1e-5,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Each sample by its own statistics; running ones are averages over samples, and torch's kernel writes through
     repeated copies of them."""
     if not use_input_stats:
@@ -78,9 +84,17 @@ def _instance_norm(
 
 @catches(torch.batch_norm)
 def _batch_norm(
-    mode: Canonical, input: Tensor, weight: Any, bias: Any, running_mean: Any, running_var: Any, training: bool,
-    momentum: float, eps: float, cudnn_enabled: bool,
-) -> Tensor:  # fmt: skip
+    mode: Canonical,
+    input: Tensor,
+    weight: Any,
+    bias: Any,
+    running_mean: Any,
+    running_var: Any,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> Tensor:
     return HANDLERS[F.batch_norm](  # type: ignore[no-any-return]
         mode, input, running_mean, running_var, weight, bias, training, momentum, eps
     )
@@ -88,9 +102,17 @@ def _batch_norm(
 
 @catches(torch.instance_norm)
 def _raw_instance_norm(
-    mode: Canonical, input: Tensor, weight: Any, bias: Any, running_mean: Any, running_var: Any, use_input_stats: bool,
-    momentum: float, eps: float, cudnn_enabled: bool,
-) -> Tensor:  # fmt: skip
+    mode: Canonical,
+    input: Tensor,
+    weight: Any,
+    bias: Any,
+    running_mean: Any,
+    running_var: Any,
+    use_input_stats: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> Tensor:
     return HANDLERS[F.instance_norm](  # type: ignore[no-any-return]
         mode, input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps
     )
@@ -178,9 +200,15 @@ def layers_that_trace() -> Iterator[None]:
 
 @catches(F.ctc_loss, torch.ctc_loss)
 def _ctc_loss(
-    mode: Canonical, log_probs: Tensor, targets: Any, input_lengths: Any, target_lengths: Any, blank: int = 0,
-    reduction: Any = "mean", zero_infinity: bool = False,
-) -> Tensor:  # fmt: skip
+    mode: Canonical,
+    log_probs: Tensor,
+    targets: Any,
+    input_lengths: Any,
+    target_lengths: Any,
+    blank: int = 0,
+    reduction: Any = "mean",
+    zero_infinity: bool = False,
+) -> Tensor:
     """By samples, with labels in rows: which of torch's kernels runs, and what it keeps, hangs on the lengths."""
     single = log_probs.dim() == 2
     lengths = [_lengths(t) for t in (input_lengths, target_lengths)]

@@ -23,9 +23,13 @@ from laminar.capture.canonical.known_values import value_of
 
 @catches(torch.cov, Tensor.cov)
 def _cov(
-    mode: Canonical, input: Tensor, *, correction: int = 1, fweights: Tensor | None = None,
+    mode: Canonical,
+    input: Tensor,
+    *,
+    correction: int = 1,
+    fweights: Tensor | None = None,
     aweights: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     x = input.view(1, -1) if input.dim() < 2 else input
     weights = fweights if aweights is None else aweights if fweights is None else fweights * aweights
     seen = x if weights is None else x * weights
@@ -58,10 +62,18 @@ def _corrcoef(mode: Canonical, input: Tensor) -> Tensor:
 
 @catches(torch.istft, Tensor.istft)
 def _istft(
-    mode: Canonical, input: Tensor, n_fft: int, hop_length: int | None = None, win_length: int | None = None,
-    window: Tensor | None = None, center: bool = True, normalized: bool = False, onesided: bool | None = None,
-    length: int | None = None, return_complex: bool = False,
-) -> Tensor:  # fmt: skip
+    mode: Canonical,
+    input: Tensor,
+    n_fft: int,
+    hop_length: int | None = None,
+    win_length: int | None = None,
+    window: Tensor | None = None,
+    center: bool = True,
+    normalized: bool = False,
+    onesided: bool | None = None,
+    length: int | None = None,
+    return_complex: bool = False,
+) -> Tensor:
     """Inverse spectra of overlapping frames, weighed by the window, added up and divided by what the windows add to."""
     hop, size = hop_length or n_fft // 4, win_length or n_fft
     frames = input.shape[-1]
@@ -77,8 +89,9 @@ def _istft(
         y = torch.fft.irfft(spectra[..., : n_fft // 2 + 1], n_fft, norm=norm)
     whole = n_fft + hop * (frames - 1)
     y = _added_up(y * window, whole, hop)
-    weight = _added_up((window * window.conj() if window.is_complex() else window * window).expand(1, frames, n_fft),
-                       whole, hop)  # fmt: skip
+    weight = _added_up(
+        (window * window.conj() if window.is_complex() else window * window).expand(1, frames, n_fft), whole, hop
+    )
     first = n_fft // 2 if center else 0
     last = first + length if length is not None else whole - (n_fft // 2 if center else 0)
     y = y[:, first:last] / weight[:, first:last]
@@ -96,9 +109,15 @@ def _added_up(frames: Tensor, length: int, hop: int) -> Tensor:
 def _quantile(function: Callable[..., Any], skips_nan: bool) -> None:
     @catches(function)
     def run(
-        mode: Canonical, input: Tensor, q: Any, dim: int | None = None, keepdim: bool = False, *,
-        interpolation: str = "linear", out: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+        mode: Canonical,
+        input: Tensor,
+        q: Any,
+        dim: int | None = None,
+        keepdim: bool = False,
+        *,
+        interpolation: str = "linear",
+        out: Tensor | None = None,
+    ) -> Tensor:
         """Shares that are data are looked at, to see that they are shares; so ranks are worked out here."""
         named = {"dim": dim, "keepdim": keepdim, "interpolation": interpolation}
         if not isinstance(q, Tensor) or value_of(q) is not None or not input.numel():

@@ -194,9 +194,14 @@ class Tracing:
         return either
 
     def call(
-        self, function: Callable[..., Any] | None, module: nn.Module | None, label: str, options: Options,
-        args: tuple[Any, ...], kwargs: dict[str, Any],
-    ) -> Any:  # fmt: skip
+        self,
+        function: Callable[..., Any] | None,
+        module: nn.Module | None,
+        label: str,
+        options: Options,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
         """One call of a part, as an op of the trace."""
         mode = _canonical()
         assert mode is not None
@@ -234,18 +239,33 @@ class Tracing:
                 _refuse_hidden(leaf, label)
                 leaves.append(leaf)
         part = Part(
-            "", label, function, [weakref.ref(m) for m in modules], tree, leaves, len(tensors), [], [], (),
+            "",
+            label,
+            function,
+            [weakref.ref(m) for m in modules],
+            tree,
+            leaves,
+            len(tensors),
+            [],
+            [],
+            (),
             torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None,
-        )  # fmt: skip
+        )
         slots = {name: s for name, s in slots_in(part).items() if self._from_before(s)}
         traced = [s.tensor for s in slots.values()]
         given = [*tensors, *traced]
         part.slots, part.dtypes = list(slots), [t.dtype for t in given]
         part.needs = tuple(t.requires_grad and torch.is_grad_enabled() for t in given)
         about = [
-            function, modules, str(tree), list(leaves), options, str(part.autocast), part.needs,
+            function,
+            modules,
+            str(tree),
+            list(leaves),
+            options,
+            str(part.autocast),
+            part.needs,
             [(tuple(t.shape), t.dtype) for t in given],
-        ]  # fmt: skip
+        ]
         plain = [v for v in leaves if not isinstance(v, (Hole, Held))]
         kind = type(module).__name__ if module is not None else getattr(function, "__qualname__", "part").split(".")[-1]
         part.name = f"{kind}-{digest(about, identity=[*modules, function, *plain] if function else [*modules, *plain])}"
@@ -262,9 +282,15 @@ class Tracing:
         return known or not any(id(holder) in self._holders for holder, _ in slot.places)
 
     def _shaped(
-        self, part: Part, tensors: list[Tensor], traced: list[Tensor], options: Options, args: Any, kwargs: Any,
+        self,
+        part: Part,
+        tensors: list[Tensor],
+        traced: list[Tensor],
+        options: Options,
+        args: Any,
+        kwargs: Any,
         prune: bool,
-    ) -> Part:  # fmt: skip
+    ) -> Part:
         """The part with the shapes of what it makes."""
         if options.out is not None:
             shaped = declared(part, options.out, args, kwargs)
@@ -300,9 +326,14 @@ class Keying(Tracing):
         self.mode = mode
 
     def call(
-        self, function: Callable[..., Any] | None, module: nn.Module | None, label: str, options: Options,
-        args: tuple[Any, ...], kwargs: dict[str, Any],
-    ) -> Any:  # fmt: skip
+        self,
+        function: Callable[..., Any] | None,
+        module: nn.Module | None,
+        label: str,
+        options: Options,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
         """One call, with all generators set as they are for the op."""
         self.mode.site += 1
         _active.tracing = None  # what it calls runs as it is with it

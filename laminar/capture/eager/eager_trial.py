@@ -38,8 +38,21 @@ from laminar.capture.torch_private import (
 from laminar.errors import CaptureError
 
 DRAWS = 3
-LOOKS = ("sym_size", "sym_stride", "sym_numel", "sym_storage_offset", "size", "stride", "dim", "numel", "layout",
-         "storage_offset", "is_contiguous", "is_strides_like_format", "is_non_overlapping_and_dense")  # fmt: skip
+LOOKS = (
+    "sym_size",
+    "sym_stride",
+    "sym_numel",
+    "sym_storage_offset",
+    "size",
+    "stride",
+    "dim",
+    "numel",
+    "layout",
+    "storage_offset",
+    "is_contiguous",
+    "is_strides_like_format",
+    "is_non_overlapping_and_dense",
+)
 """Questions about a tensor that read no value."""
 CLOSE = {torch.float64: 1e-9, torch.float32: 1e-4}
 PLAIN = (bool, int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device, torch.Size)
@@ -146,8 +159,11 @@ def _tried(part: Part, given: Sequence[Tensor], real: Sequence[Tensor | None], p
             try:
                 with torch.set_grad_enabled(any(part.needs)):
                     leaves = leaves_of(part, values, part.needs)
-                    seen = Reads(part, leaves, {id(t): k for k, v in carried.items() for t in tree_leaves(v)
-                                                if isinstance(t, Tensor)})  # fmt: skip
+                    seen = Reads(
+                        part,
+                        leaves,
+                        {id(t): k for k, v in carried.items() for t in tree_leaves(v) if isinstance(t, Tensor)},
+                    )
                     with FlopCounterMode(display=False) as counter, seen:
                         got = called(part, leaves, key, number, False, _as_it_is, copied=True)
             except EagerError:
@@ -200,16 +216,20 @@ def _agreed(part: Part, runs: Sequence[tuple[list[Tensor], Outcome]], flops: int
     kinds = [s.kind for s in _slots_given(part)]
     for i in writes:
         if kinds[i] == "param":
-            raise EagerError(f"{part.label} changes its parameter {_slots_given(part)[i].name} in forward",
-                             next="compute a weight from it, or change it between steps")  # fmt: skip
+            raise EagerError(
+                f"{part.label} changes its parameter {_slots_given(part)[i].name} in forward",
+                next="compute a weight from it, or change it between steps",
+            )
     if any(got.arguments != set(changes) or got.buffers != set(writes) for _, got in runs):
         # Some runs change what others don't: with copies in their places, all results are there in all runs.
         return _again(replace(part, changes=changes, writes=writes), [v for v, _ in runs], flops)
     first = runs[0][1]
     for leaf in first.leaves:
         if not isinstance(leaf, (Hole, *PLAIN)):
-            raise EagerError(f"{part.label} returns a {type(leaf).__name__}, which is no tensor",
-                             next="return tensors in tuples, lists and dicts")  # fmt: skip
+            raise EagerError(
+                f"{part.label} returns a {type(leaf).__name__}, which is no tensor",
+                next="return tensors in tuples, lists and dicts",
+            )
     for _, got in runs[1:]:
         if got.tree != first.tree or got.leaves != first.leaves:
             raise EagerError(f"{part.label} returns other things on other data", next="return the same kind every time")
@@ -223,8 +243,14 @@ def _agreed(part: Part, runs: Sequence[tuple[list[Tensor], Outcome]], flops: int
         raise EagerError(f"{part.label} makes no tensor", next="have a larger part run as it is with laminar.eager")
     differentiable = tuple(any(got.tensors[i].requires_grad for _, got in runs) for i in range(len(first.tensors)))
     empty = [torch.empty(t.shape, dtype=t.dtype, device="meta") for t in first.tensors]
-    return replace(part, changes=changes, writes=writes, outcome=replace(first, tensors=empty),
-                   differentiable=differentiable, flops=flops)  # fmt: skip
+    return replace(
+        part,
+        changes=changes,
+        writes=writes,
+        outcome=replace(first, tensors=empty),
+        differentiable=differentiable,
+        flops=flops,
+    )
 
 
 def _again(part: Part, values: Sequence[list[Tensor]], flops: int) -> Part:

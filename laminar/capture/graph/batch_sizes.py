@@ -120,8 +120,10 @@ def fit(known: Sequence[Sizes], new: Sizes) -> Fit | None:
     for a in range(len(new)):
         for b in range(a + 1, len(new)):
             rows = [i for i in usable if _spanned([steps[j] for j in usable], a, b)]
-            terms = [(Fraction(1), Fraction(steps[i][a]), Fraction(steps[i][b]), Fraction(steps[i][a] * steps[i][b]))
-                     for i in rows]  # fmt: skip
+            terms = [
+                (Fraction(1), Fraction(steps[i][a]), Fraction(steps[i][b]), Fraction(steps[i][a] * steps[i][b]))
+                for i in rows
+            ]
             found = _weights(rows, terms)
             if found is not None:
                 return found
@@ -136,8 +138,15 @@ def _alike(known: Sizes, new: Sizes) -> bool:
 def _spanned(steps: list[Sizes], a: int, b: int) -> bool:
     """Whether all dims follow linearly from dims `a` and `b`, which are independent."""
     pairs = [(s[a], s[b]) for s in steps]
-    base = next(((p, q) for p in range(len(pairs)) for q in range(p + 1, len(pairs))
-                 if pairs[p][0] * pairs[q][1] != pairs[p][1] * pairs[q][0]), None)  # fmt: skip
+    base = next(
+        (
+            (p, q)
+            for p in range(len(pairs))
+            for q in range(p + 1, len(pairs))
+            if pairs[p][0] * pairs[q][1] != pairs[p][1] * pairs[q][0]
+        ),
+        None,
+    )
     if base is None:
         return False
     p, q = base

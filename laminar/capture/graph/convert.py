@@ -34,8 +34,8 @@ from laminar.capture.tracing.origins import Origin
 from laminar.capture.tracing.refuse import refuse_computed, refuse_shared
 from laminar.capture.tracing.trace import Traced
 from laminar.errors import CaptureError
-from laminar.ir.codec import Dtype, Ref
 from laminar.ir.graph import RNG, SCALE, Constant, Graph, Input, Node, Output
+from laminar.ir.serial.codec import Dtype, Ref
 from laminar.ir.tensor import TensorSpec
 
 
@@ -68,16 +68,41 @@ class _Alias:
     version: int
 
 
-LIKE = {"zeros_like": 0, "ones_like": 1, "new_zeros": 0, "new_ones": 1, "empty_like": 0, "new_empty": 0, "empty": 0,
-        "zeros": 0, "ones": 1, "empty_strided": 0, "new_empty_strided": 0, "empty_permuted": 0}  # fmt: skip
+LIKE = {
+    "zeros_like": 0,
+    "ones_like": 1,
+    "new_zeros": 0,
+    "new_ones": 1,
+    "empty_like": 0,
+    "new_empty": 0,
+    "empty": 0,
+    "zeros": 0,
+    "ones": 1,
+    "empty_strided": 0,
+    "new_empty_strided": 0,
+    "empty_permuted": 0,
+}
 FULL = ("full", "full_like", "new_full")
-RESHAPES = ("aten.view", "aten._unsafe_view", "aten.reshape", "aten.unsqueeze", "aten.squeeze", "aten.squeeze.dim",
-            "aten.squeeze.dims")  # fmt: skip
+RESHAPES = (
+    "aten.view",
+    "aten._unsafe_view",
+    "aten.reshape",
+    "aten.unsqueeze",
+    "aten.squeeze",
+    "aten.squeeze.dim",
+    "aten.squeeze.dims",
+)
 SAME = ("alias", "detach", "lift_fresh", "lift", "lift_fresh_copy", "resolve_conj", "resolve_neg")
 EAGER = {"_conj": "aten.conj_physical", "_neg_view": "aten.neg"}
 """Views that only set a bit on the tensor; here they compute."""
-CHECKS = ("_linalg_check_errors", "_assert_async", "_assert_scalar", "_assert_tensor_metadata", "sym_constrain_range",
-          "sym_constrain_range_for_size")  # fmt: skip
+CHECKS = (
+    "_linalg_check_errors",
+    "_assert_async",
+    "_assert_scalar",
+    "_assert_tensor_metadata",
+    "sym_constrain_range",
+    "sym_constrain_range_for_size",
+)
 """Ops that look and make nothing."""
 
 
@@ -273,8 +298,9 @@ def _constant(c: Converter, node: Any, traced: Traced) -> _Alias:
     _refuse_outside(tensor, where)
     held = next((s.name for s in traced.slots if s.own is tensor), "")
     if held:
-        raise CaptureError(f"{held} is read in a way that tracing can't follow", at=where,
-                           next="read it through the model")  # fmt: skip
+        raise CaptureError(
+            f"{held} is read in a way that tracing can't follow", at=where, next="read it through the model"
+        )
     alias = c.fresh(c.constant(tensor), spec_of(tensor))
     alias.base.constant = True
     return alias
@@ -284,11 +310,17 @@ def _refuse_outside(tensor: torch.Tensor, where: str) -> None:
     """Tensors of neither model nor batch become constants, if that is what they are."""
     nbytes = tensor.numel() * tensor.element_size()
     if tensor.requires_grad:
-        raise CaptureError("a trainable tensor from outside the model is read: it would get no gradient", at=where,
-                           next="make it a parameter of the model")  # fmt: skip
+        raise CaptureError(
+            "a trainable tensor from outside the model is read: it would get no gradient",
+            at=where,
+            next="make it a parameter of the model",
+        )
     if nbytes > LARGEST_CONSTANT:
-        raise CaptureError(f"a tensor of {nbytes >> 20} MB from outside the model is read, too large for a constant",
-                           at=where, next="make it a buffer, or its module a submodule, of the model")  # fmt: skip
+        raise CaptureError(
+            f"a tensor of {nbytes >> 20} MB from outside the model is read, too large for a constant",
+            at=where,
+            next="make it a buffer, or its module a submodule, of the model",
+        )
 
 
 LARGEST_CONSTANT = 64 << 20
@@ -322,8 +354,11 @@ def _call(c: Converter, node: Any, env: dict[Any, Any], origin: Origin) -> Any:
     value = node.meta.get("val")
     outs = _outs(value)
     if "nondeterministic_seeded" in {t.name for t in target.tags} and base_name not in ("uniform", "normal"):
-        raise CaptureError(f"{name} draws random numbers in a way that can't be keyed", at=origin.where,
-                           next="draw with torch.rand, randn, bernoulli or dropout")  # fmt: skip
+        raise CaptureError(
+            f"{name} draws random numbers in a way that can't be keyed",
+            at=origin.where,
+            next="draw with torch.rand, randn, bernoulli or dropout",
+        )
     if name.startswith("aten.") and base_name in SAME:
         source = env[node.args[0]]
         return source if base_name != "lift_fresh_copy" else c.fresh(c.read(source, origin), source.spec)
@@ -333,8 +368,9 @@ def _call(c: Converter, node: Any, env: dict[Any, Any], origin: Origin) -> Any:
         return None  # a look at data that was refused, after which the step went on without it
     if base_name == "native_batch_norm" and raw[3] is not None and raw[4] is not None and raw[5]:
         # It changes what its schema does not say.
-        return _with_side_effects(c, torch.ops.aten._native_batch_norm_legit_functional.default, raw, (3, 4), env,
-                                  lookup, origin)  # fmt: skip
+        return _with_side_effects(
+            c, torch.ops.aten._native_batch_norm_legit_functional.default, raw, (3, 4), env, lookup, origin
+        )
     _refuse_hidden_writes(base_name, shape, raw, origin)
     if name in ("aten.as_strided", "aten.as_strided_", "aten.as_strided_scatter"):
         return _strided(c, name, raw, env, origin)
@@ -377,8 +413,7 @@ def _call(c: Converter, node: Any, env: dict[Any, Any], origin: Origin) -> Any:
         ]
         return aliases if isinstance(value, (tuple, list)) else aliases[0]
     if not any(o is not None for o in outs):
-        raise CaptureError(f"{name} makes no tensor", at=origin.where,
-                           next="keep what it asks about out of the model")  # fmt: skip
+        raise CaptureError(f"{name} makes no tensor", at=origin.where, next="keep what it asks about out of the model")
     ref = c.emit(name, args, outs, origin)
     if isinstance(value, (tuple, list)):
         return [c.fresh(Ref(ref.name, i), o) if o is not None else None for i, o in enumerate(outs)]
@@ -391,8 +426,11 @@ def _refuse_hidden_writes(base_name: str, shape: Any, raw: Any, origin: Origin) 
     if base_name in ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "_batch_norm_impl_index"):
         given = {a.name: value for a, value in zip(shape.arguments, raw, strict=True)}
         if given.get("training") and given.get("running_mean") is not None:
-            raise CaptureError(f"aten.{base_name} changes running statistics behind the scenes", at=origin.where,
-                               next="call torch.nn.functional.batch_norm, which is captured")  # fmt: skip
+            raise CaptureError(
+                f"aten.{base_name} changes running statistics behind the scenes",
+                at=origin.where,
+                next="call torch.nn.functional.batch_norm, which is captured",
+            )
 
 
 def _viewed(op: Any) -> int | None:
@@ -413,8 +451,11 @@ def _strided(c: Converter, name: str, raw: Any, env: dict[Any, Any], origin: Ori
     start = looked.storage_offset() if start is None else start
     found = seen(looked.shape, looked.stride(), looked.storage_offset(), size, new, start)
     if found is None:
-        raise CaptureError(f"{name} looks at memory beside the tensor it is given, and a graph knows values alone",
-                           at=origin.where, next="use view, unfold, narrow or indexing")  # fmt: skip
+        raise CaptureError(
+            f"{name} looks at memory beside the tensor it is given, and a graph knows values alone",
+            at=origin.where,
+            next="use view, unfold, narrow or indexing",
+        )
     spec = TensorSpec(tuple(size), source.spec.dtype)
     alias = c.fresh(c.read(source, origin), source.spec) if scatter else source
     if not found.same:
@@ -442,8 +483,11 @@ def _resized(c: Converter, node: Any, name: str, raw: Any, env: dict[Any, Any], 
     if before.shape == now.shape:
         return env[raw[0]]
     if now.numel() > before.numel():
-        raise CaptureError(f"{name} gives a tensor other memory, which can't be captured", at=origin.where,
-                           next="make a new tensor instead")  # fmt: skip
+        raise CaptureError(
+            f"{name} gives a tensor other memory, which can't be captured",
+            at=origin.where,
+            next="make a new tensor instead",
+        )
     return _strided(c, name, (raw[0], now.shape, now.stride(), None), env, origin)
 
 
@@ -453,8 +497,11 @@ def _reshaped_in_place(
     """`unsqueeze_`, `t_` and the like change how a tensor looks, not what it holds: a view under the old name."""
     base_name = name.split(".")[1]
     if base_name == "set_" or outs[0] is None:
-        raise CaptureError(f"{name} gives a tensor other memory, which can't be captured", at=origin.where,
-                           next="make a new tensor instead")  # fmt: skip
+        raise CaptureError(
+            f"{name} gives a tensor other memory, which can't be captured",
+            at=origin.where,
+            next="make a new tensor instead",
+        )
     functional = op_name(_like(node.target, base_name.removesuffix("_")))
     source = env[node.args[0]]
     args = tuple(plain(lookup(a)) for a in raw)
@@ -474,8 +521,11 @@ def _mutate(c: Converter, node: Any, target: Any, raw: Any, env: dict[Any, Any],
     if name.startswith("aten.") and functional_op is not None and not out_form and not base_name.endswith("_"):
         return _with_side_effects(c, functional_op, raw, written, env, lookup, origin)
     if not name.startswith("aten.") or not (out_form or (base_name.endswith("_") and written == [0])):
-        raise CaptureError(f"{name} changes tensors in a way that can't be captured", at=origin.where,
-                           next="use a form that returns a new tensor")  # fmt: skip
+        raise CaptureError(
+            f"{name} changes tensors in a way that can't be captured",
+            at=origin.where,
+            next="use a form that returns a new tensor",
+        )
     args = tuple(plain(lookup(a)) for a in raw)
     listed = any(isinstance(raw[i], (list, tuple)) for i in written)
     targets = [env[n] for i in written for n in (raw[i] if isinstance(raw[i], (list, tuple)) else (raw[i],))]
@@ -535,8 +585,11 @@ def _functional(
     """The form without mutation, with the specs it really makes: an in-place op keeps its dtype, the other promotes."""
     op = _like(target, base_name)
     if schema(op).is_mutable:
-        raise CaptureError(f"{op_name(target)} has no form without mutation", at=origin.where,
-                           next="use a form that returns a new tensor")  # fmt: skip
+        raise CaptureError(
+            f"{op_name(target)} has no form without mutation",
+            at=origin.where,
+            next="use a form that returns a new tensor",
+        )
     at = {a.name: i for i, a in enumerate(schema(target).arguments)}
     given_out = [raw[i] for i, a in enumerate(schema(target).arguments) if a.alias_info and a.alias_info.is_write]
     written = [env[n].spec for o in given_out for n in (o if isinstance(o, (list, tuple)) else (o,))]

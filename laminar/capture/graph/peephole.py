@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from laminar.ir.codec import Ref
 from laminar.ir.graph import Graph, Node, map_refs
+from laminar.ir.serial.codec import Ref
 from laminar.ir.tensor import TensorSpec
 
 VIEWS = (

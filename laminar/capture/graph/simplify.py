@@ -15,8 +15,8 @@ from laminar.capture.graph.convert import constant_of
 from laminar.capture.graph.peephole import peephole
 from laminar.capture.ops.torch_ops import caller, constant_tensor, unplain
 from laminar.capture.tensor_bytes import as_bytes
-from laminar.ir.codec import Dtype, Ref
 from laminar.ir.graph import Constant, Graph, Node, map_refs
+from laminar.ir.serial.codec import Dtype, Ref
 
 FOLD_BYTES = 16 << 20
 """Larger results stay computed at run time: a graph should not carry hundreds of megabytes."""
@@ -104,16 +104,34 @@ def fold(graph: Graph) -> Graph:
             if value.numel() and not value.is_complex() and _all_alike(value):
                 name = f"{node.name}_full{i}"
                 fill = first.item()
-                made.append(Node(name, "aten.full", (spec.shape, fill, Dtype(spec.dtype), None, None, None), (spec,),
-                                 node.where, node.module, node.phase))  # fmt: skip
+                made.append(
+                    Node(
+                        name,
+                        "aten.full",
+                        (spec.shape, fill, Dtype(spec.dtype), None, None, None),
+                        (spec,),
+                        node.where,
+                        node.module,
+                        node.phase,
+                    )
+                )
             else:
                 name = f"{node.name}_const{i}"
                 once = value[tuple(slice(0, 1) if s == 0 else slice(None) for s in value.stride())]
                 constants[name] = constant_of(name, once)
                 if once.shape != value.shape:  # what was expanded is carried once, and expanded again
                     source, name = Ref(name), f"{node.name}_expand{i}"
-                    made.append(Node(name, "aten.expand", (source, spec.shape, False), (spec,),
-                                     node.where, node.module, node.phase))  # fmt: skip
+                    made.append(
+                        Node(
+                            name,
+                            "aten.expand",
+                            (source, spec.shape, False),
+                            (spec,),
+                            node.where,
+                            node.module,
+                            node.phase,
+                        )
+                    )
             fixed[ref] = Ref(name)
     outputs = tuple(replace(o, ref=fixed.get(o.ref, o.ref)) for o in graph.outputs)
     return replace(graph, nodes=tuple(made), constants=tuple(constants.values()), outputs=outputs)

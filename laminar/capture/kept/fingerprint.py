@@ -55,8 +55,19 @@ def fingerprint(model: nn.Module, loss: Callable[[Any, Any], Any], *more: Any) -
         for slot in slots_of(model):
             walk.slots[id(slot.tensor)] = slot.name
             t = slot.tensor
-            walk.add("slot", slot.name, slot.kind, t.dtype, tuple(t.shape), t.stride(), slot.trainable, *slot.aliases,
-                     str(t.device) if not t.is_meta else "", type(t).__qualname__, bool(t._backward_hooks))  # fmt: skip
+            walk.add(
+                "slot",
+                slot.name,
+                slot.kind,
+                t.dtype,
+                tuple(t.shape),
+                t.stride(),
+                slot.trainable,
+                *slot.aliases,
+                str(t.device) if not t.is_meta else "",
+                type(t).__qualname__,
+                bool(t._backward_hooks),
+            )
         storages: dict[int, str] = {}
         for slot in slots_of(model):
             if not slot.tensor.is_meta and slot.tensor.numel():
@@ -74,12 +85,20 @@ def fingerprint(model: nn.Module, loss: Callable[[Any, Any], Any], *more: Any) -
 def _settings() -> list[Any]:
     cuda = torch.backends.cuda
     return [
-        torch.get_default_dtype(), str(torch.get_default_device()), torch.is_grad_enabled(),
-        torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cpu"),
-        torch.are_deterministic_algorithms_enabled(), cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(),
-        cuda.math_sdp_enabled(), torch.backends.mkldnn.enabled, sys.version,
+        torch.get_default_dtype(),
+        str(torch.get_default_device()),
+        torch.is_grad_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch.is_autocast_enabled("cuda"),
+        torch.get_autocast_dtype("cpu"),
+        torch.are_deterministic_algorithms_enabled(),
+        cuda.flash_sdp_enabled(),
+        cuda.mem_efficient_sdp_enabled(),
+        cuda.math_sdp_enabled(),
+        torch.backends.mkldnn.enabled,
+        sys.version,
         [(path, os.stat(path).st_mtime_ns) for path in sorted(torch.ops.loaded_libraries) if os.path.exists(path)],
-    ]  # fmt: skip
+    ]
 
 
 class Walk:

@@ -174,8 +174,11 @@ def flatten(batch: Any) -> tuple[dict[str, Tensor], Any]:
         parts = opened(value)
         if parts is None:
             array = isinstance(value, np.ndarray)
-            raise BatchError(f"{name} is a {type(value).__name__}", allowed=ALLOWED,
-                             next="torch.as_tensor makes a tensor of it" if array else "")  # fmt: skip
+            raise BatchError(
+                f"{name} is a {type(value).__name__}",
+                allowed=ALLOWED,
+                next="torch.as_tensor makes a tensor of it" if array else "",
+            )
         items = []
         for key, item in zip(parts.keys, parts.items, strict=True):
             # What a tokenizer knows about its words is nothing a captured step could read, and other in every batch.

@@ -132,8 +132,10 @@ def _both(kind: Any) -> Any:
 def swapped(model: nn.Module, slots: list[Slot]) -> Iterator[None]:
     """The model with stand-ins; whatever happens, its own tensors and attributes come back."""
     modules = list(model.modules())
-    attributes = [(m, dict(m.__dict__), {k: dict(v) for k, v in m.__dict__.items() if k in OWN and isinstance(v, dict)})
-                  for m in modules]  # fmt: skip
+    attributes = [
+        (m, dict(m.__dict__), {k: dict(v) for k, v in m.__dict__.items() if k in OWN and isinstance(v, dict)})
+        for m in modules
+    ]
     kept = [
         (value, copy.copy(value))
         for m in modules

@@ -43,8 +43,9 @@ def _refuse_sharded(model: nn.Module) -> None:
         if is_fully_sharded(module) or kind in ("DeepSpeedEngine", "PipelineEngine"):
             raise CaptureError(f"{name} is wrapped in {kind}, which keeps its weights in pieces", next=NEXT)
         if path and isinstance(module, (DataParallel, DistributedDataParallel)):
-            raise CaptureError(f"{name} is wrapped in {kind}, inside of a model that is not",
-                               next="put the module itself in its place")  # fmt: skip
+            raise CaptureError(
+                f"{name} is wrapped in {kind}, inside of a model that is not", next="put the module itself in its place"
+            )
         for key, p in module._parameters.items():
             if p is not None and is_distributed_tensor(p):
                 raise CaptureError(f"parameter {path + '.' if path else ''}{key} is a DTensor", next=NEXT)

@@ -261,15 +261,22 @@ def given_of(part: Part, slots: Mapping[str, Slot]) -> list[Slot]:
     """Those of them that are given."""
     gone = [name for name in part.slots if name not in slots]
     if gone:
-        raise GraphError(f"{part.label} has lost {gone[0].partition(':')[2]} since it was captured",
-                         next="capture again after a module has changed")  # fmt: skip
+        raise GraphError(
+            f"{part.label} has lost {gone[0].partition(':')[2]} since it was captured",
+            next="capture again after a module has changed",
+        )
     return [slots[name] for name in part.slots]
 
 
 def called(
-    part: Part, leaves: Sequence[Tensor], key: Tensor, site: int, wide: bool, then: Callable[[Outcome], T],
+    part: Part,
+    leaves: Sequence[Tensor],
+    key: Tensor,
+    site: int,
+    wide: bool,
+    then: Callable[[Outcome], T],
     copied: bool = False,
-) -> T:  # fmt: skip
+) -> T:
     """Call the part on such tensors, and look at what it made; then whatever it did to its modules is undone.
 
     What it is known to change is a copy; with `copied`, so is everything but parameters. Small buffers always are, and
@@ -390,27 +397,35 @@ def _checked(part: Part, got: Outcome, given: Sequence[Tensor]) -> list[Tensor]:
         )
     if got.numbers:
         name, old, now = got.numbers[0]
-        refuse(f"changes {name} from {old!r} to {now!r}: a side effect that backward would repeat",
-               next="keep it as a registered buffer, or change it outside the model")  # fmt: skip
+        refuse(
+            f"changes {name} from {old!r} to {now!r}: a side effect that backward would repeat",
+            next="keep it as a registered buffer, or change it outside the model",
+        )
     new = sorted(got.arguments - set(part.changes))
     if new:
-        refuse(f"changes tensor argument {new[0]} in place, which it did not do at its trial",
-               next="change a copy, or change it every time")  # fmt: skip
+        refuse(
+            f"changes tensor argument {new[0]} in place, which it did not do at its trial",
+            next="change a copy, or change it every time",
+        )
     new = sorted(got.buffers - set(part.writes))
     if new:
         name = part.slots[new[0]].partition(":")[2]
         refuse(f"changes {name}, which it did not do at its trial", next="change it every time, by nothing if need be")
     if got.drew and part.batched[0]:
-        refuse("draws random numbers, which it did not do at its trial: by samples they would depend on the ranks",
-               next="leave batch_dim out: then it sees whole tensors")  # fmt: skip
+        refuse(
+            "draws random numbers, which it did not do at its trial: by samples they would depend on the ranks",
+            next="leave batch_dim out: then it sees whole tensors",
+        )
     split = any(given[i].shape[0] != part.rows for i in part.batched[0])
     for i, (t, w) in enumerate(zip(got.tensors, want.tensors, strict=True)):
         shape, other = tuple(t.shape), tuple(w.shape)
         if i in part.batched[1] and split:
             shape, other = shape[1:], other[1:]
         if shape != other:
-            refuse(f"made a tensor of {tuple(t.shape)} where its trial made {tuple(w.shape)}: a shape depends on data",
-                   next="make its result of a fixed size, or mark a larger part with laminar.eager")  # fmt: skip
+            refuse(
+                f"made a tensor of {tuple(t.shape)} where its trial made {tuple(w.shape)}: a shape depends on data",
+                next="make its result of a fixed size, or mark a larger part with laminar.eager",
+            )
         if t.dtype != w.dtype and not (t.is_floating_point() and w.is_floating_point()):
             refuse(f"made {t.dtype} where its trial made {w.dtype}", next="make the same dtype every time")
         if t.dtype != w.dtype and not _is_wide(part, given):

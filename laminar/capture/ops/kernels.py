@@ -14,148 +14,14 @@ import torch
 from torch import Tensor
 
 from laminar.capture import torch_private
+from laminar.capture.ops.attention import attention as attention
+from laminar.capture.ops.attention import attention_at as attention_at
+from laminar.capture.ops.attention import attention_backward as attention_backward
+from laminar.capture.ops.attention import attention_backward_at as attention_backward_at
 from laminar.capture.ops.eager_parts import eager as eager
 from laminar.capture.ops.eager_parts import eager_backward as eager_backward
 
 aten = torch.ops.aten
-
-# --- attention -------------------------------------------------------------------------------
-
-
-def _grouped(q: Tensor, k: Tensor) -> Tensor:
-    return k if q.shape[1] == k.shape[1] else k.repeat_interleave(q.shape[1] // k.shape[1], 1)
-
-
-def _bias(mask: Tensor | None, q: Tensor) -> Tensor | None:
-    if mask is None or mask.dtype != torch.bool:
-        return mask
-    return torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, float("-inf"))
-
-
-def _fused_on_cpu(q: Tensor, v: Tensor) -> bool:
-    return q.device.type == "cpu" and q.shape[-1] == v.shape[-1] and q.numel() > 0 and v.numel() > 0
-
-
-def _scores(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
-    s = (q @ k.transpose(-1, -2)) * scale
-    bias = _bias(mask, q)
-    if bias is not None:
-        s = s + bias
-    if causal:
-        keep = torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).tril_()
-        s = s.masked_fill(~keep, float("-inf"))
-    return s
-
-
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
-    """softmax(q k^T scale + mask) v and the logsumexp of each row, which backward needs."""
-    k, v = _grouped(q, k), _grouped(q, v)
-    if _fused_on_cpu(q, v):
-        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, causal, attn_mask=_bias(mask, q), scale=scale
-        )
-        return out, lse
-    if q.device.type == "cuda":
-        fused = _fused_on_cuda(q, k, v, mask, causal, scale)
-        if fused == torch_private.FLASH:
-            out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
-            return out, lse
-        if fused == torch_private.CUDNN:
-            out, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, scale=scale)
-            return out, lse.reshape(q.shape[:3])
-        if fused == torch_private.EFFICIENT:
-            out, lse, _, _ = aten._scaled_dot_product_efficient_attention(
-                q, k, v, _cuda_bias(mask, q, k), True, 0.0, causal, scale=scale
-            )
-            return out, lse[..., : q.shape[2]]
-    s = _scores(q, k, mask, causal, scale)
-    lse = s.logsumexp(-1)
-    p = (s - lse.masked_fill(lse == float("-inf"), 0.0).unsqueeze(-1)).exp()
-    return p @ v, lse
-
-
-def _fused_on_cuda(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float) -> int:
-    """Which fused kernel: what torch would take, if there is no mask; 0 for none. Backward asks the same question."""
-    if q.shape[-1] != v.shape[-1] or q.dtype == torch.float64:
-        return 0
-    if mask is None and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0:
-        choice = torch_private.sdp_choice(q, k, v, causal, scale)
-        if choice in (torch_private.FLASH, torch_private.CUDNN):
-            return choice
-    return torch_private.EFFICIENT
-
-
-def _cuda_bias(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
-    """The fused kernel wants a full bias whose rows start at multiples of 16 bytes."""
-    bias = _bias(mask, q)
-    if bias is None:
-        return None
-    rows = -(-k.shape[2] // 16) * 16
-    room = q.new_zeros((*bias.shape[:-1], rows))
-    room[..., : k.shape[2]] = bias
-    return room[..., : k.shape[2]].expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-
-
-def attention_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v."""
-    groups = k.shape[1]
-    k2, v2 = _grouped(q, k), _grouped(q, v)
-    if _fused_on_cpu(q, v):
-        dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            dout, q, k2, v2, out, lse, 0.0, causal, attn_mask=_bias(mask, q), scale=scale
-        )
-    elif q.device.type == "cuda" and (fused := _fused_on_cuda(q, k2, v2, mask, causal, scale)):
-        dq, dk, dv = _backward_on_cuda(fused, dout, q, k2, v2, mask, out, lse, causal, scale)
-    else:
-        s = _scores(q, k2, mask, causal, scale)
-        p = (s - lse.masked_fill(lse == float("-inf"), 0.0).unsqueeze(-1)).exp()
-        dv = p.transpose(-1, -2) @ dout
-        dp = dout @ v2.transpose(-1, -2)
-        ds = p * (dp - (dout * out).sum(-1, keepdim=True)) * scale
-        dq, dk = ds @ k2, ds.transpose(-1, -2) @ q
-    if q.shape[1] != groups:
-        dk = dk.unflatten(1, (groups, -1)).sum(2)
-        dv = dv.unflatten(1, (groups, -1)).sum(2)
-    return dq, dk, dv
-
-
-def _backward_on_cuda(
-    fused: int, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor, lse: Tensor,
-    causal: bool, scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    if fused == torch_private.EFFICIENT:
-        seed = torch.zeros((), dtype=torch.int64, device=q.device)
-        room = lse.new_zeros((*lse.shape[:-1], -(-lse.shape[-1] // 32) * 32))
-        room[..., : lse.shape[-1]] = lse
-        dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
-            dout, q, k, v, _cuda_bias(mask, q, k), out, room, seed, seed, 0.0, [True, True, True, False], causal,
-            scale=scale,
-        )  # fmt: skip
-        return dq, dk, dv
-    sizes = q.shape[2], k.shape[2]
-    seed = torch.empty((), dtype=torch.int64, device=q.device)  # of a generator that nobody asks without dropout
-    if fused == torch_private.FLASH:
-        dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
-            dout, q, k, v, out, lse, None, None, *sizes, 0.0, causal, seed, seed, scale=scale
-        )
-    else:
-        dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(
-            dout, q, k, v, out, lse.unsqueeze(-1), seed, seed, None, None, None, *sizes, 0.0, causal, scale=scale
-        )
-    return dq, dk, dv
-
 
 # --- batch norm ------------------------------------------------------------------------------
 
@@ -241,9 +107,19 @@ def lstm(
 
 
 def lstm_backward(
-    dy: Tensor, dh: Tensor, dc: Tensor, x: Tensor, h0: Tensor, c0: Tensor, w_ih: Tensor, w_hh: Tensor,
-    y: Tensor, gates: Tensor, cells: Tensor, reverse: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    dy: Tensor,
+    dh: Tensor,
+    dc: Tensor,
+    x: Tensor,
+    h0: Tensor,
+    c0: Tensor,
+    w_ih: Tensor,
+    w_hh: Tensor,
+    y: Tensor,
+    gates: Tensor,
+    cells: Tensor,
+    reverse: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, h0, c0, w_ih, w_hh and the bias.
 
     A gate's gradient is that of the cell, or of the output for the last gate, times what is known of all steps before
@@ -288,9 +164,13 @@ def _mix(z: Tensor) -> Tensor:
 
 
 def _bits(
-    shape: Sequence[int], key: Tensor, site: int,
-    part: Sequence[int] | None, index: Sequence[Tensor] | None, full: Sequence[int] | None,
-) -> Tensor:  # fmt: skip
+    shape: Sequence[int],
+    key: Tensor,
+    site: int,
+    part: Sequence[int] | None,
+    index: Sequence[Tensor] | None,
+    full: Sequence[int] | None,
+) -> Tensor:
     """64 mixed bits for each element, a function of (seed, step, site, place in the whole tensor).
 
     `part` is given where the tensor's samples are some of a larger batch: how many they are, and how many elements lie
@@ -326,17 +206,27 @@ def _in_batch(at: Tensor, key: Tensor, part: Sequence[int], count: int) -> Tenso
 
 
 def uniform(
-    shape: Sequence[int], key: Tensor, site: int, dtype: torch.dtype, part: Sequence[int] | None = None,
-    index: Sequence[Tensor] | None = None, full: Sequence[int] | None = None,
-) -> Tensor:  # fmt: skip
+    shape: Sequence[int],
+    key: Tensor,
+    site: int,
+    dtype: torch.dtype,
+    part: Sequence[int] | None = None,
+    index: Sequence[Tensor] | None = None,
+    full: Sequence[int] | None = None,
+) -> Tensor:
     """Numbers in [0, 1) with 24 bits, so that every floating dtype from float32 up holds them exactly."""
     return ((_bits(shape, key, site, part, index, full) >> 40) & 0xFFFFFF).to(dtype).mul_(2.0**-24)
 
 
 def normal(
-    shape: Sequence[int], key: Tensor, site: int, dtype: torch.dtype, part: Sequence[int] | None = None,
-    index: Sequence[Tensor] | None = None, full: Sequence[int] | None = None,
-) -> Tensor:  # fmt: skip
+    shape: Sequence[int],
+    key: Tensor,
+    site: int,
+    dtype: torch.dtype,
+    part: Sequence[int] | None = None,
+    index: Sequence[Tensor] | None = None,
+    full: Sequence[int] | None = None,
+) -> Tensor:
     """Standard normal numbers (Box-Muller on two keyed uniforms)."""
     bits = _bits(shape, key, site, part, index, full)
     u = ((bits >> 40) & 0xFFFFFF).to(torch.float32) * 2.0**-24
@@ -467,12 +357,26 @@ def ctc_loss(
 
 
 def ctc_loss_backward(
-    grad: Tensor, log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, nll: Tensor,
-    alpha: Tensor, blank: int, zero_infinity: bool,
-) -> Tensor:  # fmt: skip
+    grad: Tensor,
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Tensor,
+    target_lengths: Tensor,
+    nll: Tensor,
+    alpha: Tensor,
+    blank: int,
+    zero_infinity: bool,
+) -> Tensor:
     """The gradient of `log_probs`."""
     longest = int(target_lengths.max()) if target_lengths.numel() else 0
     return aten._ctc_loss_backward.Tensor(  # type: ignore[no-any-return]
-        grad, log_probs, targets, input_lengths, target_lengths, nll, alpha[:, :, : 2 * longest + 1].contiguous(),
-        blank, zero_infinity,
-    )  # fmt: skip
+        grad,
+        log_probs,
+        targets,
+        input_lengths,
+        target_lengths,
+        nll,
+        alpha[:, :, : 2 * longest + 1].contiguous(),
+        blank,
+        zero_infinity,
+    )

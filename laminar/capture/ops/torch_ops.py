@@ -16,17 +16,30 @@ import torch
 from laminar.capture.ops.eager_parts import NAME as EAGER
 from laminar.capture.torch_private import overload_name, schema
 from laminar.errors import CaptureError
-from laminar.ir.codec import Dtype, Ref
 from laminar.ir.graph import Constant
+from laminar.ir.serial.codec import Dtype, Ref
 from laminar.ir.tensor import TensorSpec
 
 DTYPES: dict[str, torch.dtype] = {
-    "f64": torch.float64, "f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16,
-    "f8e4m3": torch.float8_e4m3fn, "f8e5m2": torch.float8_e5m2, "c32": torch.complex32, "c64": torch.complex64,
+    "f64": torch.float64,
+    "f32": torch.float32,
+    "f16": torch.float16,
+    "bf16": torch.bfloat16,
+    "f8e4m3": torch.float8_e4m3fn,
+    "f8e5m2": torch.float8_e5m2,
+    "c32": torch.complex32,
+    "c64": torch.complex64,
     "c128": torch.complex128,
-    "i64": torch.int64, "i32": torch.int32, "i16": torch.int16, "i8": torch.int8, "u8": torch.uint8,
-    "u16": torch.uint16, "u32": torch.uint32, "u64": torch.uint64, "bool": torch.bool,
-}  # fmt: skip
+    "i64": torch.int64,
+    "i32": torch.int32,
+    "i16": torch.int16,
+    "i8": torch.int8,
+    "u8": torch.uint8,
+    "u16": torch.uint16,
+    "u32": torch.uint32,
+    "u64": torch.uint64,
+    "bool": torch.bool,
+}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 PLACE_ARGS = ("device", "layout", "pin_memory", "memory_format")
 
@@ -35,8 +48,10 @@ def spec_of(tensor: torch.Tensor) -> TensorSpec:
     """Shape and dtype of a tensor."""
     if tensor.dtype not in NAMES or tensor.layout != torch.strided:
         kind = tensor.dtype if tensor.dtype not in NAMES else tensor.layout
-        raise CaptureError(f"a tensor of {tuple(tensor.shape)} is {kind}, which a graph has no place for",
-                           next="cast it to a dtype that models train in, and keep it dense")  # fmt: skip
+        raise CaptureError(
+            f"a tensor of {tuple(tensor.shape)} is {kind}, which a graph has no place for",
+            next="cast it to a dtype that models train in, and keep it dense",
+        )
     return TensorSpec(tuple(int(n) for n in tensor.shape), NAMES[tensor.dtype])
 
 

@@ -41,21 +41,27 @@ def whose(
         if is_users(frames[-1].filename):
             return _noted(error, module)
         return CaptureError(
-            f"the model could not be traced: {what}", at=blame(error), module=module,
+            f"the model could not be traced: {what}",
+            at=blame(error),
+            module=module,
             next="run the model once in plain PyTorch with this batch; if that works, this op needs a report",
-        )  # fmt: skip
+        )
     raised = in_plain_pytorch(model, step, slots, leaves, set_leaves)
     if raised is not None:
         return _noted(raised, module)
     if _in_a_shape_function(error):
         return CaptureError(
-            f"an op's shape function refuses what its kernel takes: {what}", at=blame(error), module=module,
+            f"an op's shape function refuses what its kernel takes: {what}",
+            at=blame(error),
+            module=module,
             next="put it into a module or function of its own, marked with laminar.eager: such a part runs as it is",
-        )  # fmt: skip
+        )
     return CaptureError(
-        f"the model could not be traced: {what}", at=blame(error), module=module,
+        f"the model could not be traced: {what}",
+        at=blame(error),
+        module=module,
         next="it runs in plain PyTorch, so this op needs a report; meanwhile keep this part out of the model",
-    )  # fmt: skip
+    )
 
 
 def _in_a_shape_function(error: Exception) -> bool:

@@ -152,9 +152,14 @@ class _Play:
     # -- memory --------------------------------------------------------------------------------
 
     def _take(
-        self, nbytes: int, fixed: bool = False, active: bool = True, gives: bool = False, takes: bool = False,
+        self,
+        nbytes: int,
+        fixed: bool = False,
+        active: bool = True,
+        gives: bool = False,
+        takes: bool = False,
         dtype: str = "",
-    ) -> _Place:  # fmt: skip
+    ) -> _Place:
         index = len(self.lives)
         self.lives.append(Life(nbytes, (nbytes, dtype), -1 if fixed else len(self.parts), gives=gives, takes=takes))
         before = self.handed.get(index)

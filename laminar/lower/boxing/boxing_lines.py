@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from laminar.ir.codec import Ref
 from laminar.ir.graph import Node
 from laminar.ir.program import Boxing, Instr, MoveCause, placed
+from laminar.ir.serial.codec import Ref
 from laminar.ir.tensor import TensorSpec
-from laminar.rules.boxing import Step, step_bytes
+from laminar.rules.boxing.boxing import Step, step_bytes
 
 _MOVE = Node("move", "laminar.move", (), (), phase="move")
 

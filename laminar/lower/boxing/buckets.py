@@ -15,10 +15,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from laminar.cost.ops.families import COMPUTES, family_of
-from laminar.ir.codec import Ref
 from laminar.ir.graph import map_refs
 from laminar.ir.ops import COLLECTIVE_OPS
 from laminar.ir.program import BUCKETED_GRADIENTS, Instr, MoveCause, Program
+from laminar.ir.serial.codec import Ref
 
 BUCKET_BYTES = 10 << 20
 GATHER_BYTES = 8 << 20
@@ -143,9 +143,10 @@ def _second_gathers(program: Program) -> Program:
     """What was gathered in one run and is gathered over another axis then, merged as far as it is needed together."""
     inputs = {i.name for i in program.inputs}
     first = {
-        i.name for i in program.instrs
+        i.name
+        for i in program.instrs
         if i.kind == "all_gather" and len(i.refs) > 1 and all(r.name in inputs for r in i.refs)
-    }  # fmt: skip
+    }
     groups: dict[tuple[object, ...], list[Instr]] = {}
     for instr in program.instrs:
         if instr.kind == "all_gather" and len(instr.refs) == 1 and instr.refs[0].name in first:

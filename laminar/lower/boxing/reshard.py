@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from laminar.ir.codec import Ref
 from laminar.ir.mesh import Mesh
 from laminar.ir.program import Instr, MoveCause, Program, ProgramInput, ProgramOutput, placed
 from laminar.ir.sbp import NdSbp
+from laminar.ir.serial.codec import Ref
 from laminar.ir.tensor import TensorSpec
 from laminar.lower.boxing.boxing_lines import boxing_line
 from laminar.lower.boxing.buckets import BUCKET_BYTES, merged
-from laminar.rules.boxing import boxing
+from laminar.rules.boxing.boxing import boxing
 
 Move = tuple[str, TensorSpec, NdSbp, NdSbp]
 """A tensor's name and shape, how it lies, and how it is wanted."""

@@ -36,18 +36,18 @@ import numpy as np
 from scipy.sparse import csr_matrix
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
-from laminar.ir.codec import Ref
 from laminar.ir.graph import Node, map_refs, refs_in
 from laminar.ir.ops import FREE
 from laminar.ir.program import Instr, Placed, Program, placed
+from laminar.ir.serial.codec import Ref
 from laminar.lower.boxing.overlap import drop_unused
 from laminar.lower.memory.offload import offloaded, without
 from laminar.lower.memory.planned_recompute import boundary as boundary
 from laminar.lower.memory.planned_recompute import boundary_bytes as boundary_bytes
 from laminar.lower.memory.planned_recompute import early as early
 from laminar.lower.memory.planned_recompute import run_again
-from laminar.rules.expand import Sheet, expand
 from laminar.rules.notation import call_of
+from laminar.rules.ops.expand import Sheet, expand
 
 TRAFFIC = 0.45
 """Bytes of memory that a byte of traffic is worth. What that decides, in bytes moved for each byte saved: an activation
@@ -80,11 +80,15 @@ BACKWARD = frozenset(
     leaky_relu_backward elu_backward softplus_backward hardswish_backward mse_loss_backward""".split()
 )
 """Elementwise ops that only backward has."""
-FUSES = BACKWARD | frozenset(
-    f"aten.{name}"
-    for name in """native_layer_norm_backward native_group_norm_backward _softmax_backward_data mean mean.dim amax
+FUSES = (
+    BACKWARD
+    | frozenset(
+        f"aten.{name}"
+        for name in """native_layer_norm_backward native_group_norm_backward _softmax_backward_data mean mean.dim amax
     _log_softmax_backward_data nll_loss_backward nll_loss2d_backward sum sum.dim_IntList amin""".split()
-) | {"laminar.batch_norm_backward", "laminar.batch_norm_sums", "laminar.batch_norm_grad"}  # fmt: skip
+    )
+    | {"laminar.batch_norm_backward", "laminar.batch_norm_sums", "laminar.batch_norm_grad"}
+)
 """Readers besides elementwise ops that take a value from the kernel that makes it, without memory between."""
 SMALL = frozenset(f"aten.{name}" for name in "sum sum.dim_IntList mean mean.dim amax amin var_mean.correction".split())
 """Reductions inside norms: kept, being small, but no distance."""
@@ -279,10 +283,19 @@ def _lines(instr: Instr) -> tuple[list[Instr], tuple[Ref, ...]]:
         return given[ref.name] if ref.name in given else Ref(instr.name + ref.name[1:], ref.index)
 
     lines = [
-        Instr(instr.name + line.name[1:], line.op, map_refs(line.args, now), tuple(map(now, line.refs)), line.ins,
-              line.outs, instr.where, instr.module, instr.phase)
+        Instr(
+            instr.name + line.name[1:],
+            line.op,
+            map_refs(line.args, now),
+            tuple(map(now, line.refs)),
+            line.ins,
+            line.outs,
+            instr.where,
+            instr.module,
+            instr.phase,
+        )
         for line in form
-    ]  # fmt: skip
+    ]
     return lines, tuple(map(now, ends))
 
 

@@ -1,8 +1,8 @@
 """Offload as a plan decides it: what blocks make in forward waits in the host's memory until backward reads it.
 
-A plan names blocks (modules) and values, as it does for recompute (`ir/patterns.py`). What forward makes inside a block
-and backward reads leaves with one line, `host.send`, behind the last of it that is made, and comes back with another,
-`host.bring`. Both are identities, so that results are those of the plan without, to the last bit.
+A plan names blocks (modules) and values, as it does for recompute (`ir/plans/patterns.py`). What forward makes inside a
+block and backward reads leaves with one line, `host.send`, behind the last of it that is made, and comes back with
+another, `host.bring`. Both are identities, so that results are those of the plan without, to the last bit.
 
     what stays   inputs, weights and what is made of weights alone, results of the step; whatever is smaller than a
                  64th of the block's largest (statistics of norms); and of several blocks that are named the one that
@@ -35,12 +35,12 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from laminar.errors import PlanError
-from laminar.ir.account import OffloadSaving
-from laminar.ir.codec import Ref
 from laminar.ir.graph import map_refs
 from laminar.ir.ops import FREE, HOST_BRING, HOST_COPIES, HOST_SEND
-from laminar.ir.plan import Plan
+from laminar.ir.plans.account import OffloadSaving
+from laminar.ir.plans.plan import Plan
 from laminar.ir.program import Instr, MoveCause, Placed, Program
+from laminar.ir.serial.codec import Ref
 from laminar.lower.boxing.overlap import drop_unused
 from laminar.lower.memory.planned_recompute import boundary_bytes, early
 

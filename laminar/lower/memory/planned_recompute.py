@@ -1,7 +1,7 @@
 """Recompute as a plan decides it: what blocks make inside is dropped after forward and made again in backward.
 
-A plan names blocks (modules) and values; see `ir/patterns.py`. Of a block only what comes in from outside is kept, and
-the ops that lead from there to what backward reads run once more, each right before the first line of
+A plan names blocks (modules) and values; see `ir/plans/patterns.py`. Of a block only what comes in from outside is
+kept, and the ops that lead from there to what backward reads run once more, each right before the first line of
 backward that needs it. What backward does not read is not made again: a block's last ops seldom are.
 
     outputs      of a block that somebody else needs in backward too (the next block starts from it) are kept
@@ -25,12 +25,12 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from laminar.cost.ops.families import COMPUTES, family_of
-from laminar.ir.account import RecomputeSaving
-from laminar.ir.codec import Ref
 from laminar.ir.graph import map_refs
 from laminar.ir.ops import FREE
-from laminar.ir.patterns import Picked
+from laminar.ir.plans.account import RecomputeSaving
+from laminar.ir.plans.patterns import Picked
 from laminar.ir.program import Instr, Placed, Program
+from laminar.ir.serial.codec import Ref
 from laminar.lower.boxing.overlap import drop_unused
 
 ANEW = "_anew"

@@ -39,9 +39,15 @@ def with_loads(net: Net, batch_bytes: int, depth: int) -> Net:
             orders[p] = first + orders[p]
         actors.append(Actor(name, "load", len(places) - 1 if depth else p, 1, readers[0].stage))
         queues.append(
-            Queue(f"{name}->{','.join(a.name for a in readers)}", name, tuple(a.name for a in readers),
-                  (depth + 1) * many, gives=many, bytes=-(-batch_bytes // many))
-        )  # fmt: skip
+            Queue(
+                f"{name}->{','.join(a.name for a in readers)}",
+                name,
+                tuple(a.name for a in readers),
+                (depth + 1) * many,
+                gives=many,
+                bytes=-(-batch_bytes // many),
+            )
+        )
     return replace(net, places=tuple(places), orders=tuple(orders), actors=tuple(actors), queues=tuple(queues))
 
 

@@ -22,9 +22,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from laminar.errors import PlanError
-from laminar.ir.codec import Ref
 from laminar.ir.graph import Constant, Graph, Input, Node, Output, map_refs
 from laminar.ir.ops import FREE
+from laminar.ir.serial.codec import Ref
 from laminar.rules.notation import call_of, calls_in
 
 LIGHT_NUMEL = 1 << 22

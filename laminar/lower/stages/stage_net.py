@@ -62,8 +62,9 @@ def together(sizes: Sequence[Stages], memory_bytes: int | None = None) -> list[P
     found = [layout_of(made) for made in sizes]
     layout = widest([layout for layout, _ in found])
     staged = sizes[0].staged
-    net = dag_net(layout, staged.places, staged.schedule, window=staged.window, stash=staged.stash,
-                  registers=staged.registers)  # fmt: skip
+    net = dag_net(
+        layout, staged.places, staged.schedule, window=staged.window, stash=staged.stash, registers=staged.registers
+    )
     refuse(net, memory_bytes)
     return [Piped(made, net, _known(net, carries), layout) for made, (_, carries) in zip(sizes, found, strict=True)]
 
@@ -136,9 +137,12 @@ def layout_of(made: Stages) -> tuple[Layout, dict[str, tuple[str, ...]]]:
             sizes[phase] = sum(w.dst.local(mesh).nbytes for w in here)
         edges.append(Edge(a, b, sizes["forward"], sizes["backward"]))
     layout = Layout(
-        stages=tuple(rows), edges=tuple(edges), places=len(staged.places), micro_batches=staged.micro_batches,
+        stages=tuple(rows),
+        edges=tuple(edges),
+        places=len(staged.places),
+        micro_batches=staged.micro_batches,
         apart=staged.apart,
-    )  # fmt: skip
+    )
     return layout, carries
 
 

@@ -17,12 +17,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from laminar.errors import PlanError
-from laminar.ir.codec import Ref
 from laminar.ir.graph import Graph, map_refs
-from laminar.ir.plan import Plan
+from laminar.ir.plans.plan import Plan
+from laminar.ir.plans.staged import Staged
 from laminar.ir.program import Instr, Placed, Program, ProgramInput, ProgramOutput
 from laminar.ir.sbp import B, NdSbp, Partial
-from laminar.ir.staged import Staged
+from laminar.ir.serial.codec import Ref
 from laminar.lower.lower import arranged, written
 from laminar.lower.memory.offload import refuse_stages
 from laminar.lower.stages.split_stages import Edge, Split, split, value_name
@@ -84,10 +84,14 @@ class Stages:
     def terms(self) -> tuple[dict[str, NdSbp], ...]:
         """By stage, how what is summed over micro-batches leaves a part, by `kind:name`."""
         return tuple(
-            {f"{o.kind}:{o.name}": o.placed.nd for part in parts for o in part.program.outputs
-             if o.kind in ("grad", "loss", "metric")}
+            {
+                f"{o.kind}:{o.name}": o.placed.nd
+                for part in parts
+                for o in part.program.outputs
+                if o.kind in ("grad", "loss", "metric")
+            }
             for parts in self.parts
-        )  # fmt: skip
+        )
 
 
 def stages(graph: Graph, staged: Staged, like: Stages | None = None) -> Stages:
@@ -102,8 +106,10 @@ def stages(graph: Graph, staged: Staged, like: Stages | None = None) -> Stages:
         refuse_stages(stage.plan)
         terms = unfinished(own, stage.plan) if like is None else like.terms[s]
         if other := terms.keys() ^ unfinished(own, stage.plan).keys():
-            raise PlanError(f"with micro-batches of another size stage {s} gives, or does not give, {sorted(other)[0]}",
-                            next="cut the model at modules (stages=[...]), or use one size")  # fmt: skip
+            raise PlanError(
+                f"with micro-batches of another size stage {s} gives, or does not give, {sorted(other)[0]}",
+                next="cut the model at modules (stages=[...]), or use one size",
+            )
         plan = replace(stage.plan, outputs={**stage.plan.outputs, **terms})
         program = written(own, plan)
         made.append(program)
@@ -130,8 +136,9 @@ def unfinished(graph: Graph, plan: Plan) -> dict[str, NdSbp]:
         node = graph.by_name.get(o.ref.name)
         if o.kind in ("grad", "loss", "metric") and node is not None:
             kept, made = plan.outputs[f"{o.kind}:{o.name}"], plan.ops[node.name].outs[o.ref.index]
-            later = (m if isinstance(m, Partial) and m.op == "sum" and k == B else k
-                     for m, k in zip(made, kept, strict=True))  # fmt: skip
+            later = (
+                m if isinstance(m, Partial) and m.op == "sum" and k == B else k for m, k in zip(made, kept, strict=True)
+            )
             out[f"{o.kind}:{o.name}"] = tuple(later)
     return out
 
@@ -183,9 +190,14 @@ def _leaves(o: ProgramOutput, where: dict[str, str], outside: dict[str, ProgramI
 
 
 def _part(
-    program: Program, lines: list[Instr], ends: list[ProgramOutput], where: dict[str, str], kind: str,
-    later: list[Ref], specs: dict[Ref, Placed],
-) -> Program:  # fmt: skip
+    program: Program,
+    lines: list[Instr],
+    ends: list[ProgramOutput],
+    where: dict[str, str],
+    kind: str,
+    later: list[Ref],
+    specs: dict[Ref, Placed],
+) -> Program:
     """One part as a program of its own."""
     mine = {i.name for i in lines}
     sent = {o.name: o.ref for o in program.outputs if o.kind == "sent"}

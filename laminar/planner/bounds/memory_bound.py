@@ -59,9 +59,9 @@ import numpy as np
 from scipy.sparse import csr_matrix
 from scipy.sparse.csgraph import maximum_flow
 
-from laminar.ir.codec import Ref
 from laminar.ir.graph import Graph, Node
 from laminar.ir.ops import FREE
+from laminar.ir.serial.codec import Ref
 from laminar.lower.stages.split_stages import light_ops, repeated
 from laminar.placement.fold import Fold
 from laminar.planner.tuning import STRETCH_SHARES

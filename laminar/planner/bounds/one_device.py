@@ -14,7 +14,7 @@ from __future__ import annotations
 from laminar.cost.machine import Machine, fused_work, kernel_kind
 from laminar.cost.ops.interned import Forms
 from laminar.ir.mesh import Mesh
-from laminar.ir.patterns import WITHOUT_PRODUCTS, pick
+from laminar.ir.plans.patterns import WITHOUT_PRODUCTS, pick
 from laminar.ir.program import Program
 from laminar.lower.kernels import kernels
 from laminar.lower.memory.mincut_recompute import recompute, written_out

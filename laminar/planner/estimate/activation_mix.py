@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 
 from laminar.forecast.step import Prediction, held_by, predict, timed
 from laminar.ir.ops import HOST_SEND
-from laminar.ir.plan import Plan
+from laminar.ir.plans.plan import Plan
 from laminar.lower.step import step_programs
 from laminar.planner.space.styles import Style
 

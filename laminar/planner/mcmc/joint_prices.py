@@ -19,7 +19,7 @@ from laminar.ir.tensor import TensorSpec
 from laminar.lower.boxing.buckets import BUCKET_BYTES
 from laminar.placement.complete import STEP_S
 from laminar.planner.space.axis_prices import PricedAxis
-from laminar.rules.boxing import boxing
+from laminar.rules.boxing.boxing import boxing
 from laminar.rules.notation import Call, Signature, localise
 from laminar.rules.signing import Blocks, Probed, options
 

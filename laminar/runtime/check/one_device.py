@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from laminar.capture.ops.torch_ops import caller, constant_tensor, unplain
-from laminar.ir.codec import Ref
 from laminar.ir.graph import Graph, Node, map_refs
+from laminar.ir.serial.codec import Ref
 
 
 def constants_of(graph: Graph, wide: bool = False) -> dict[str, Tensor]:

@@ -31,12 +31,31 @@ from laminar.runtime.pipeline.loader import LOADER
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 RUN_BY_TORCH = frozenset(
-    [F.batch_norm, F.embedding, F.embedding_bag, F.gaussian_nll_loss, Tensor.data.__set__,  # type: ignore[attr-defined]
-     F.instance_norm, F.ctc_loss, torch.ctc_loss, torch.masked_select, Tensor.masked_select, Tensor.tolist,
-     Tensor.numpy, Tensor.__array__, Tensor.__deepcopy__, F.grouped_mm, torch_private.grouped_mm,
-     F.adaptive_avg_pool2d, F.adaptive_avg_pool3d, torch_private.multilabel_margin_loss,
-     torch.batch_norm, torch.instance_norm, *WRITTEN_OUT]
-)  # fmt: skip
+    [
+        F.batch_norm,
+        F.embedding,
+        F.embedding_bag,
+        F.gaussian_nll_loss,
+        Tensor.data.__set__,  # type: ignore[attr-defined]
+        F.instance_norm,
+        F.ctc_loss,
+        torch.ctc_loss,
+        torch.masked_select,
+        Tensor.masked_select,
+        Tensor.tolist,
+        Tensor.numpy,
+        Tensor.__array__,
+        Tensor.__deepcopy__,
+        F.grouped_mm,
+        torch_private.grouped_mm,
+        F.adaptive_avg_pool2d,
+        F.adaptive_avg_pool3d,
+        torch_private.multilabel_margin_loss,
+        torch.batch_norm,
+        torch.instance_norm,
+        *WRITTEN_OUT,
+    ]
+)
 """Functions that capture has forms of its own for, without a draw in them: here torch's own run."""
 RECURRENT = frozenset([torch_private.lstm, torch_private.gru, torch_private.rnn_tanh, torch_private.rnn_relu])
 

@@ -24,7 +24,7 @@ from laminar.ir.mesh import Mesh
 from laminar.ir.sbp import PSUM, B, Sbp, Split
 from laminar.ir.tensor import TensorSpec
 from laminar.rules.notation import call_of
-from laminar.rules.table import rule_for
+from laminar.rules.ops.table import rule_for
 from laminar.runtime.comm.shards import assemble, shard
 
 PROBE_DRAWS = 3

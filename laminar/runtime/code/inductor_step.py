@@ -35,9 +35,9 @@ from torch import Tensor
 from laminar.capture.ops.torch_ops import DTYPES, constant_tensor, find_op
 from laminar.capture.torch_private import compiled_graph
 from laminar.events import emit
-from laminar.ir.codec import Dtype, Ref
 from laminar.ir.ops import HOST_BRING
 from laminar.ir.program import Instr, Program
+from laminar.ir.serial.codec import Dtype, Ref
 from laminar.lower.memory.mincut_recompute import TRAFFIC, recompute, written_out
 from laminar.lower.memory.planned_recompute import early
 from laminar.runtime.code.cuda_graph import RecordedGraph

@@ -17,11 +17,11 @@ from torch import Tensor
 from laminar.capture import torch_private
 from laminar.capture.ops import kernels
 from laminar.capture.ops.torch_ops import DENSE, LAZY, dense, find_op, resolved, spread, unplain
-from laminar.ir.codec import Ref
 from laminar.ir.mesh import Mesh
 from laminar.ir.ops import DRAWS
 from laminar.ir.program import Instr, Placed
 from laminar.ir.sbp import Split, chunk, local_indices
+from laminar.ir.serial.codec import Ref
 from laminar.ir.tensor import TensorSpec
 from laminar.rules.notation import Call, local_args
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from laminar.capture.ops.torch_ops import constant_tensor, gives_list
-from laminar.ir.codec import Ref
 from laminar.ir.program import Instr, Placed, Program
 from laminar.ir.sbp import B, Split
+from laminar.ir.serial.codec import Ref
 from laminar.runtime.code.local_op import depends_on_rank, fitted, prepare
 from laminar.runtime.comm.aliases import result_may_alias
 from laminar.runtime.comm.boxing_ops import Box

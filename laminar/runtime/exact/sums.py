@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from laminar.capture.torch_private import foreach_copy
-from laminar.ir import limits
+from laminar.ir.clusters import limits
+from laminar.ir.clusters.limits import aligned_bytes
 from laminar.ir.exact import TreeNode, cover
-from laminar.ir.limits import aligned_bytes
 from laminar.ir.sbp import chunk
 from laminar.runtime.comm.shm_arena import MIDDLE, READY, Segment
 from laminar.runtime.exact.hosts import HostedRanks

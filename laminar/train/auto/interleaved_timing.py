@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laminar.ir.codec import content_hash
+from laminar.ir.serial.codec import content_hash
 from laminar.planner.search.finalists import MEASURED_ROUNDS
 
 LEAST = 3

@@ -19,8 +19,8 @@ from torch import nn
 from laminar.capture.capture import capture
 from laminar.capture.model.batches import unflatten
 from laminar.events import emit
-from laminar.ir.cluster import Cluster
-from laminar.ir.plan import Plan
+from laminar.ir.clusters.cluster import Cluster
+from laminar.ir.plans.plan import Plan
 from laminar.planner.search.entry import best
 from laminar.planner.search.finalists import DDP, Finalist, as_ddp, finalists
 from laminar.planner.search.what_if import resized
@@ -79,17 +79,31 @@ def planned(
     leaves = Leaves.of(batch).mapped(precision.leaf).split(options.micro_batches)[0]
     why = _elsewhere(world, cluster, options.compiles(world.device)) if measure else ""
     found = searched(
-        world, cluster, model, precision.around(loss, world.device), leaves, finals=measure and not why,
-        no_ddp="it does not look for anomalies" if options.detect_anomaly else "", precision=precision,
-    )  # fmt: skip
+        world,
+        cluster,
+        model,
+        precision.around(loss, world.device),
+        leaves,
+        finals=measure and not why,
+        no_ddp="it does not look for anomalies" if options.detect_anomaly else "",
+        precision=precision,
+    )
     plan = found.plan
     if measure and why:
         plan = try_finalists.untried(plan, why)
     elif measure:
         plan = try_finalists.tried(
-            world, plan, found.finals, model, loss, optimizer, batch, capture_s=found.capture_s,
-            left_out=found.left_out, options=options,
-        )  # fmt: skip
+            world,
+            plan,
+            found.finals,
+            model,
+            loss,
+            optimizer,
+            batch,
+            capture_s=found.capture_s,
+            left_out=found.left_out,
+            options=options,
+        )
     return plan if world.size == 1 else replace(plan, origin=None)
 
 

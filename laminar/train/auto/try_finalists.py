@@ -34,7 +34,7 @@ from laminar.capture.model.model_tensors import slots_of
 from laminar.capture.torch_private import step_hooks
 from laminar.errors import LaminarError
 from laminar.events import emit
-from laminar.ir.plan import Plan, runs_ddp
+from laminar.ir.plans.plan import Plan, runs_ddp
 from laminar.planner.search.finalists import NOBODY_LEFT_OUT, Finalist, measured, settled
 from laminar.runtime.code.malloc import give_back_freed_memory
 from laminar.train.auto.interleaved_timing import LEAST, WARM, turns

@@ -97,8 +97,10 @@ class Leaves:
         if len(cuts) != parts:
             raise BatchError(f"{len(cuts)} sizes for {parts} micro-batches", next="give one for each")
         if self.sizes and (sum(cuts) != n or min(cuts) < 1):
-            raise BatchError(f"micro-batches of {', '.join(map(str, cuts))} samples, of a batch of {n}",
-                             allowed="at least one in each, and all of them together")  # fmt: skip
+            raise BatchError(
+                f"micro-batches of {', '.join(map(str, cuts))} samples, of a batch of {n}",
+                allowed="at least one in each, and all of them together",
+            )
         if n < parts and parts > 1:
             raise BatchError(
                 f"{n} samples can't make {parts} micro-batches", next="use a larger batch, or fewer micro-batches"

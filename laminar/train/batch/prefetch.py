@@ -89,8 +89,10 @@ class Handshake:
             key = f"{self.place}/made/{rank}"
             if not self.store.check([key]) or int(self.store.get(key)) < item:
                 late.append(rank)
-        return PeerError(f"{_ranks(late)} had not loaded batch {made} (from 0) after {self.timeout_s:.0f} s",
-                         next="see whether it still runs, and what its data waits for")  # fmt: skip
+        return PeerError(
+            f"{_ranks(late)} had not loaded batch {made} (from 0) after {self.timeout_s:.0f} s",
+            next="see whether it still runs, and what its data waits for",
+        )
 
 
 def _ranks(ranks: list[int]) -> str:
@@ -116,8 +118,9 @@ class Prefetcher:
         world, agree = self.world, agree_alone
         if world.store is not None:
             agree = Handshake(world.store, world.rank, world.size, world.meeting("load"), world.timeout_s)
-        loader = Loader(data, depth, device=world.device, whole=world.size == 1, agree=agree, rank=world.rank,
-                        ended=_uneven)  # fmt: skip
+        loader = Loader(
+            data, depth, device=world.device, whole=world.size == 1, agree=agree, rank=world.rank, ended=_uneven
+        )
         self.latest = weakref.ref(loader)
         world.open.add(loader)
         return loader

@@ -73,8 +73,11 @@ class Watched:
         self.forget()
         if found:
             _, what, about = min(found, key=lambda f: (f[0], f[2]["rank"]))
-            raise NonFiniteError(f"step {step}: the first {what} was made here", **about,
-                                 next="look at what goes into that op; check learning rate and inputs")  # fmt: skip
+            raise NonFiniteError(
+                f"step {step}: the first {what} was made here",
+                **about,
+                next="look at what goes into that op; check learning rate and inputs",
+            )
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -22,8 +22,15 @@ from laminar.ir.graph import Graph
 
 TOLERANCE = {"f64": 1e-8, "f32": 1e-4, "tf32": 1e-2, "f16": 2e-2, "bf16": 4e-2, "f8e4m3": 0.2, "f8e5m2": 0.4}
 """How far a tensor may be off, by the narrowest floating dtype that a step computes in."""
-EPSILON = {"f64": 2.0**-52, "f32": 2.0**-23, "tf32": 2.0**-10, "f16": 2.0**-10, "bf16": 2.0**-7, "f8e4m3": 2.0**-3,
-           "f8e5m2": 2.0**-2}  # fmt: skip
+EPSILON = {
+    "f64": 2.0**-52,
+    "f32": 2.0**-23,
+    "tf32": 2.0**-10,
+    "f16": 2.0**-10,
+    "bf16": 2.0**-7,
+    "f8e4m3": 2.0**-3,
+    "f8e5m2": 2.0**-2,
+}
 SHARE = 1e-3
 """Gradients smaller than this share of the whole gradient are measured against that: some are zero but for rounding."""
 ULPS = 4

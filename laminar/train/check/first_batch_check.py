@@ -30,7 +30,7 @@ from laminar.capture.model.batches import unflatten
 from laminar.errors import CheckError
 from laminar.events import emit
 from laminar.ir.graph import RNG, Graph
-from laminar.ir.staged import Staged
+from laminar.ir.plans.staged import Staged
 from laminar.lower.boxing.reshard import Move
 from laminar.runtime.check.plain_model import run_eager
 from laminar.train.batch.leaves import Leaves
@@ -100,8 +100,10 @@ class FirstBatch:
         for rank, (_, theirs) in enumerate(everyone):
             for key, mine in everyone[0][1].items():
                 if not _alike(mine, theirs[key], tolerance):
-                    raise CheckError(f"rank {rank} has another {key.replace(':', ' ')} than rank 0 after the same step",
-                                     next="please report it, with the model and the plan")  # fmt: skip
+                    raise CheckError(
+                        f"rank {rank} has another {key.replace(':', ' ')} than rank 0 after the same step",
+                        next="please report it, with the model and the plan",
+                    )
         emit("check", done=True, outputs=len(got))
         if warning and first:
             warnings.warn(warning, stacklevel=6)
@@ -283,8 +285,9 @@ def check(
         whole = dict(zip(held, together(pieces, list(held.values())), strict=True))
         if micro.local:
             items = [i for i in ready.program.inputs if i.kind == "batch"]
-            leaves = together([(i.name, i.placed.spec, i.placed.nd, everywhere) for i in items],
-                              [shared[i.name] for i in items])  # fmt: skip
+            leaves = together(
+                [(i.name, i.placed.spec, i.placed.nd, everywhere) for i in items], [shared[i.name] for i in items]
+            )
             whole |= {f"leaf:{i.name}": t for i, t in zip(items, leaves, strict=True)}
         return whole
 
@@ -293,8 +296,14 @@ def check(
         return f"micro_batches={engine.micro_batches}: {told}" if told else ""
 
     captures = engine.tracer.captures
-    about = {"graph": ready.graph.hash, "plan": ready.plan.hash, "precision": precision, "device": str(world.device),
-             "step": type(ready.step).__name__, "values": captures.digest()}  # fmt: skip
+    about = {
+        "graph": ready.graph.hash,
+        "plan": ready.plan.hash,
+        "precision": precision,
+        "device": str(world.device),
+        "step": type(ready.step).__name__,
+        "values": captures.digest(),
+    }
     own = OwnModel(state, engine.tracer, world.device, micros, scale, RNG in ready.filled)
     try:
         FirstBatch(
@@ -339,8 +348,13 @@ def check_stages(
             )
         return ""
 
-    known = {**about, "graph": graph.hash, "plan": plan.hash, "device": str(world.device),
-             "values": tracer.captures.digest()}  # fmt: skip
+    known = {
+        **about,
+        "graph": graph.hash,
+        "plan": plan.hash,
+        "device": str(world.device),
+        "values": tracer.captures.digest(),
+    }
     try:
         FirstBatch(
             world, graph, world.device, known, state.missing_bytes, lambda: run(scale), weights, eager, own.old, parts

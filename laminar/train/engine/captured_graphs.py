@@ -88,8 +88,10 @@ class Captures:
     def look(self, held: Mapping[str, Tensor]) -> None:
         """See whether anything has changed; tensors that were replaced are taken over or refused."""
         if _autocast() != self._autocast:
-            raise LaminarError("torch.autocast around a step is nothing that a compiled step would see",
-                               next='leave it out, and say parallelize(..., precision="bf16")')  # fmt: skip
+            raise LaminarError(
+                "torch.autocast around a step is nothing that a compiled step would see",
+                next='leave it out, and say parallelize(..., precision="bf16")',
+            )
         guards, walks = self.guards, self.guards.walks
         if guards.look() == self._at:
             return
@@ -204,8 +206,12 @@ class Captures:
                     "%s has changed %d times (it is %s now); each time the step is captured again, which took %.1f s. "
                     "Keep it as a registered buffer, or as a tensor in the batch, if steps are to follow it; "
                     'parallelize(..., unguarded=["%s"]) if its changes don\'t matter',
-                    name, self._times[name], self.guards.show(name), seconds, key,
-                )  # fmt: skip
+                    name,
+                    self._times[name],
+                    self.guards.show(name),
+                    seconds,
+                    key,
+                )
 
     def _replaced(self, held: Mapping[str, Tensor]) -> None:
         """Tensors of the model that are no longer those the job holds."""

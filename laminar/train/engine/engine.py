@@ -31,7 +31,7 @@ from laminar.errors import BatchError
 from laminar.events import emit
 from laminar.ir.graph import RNG, SCALE, Graph
 from laminar.ir.mesh import Mesh
-from laminar.ir.plan import Plan
+from laminar.ir.plans.plan import Plan
 from laminar.ir.program import Program
 from laminar.ir.sbp import B, NdSbp, Partial, local_shape
 from laminar.lower.lower import lower
@@ -211,8 +211,9 @@ class Engine:
                 continue
             node = graph.by_name.get(o.ref.name)
             made = plan.ops[node.name].outs[o.ref.index] if node is not None else kept
-            later = tuple(m if isinstance(m, Partial) and m.op == "sum" and k == B else k
-                          for m, k in zip(made, kept, strict=True))  # fmt: skip
+            later = tuple(
+                m if isinstance(m, Partial) and m.op == "sum" and k == B else k for m, k in zip(made, kept, strict=True)
+            )
             # Micro-batches of one step may differ in size, and what they give is added up: it must lie alike.
             out[key] = self._terms.setdefault(key, later)
         return out
@@ -227,9 +228,10 @@ class Engine:
             if leaves.local:
                 want = local_shape(placed.spec.shape, placed.nd, self.mesh.sizes, self.mesh.coords(self.transport.rank))
                 if tuple(x.shape) != want:
-                    raise BatchError(f"{item.name}: this rank's share is {tuple(x.shape)}, the plan wants {want} of "
-                                     f"{placed.spec}",
-                                     next="give every rank as many: pad, and mask that in laminar.Loss")  # fmt: skip
+                    raise BatchError(
+                        f"{item.name}: this rank's share is {tuple(x.shape)}, the plan wants {want} of {placed.spec}",
+                        next="give every rank as many: pad, and mask that in laminar.Loss",
+                    )
             else:
                 x = shard(x, placed.nd, self.mesh, self.transport.rank)
             out[item.name] = x.to(device, non_blocking=True)

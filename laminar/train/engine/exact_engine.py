@@ -17,7 +17,7 @@ from laminar.errors import BatchError
 from laminar.events import emit
 from laminar.ir.exact import Exact
 from laminar.ir.graph import Graph
-from laminar.ir.plan import Plan
+from laminar.ir.plans.plan import Plan
 from laminar.ir.program import Program
 from laminar.ir.sbp import B
 from laminar.lower.lower import lower

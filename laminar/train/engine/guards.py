@@ -38,9 +38,24 @@ from laminar.capture.torch_private import dict_version
 from laminar.capture.tracing.origins import is_users
 
 PLAIN = (
-    type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, torch.memory_format,
-    torch.layout, slice, range, enum.Enum, np.generic, np.dtype,
-)  # fmt: skip
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    torch.dtype,
+    torch.device,
+    torch.Size,
+    torch.memory_format,
+    torch.layout,
+    slice,
+    range,
+    enum.Enum,
+    np.generic,
+    np.dtype,
+)
 """Values that are compared by what they are; everything else by which object it is."""
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 MEMBERS = ("_parameters", "_buffers", "_modules")

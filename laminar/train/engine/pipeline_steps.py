@@ -20,8 +20,8 @@ from laminar.errors import BatchError, PlanError
 from laminar.events import emit
 from laminar.ir.graph import Graph
 from laminar.ir.net import Net
+from laminar.ir.plans.staged import Staged
 from laminar.ir.program import Program, ProgramOutput
-from laminar.ir.staged import Staged
 from laminar.lower.stages.stage_net import together
 from laminar.lower.stages.stage_programs import Stages, stages
 from laminar.rewrite.variants import rewritten
@@ -143,8 +143,15 @@ class Pipes:
         parts = StageRunner(pipes, self.world.rank, self.state.held, self._build)
         net = pipes[0].net
         tokens = {q.name: [Value([])] * q.filled for q in net.queues if q.filled}
-        actors = connect_actors(net, parts.fire, routes=parts.routes(), initial=tokens, device=self.world.device,
-                      timeout_s=self.world.timeout_s, group=self.world.process_group)  # fmt: skip
+        actors = connect_actors(
+            net,
+            parts.fire,
+            routes=parts.routes(),
+            initial=tokens,
+            device=self.world.device,
+            timeout_s=self.world.timeout_s,
+            group=self.world.process_group,
+        )
         assert actors is not None  # every rank is at a place
         return Pipe(graph, next(iter(made.values())), parts, actors, dict(zip(made, parts.first, strict=True)))
 
@@ -157,8 +164,11 @@ class Pipes:
         keys = [self.tracer.graph(m, backward).hash for m in micros]
         kinds = dict(zip(keys, micros, strict=True))
         if len(kinds) > SIZES:
-            raise BatchError(f"micro-batches of {len(kinds)} different sizes in one step", allowed=f"{SIZES} at most",
-                             next="make more of them equal: each size is a program of its own")  # fmt: skip
+            raise BatchError(
+                f"micro-batches of {len(kinds)} different sizes in one step",
+                allowed=f"{SIZES} at most",
+                next="make more of them equal: each size is a program of its own",
+            )
         pipe = self._open.get(backward)
         for key in kinds:
             if pipe is not None and key not in pipe.sizes:

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from laminar.errors import StateError
 from laminar.ir.mesh import Mesh
-from laminar.ir.plan import Plan
-from laminar.ir.staged import Staged
+from laminar.ir.plans.plan import Plan
+from laminar.ir.plans.staged import Staged
 from laminar.runtime.pipeline.loader import Loader
 from laminar.train.batch.metrics import log_numbers
 from laminar.train.saving import checkpoint

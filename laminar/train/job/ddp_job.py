@@ -25,7 +25,7 @@ from laminar.capture.model.losses import Loss, Metrics, taken_apart, weighed, wi
 from laminar.capture.tracing.refuse import refuse_loss
 from laminar.errors import BatchError, LaminarError, OptimizerError, StateError
 from laminar.ir.mesh import Mesh, Place
-from laminar.ir.plan import Plan
+from laminar.ir.plans.plan import Plan
 from laminar.ir.sbp import chunk
 from laminar.runtime.comm.transport import Null
 from laminar.train.batch.batch_checksum import Sampled
@@ -124,8 +124,10 @@ class DdpJob(BaseJob):
                 raise BatchError(f"{n} samples for {self.world} ranks", next="use larger batches, or fewer ranks")
             start, length = chunk(n, self.world, self.rank)
             if not length:
-                raise BatchError(f"{n} samples leave rank {self.rank} of {self.world} without any",
-                                 next="use a multiple of the number of ranks")  # fmt: skip
+                raise BatchError(
+                    f"{n} samples leave rank {self.rank} of {self.world} without any",
+                    next="use a multiple of the number of ranks",
+                )
             tensors = {k: t.narrow(0, start, length) if t.dim() and t.shape[0] == n else t for k, t in tensors.items()}
         placed = {k: self.precision.leaf(t).to(self.device) for k, t in tensors.items()}
         return Leaves(placed, leaves.tree, True)

@@ -21,10 +21,10 @@ from laminar.errors import LaminarError, MeshError, PlanError
 from laminar.events import emit
 from laminar.ir.exact import Exact, Hosting
 from laminar.ir.mesh import Place
-from laminar.ir.plan import Plan
+from laminar.ir.plans.plan import Plan
 from laminar.ir.sbp import NdSbp
 from laminar.ir.tensor import TensorSpec
-from laminar.rules.crossing import crossing
+from laminar.rules.boxing.crossing import crossing
 from laminar.runtime.comm.cross_mesh import exchange
 from laminar.runtime.exact.hosts import HostedRanks
 from laminar.train.batch.leaves import Leaves

@@ -35,7 +35,7 @@ from laminar.cost.sim.no_gc import uncollected
 from laminar.errors import CaptureError, LaminarError
 from laminar.events import emit
 from laminar.ir.graph import Graph
-from laminar.ir.plan import Plan
+from laminar.ir.plans.plan import Plan
 from laminar.ir.program import Program
 from laminar.ir.sbp import B
 from laminar.lower.boxing.reshard import Move
@@ -132,10 +132,16 @@ class Job(BaseJob):
         emit("phase", name="planning")
         plan = plan_for.chosen(plan, graph, mesh, world.device)
         state = JobState(
-            model, slots, optimizer, StateLayout.of_plan(plan, [s.name for s in slots], world.rank), seed=options.seed,
-            ema=options.ema, scaler=Scaler() if self.precision.scaled else None,
-            rounded=self.precision.rounding != "nearest", elementwise=options.elementwise,
-        )  # fmt: skip
+            model,
+            slots,
+            optimizer,
+            StateLayout.of_plan(plan, [s.name for s in slots], world.rank),
+            seed=options.seed,
+            ema=options.ema,
+            scaler=Scaler() if self.precision.scaled else None,
+            rounded=self.precision.rounding != "nearest",
+            elementwise=options.elementwise,
+        )
         self._build = self._builder(options.compiles(world.device))
         self._unchecked = options.check
         self._begin(world, state, plan, first)

@@ -27,12 +27,12 @@ from laminar.capture.model.losses import Metrics, reported
 from laminar.errors import BatchError, MeshError, OptimizerError
 from laminar.events import emit
 from laminar.ir.graph import Graph
+from laminar.ir.plans.staged import Staged
 from laminar.ir.sbp import B, NdSbp, Split
-from laminar.ir.staged import Staged
 from laminar.lower.boxing.reshard import Move
 from laminar.lower.stages.stage_programs import stages
 from laminar.rewrite.variants import rewritten
-from laminar.rules.crossing import crossing
+from laminar.rules.boxing.crossing import crossing
 from laminar.runtime.comm.cross_mesh import exchange
 from laminar.runtime.trace.pipeline_tape import PipeTape
 from laminar.staging.coupled_samples import refuse_coupled
@@ -80,14 +80,18 @@ class StagedJob(BaseJob):
         world = World(options.device, options.timeout_s) if world is None else world
         emit("phase", name="preparing")
         if plan.ranks != world.size:
-            raise MeshError(f"the plan has {plan.ranks} ranks, the world has {world.size}",
-                            next=f"start {plan.ranks} processes")  # fmt: skip
+            raise MeshError(
+                f"the plan has {plan.ranks} ranks, the world has {world.size}", next=f"start {plan.ranks} processes"
+            )
         self.precision = Precision.of(options.precision)
         self.clip_norm, self.clip_value = options.clip_norm, options.clip_value
         self.tracer = Tracer(
-            model, self.precision.around(loss, world.device), plan.micro_batches, self.precision.scaled,
+            model,
+            self.precision.around(loss, world.device),
+            plan.micro_batches,
+            self.precision.scaled,
             options.unguarded,
-        )  # fmt: skip
+        )
         released(model)
         slots = moved(model, world.device, self.precision.weights)
         world.broadcast([s.tensor.detach() for s in slots])
@@ -107,18 +111,26 @@ class StagedJob(BaseJob):
         transport = world.transport(layout.mesh, layout.place.ranks)
         self._reshard = Resharder(transport)
         state = JobState(
-            model, slots, optimizer, layout, seed=options.seed, ema=options.ema,
-            scaler=Scaler() if self.precision.scaled else None, rounded=self.precision.rounding != "nearest",
+            model,
+            slots,
+            optimizer,
+            layout,
+            seed=options.seed,
+            ema=options.ema,
+            scaler=Scaler() if self.precision.scaled else None,
+            rounded=self.precision.rounding != "nearest",
             elementwise=options.elementwise,
-        )  # fmt: skip
+        )
         self.tracer.whole = state.whole
         recorder = StepRecorder(world, Prefetcher(world), self._about, place=layout.at)
         super().__init__(world, plan, layout.mesh, state, GatherFromPlaces(self._reshard, world), recorder)
         self.tracer.captures.adopt(slots)
         self._graded = {
-            (o.name, plan.stages[s].place) for s, own in enumerate(made.cut.graphs) for o in own.outputs
+            (o.name, plan.stages[s].place)
+            for s, own in enumerate(made.cut.graphs)
+            for o in own.outputs
             if o.kind == "grad"
-        }  # fmt: skip
+        }
         """Parameters and the places at which a part of their gradient is made."""
         self._grad_specs = {o.name: g.specs[o.ref] for g in made.cut.graphs for o in g.outputs if o.kind == "grad"}
         self._trained = [(s.name, s.tensor, s.tensor.requires_grad) for s in slots if s.kind == "param"]
@@ -320,9 +332,17 @@ class StagedJob(BaseJob):
         """The first micro-batch against the model in plain PyTorch."""
         with self.recorder.paused():
             first_batch_check.check_stages(
-                partial(self._alone, micros[0], len(micros)), self.gather, self.state, self.tracer, self.peers,
-                self.graph, self.plan, micros, precision=self.precision.name, step=self.pipes.through_inductor,
-            )  # fmt: skip
+                partial(self._alone, micros[0], len(micros)),
+                self.gather,
+                self.state,
+                self.tracer,
+                self.peers,
+                self.graph,
+                self.plan,
+                micros,
+                precision=self.precision.name,
+                step=self.pipes.through_inductor,
+            )
 
     def _alone(self, micro: Leaves, count: int, scale: float) -> dict[str, Tensor]:
         """Loss and whole gradients of one micro-batch, put through the pipe in the place of every one."""

@@ -12,8 +12,8 @@ import torch
 from laminar.errors import MeshError, PlanError
 from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh
-from laminar.ir.plan import Plan
-from laminar.ir.staged import load_plan
+from laminar.ir.plans.plan import Plan
+from laminar.ir.plans.staged import load_plan
 from laminar.placement import presets
 from laminar.rewrite.variants import carrying, replayed
 from laminar.train.options import PLANS
@@ -28,10 +28,12 @@ def mesh_for(plan: Any, mesh: Mesh | None, world: int) -> Mesh:
         if mesh is not None and mesh != plan.mesh:
             raise MeshError(f"the plan is for {plan.mesh}, not for {mesh}", next="leave the mesh to the plan")
         mesh = plan.mesh
-    mesh = mesh or Mesh({"tp" if plan == "tensor" else "dp": world})
+    mesh = mesh or Mesh({{"tensor": "tp", "context": "cp"}.get(plan, "dp") if isinstance(plan, str) else "dp": world})
     if mesh.ranks != world:
-        raise MeshError(f"{mesh} has {mesh.ranks} ranks, the world has {world}",
-                        next=f"start {mesh.ranks} processes, or use a mesh of {world}")  # fmt: skip
+        raise MeshError(
+            f"{mesh} has {mesh.ranks} ranks, the world has {world}",
+            next=f"start {mesh.ranks} processes, or use a mesh of {world}",
+        )
     return mesh
 
 
@@ -53,8 +55,9 @@ def chosen(plan: Any, graph: Graph, mesh: Mesh, device: torch.device) -> Plan:
         names = {i.name: i.spec for i in graph.of_kind("param")}
         missing = [n for n in names if n not in plan.inputs]
         if missing:
-            raise PlanError(f"plan {plan.hash[:12]} does not place parameter {missing[0]}",
-                            next="make the plan from this model")  # fmt: skip
+            raise PlanError(
+                f"plan {plan.hash[:12]} does not place parameter {missing[0]}", next="make the plan from this model"
+            )
         plan_here = fitted(graph, plan)
         if graph.hash in (plan_here.graph_hash, plan_here.captured_hash):
             return plan_here
@@ -67,8 +70,10 @@ def chosen(plan: Any, graph: Graph, mesh: Mesh, device: torch.device) -> Plan:
         if not isinstance(made, Plan):
             raise PlanError(f"the plan function returned a {type(made).__name__}", allowed="a laminar.Plan")
         if made.mesh != mesh:
-            raise MeshError(f"the plan function was given {mesh} and returned a plan for {made.mesh}",
-                            next="plan for the mesh it is given")  # fmt: skip
+            raise MeshError(
+                f"the plan function was given {mesh} and returned a plan for {made.mesh}",
+                next="plan for the mesh it is given",
+            )
         return made
     if plan == "auto":
         plan = "zero3" if mesh.ranks > 1 and _state_bytes(graph) > FULL * _room_bytes(device) else "data"

@@ -30,9 +30,18 @@ from laminar.ir.tensor import TensorSpec
 from laminar.train.optimizer.memory_layout import laid_as
 
 KNOWN = (
-    torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax,
-    torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.ASGD,
-)  # fmt: skip
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.Adamax,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.ASGD,
+)
 """Torch's own whose update of an element hangs on that element, its gradient and its state alone."""
 TENSORWISE = (torch.optim.Adafactor, torch.optim.Muon)
 """Torch's own that need a whole tensor, but no other than that."""
@@ -76,8 +85,10 @@ def made(optimizer: Any, params: Iterable[nn.Parameter]) -> torch.optim.Optimize
     if isinstance(optimizer, torch.optim.Optimizer):
         return optimizer
     if not callable(optimizer):
-        raise OptimizerError(f"optimizer is a {type(optimizer).__name__}", allowed="a torch optimizer, or a function "
-                             "that makes one from parameters")  # fmt: skip
+        raise OptimizerError(
+            f"optimizer is a {type(optimizer).__name__}",
+            allowed="a torch optimizer, or a function that makes one from parameters",
+        )
     out = optimizer(params)
     if not isinstance(out, torch.optim.Optimizer):
         raise OptimizerError(f"the optimizer factory returned a {type(out).__name__}", allowed="a torch optimizer")
@@ -117,8 +128,10 @@ def refuse_unknown(optimizer: torch.optim.Optimizer, params: Mapping[int, str]) 
     for g, group in enumerate(optimizer.param_groups):
         for i, p in enumerate(group["params"]):
             if id(p) not in params:
-                raise OptimizerError(f"parameter {i} of group {g} ({tuple(p.shape)}) is not one of the model's",
-                                     next="make the optimizer from model.parameters()")  # fmt: skip
+                raise OptimizerError(
+                    f"parameter {i} of group {g} ({tuple(p.shape)}) is not one of the model's",
+                    next="make the optimizer from model.parameters()",
+                )
 
 
 def faster(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
@@ -194,8 +207,11 @@ def refuse_unless_elementwise(
             ) from error
         for half in halves:
             if not torch.allclose(whole, half, rtol=1e-9, atol=1e-12):
-                raise OptimizerError(f"{name} is not elementwise: updating a tensor in pieces gives other numbers "
-                                     "than updating it whole", next=advice)  # fmt: skip
+                raise OptimizerError(
+                    f"{name} is not elementwise: updating a tensor in pieces gives other numbers "
+                    "than updating it whole",
+                    next=advice,
+                )
 
 
 def unknown_part(optimizer: torch.optim.Optimizer, known: tuple[type, ...] = KNOWN) -> str:
@@ -254,9 +270,11 @@ def load_state_dict(
     order = [p for g in optimizer.param_groups for p in g["params"]]
     groups = given["param_groups"]
     if [len(g["params"]) for g in groups] != [len(g["params"]) for g in optimizer.param_groups]:
-        raise StateError("the optimizer state has other parameter groups than this optimizer",
-                         mine=str([len(g["params"]) for g in optimizer.param_groups]),
-                         given=str([len(g["params"]) for g in groups]))  # fmt: skip
+        raise StateError(
+            "the optimizer state has other parameter groups than this optimizer",
+            mine=str([len(g["params"]) for g in optimizer.param_groups]),
+            given=str([len(g["params"]) for g in groups]),
+        )
     optimizer.state.clear()
     numbers = [i for g in groups for i in g["params"]]
     owners = [g for g in optimizer.param_groups for _ in g["params"]]

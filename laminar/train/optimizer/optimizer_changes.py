@@ -64,14 +64,16 @@ class Tracked:
             groups is self._groups
             and len(groups) == len(self._listed)
             and all(
-                g is group and g["params"] is params and len(params) == len(known)
+                g is group
+                and g["params"] is params
+                and len(params) == len(known)
                 and all(map(operator.is_, params, known))
                 for g, (group, params, known) in zip(groups, self._listed, strict=True)
             )
             and self.optimizer.state is self._state
             and (not self._pieces or step_hooks(self.optimizer) == self._hooks)
             and (not self._entries or self._same_entries())
-        )  # fmt: skip
+        )
 
     def regrouped(self) -> bool:
         """Whether other parameters are named than before, or in other groups."""
@@ -110,8 +112,10 @@ def resolved(optimizer: torch.optim.Optimizer, owner: Mapping[int, Kept]) -> dic
                     next="add parameters that the model had then, or make a new job",
                 )
             if k.name in out:
-                raise OptimizerError(f"{k.name} is named twice in the optimizer's groups, the second time in group {g}",
-                                     next="a parameter belongs to one group")  # fmt: skip
+                raise OptimizerError(
+                    f"{k.name} is named twice in the optimizer's groups, the second time in group {g}",
+                    next="a parameter belongs to one group",
+                )
             out[k.name] = k
     return out
 

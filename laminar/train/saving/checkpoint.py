@@ -58,10 +58,16 @@ def snapshot(job: HasState, apart: bool, scheduler: Any = None) -> Snapshot | No
     files = {"model": weights, "optimizer": tensors, **({"ema": average} if average else {})}
     state = job.state
     scaler = None if state.scaler is None else dict(vars(state.scaler))
-    about = {"laminar_job": VERSION, "steps": state.steps, "seed": state.seed, "optimizer": plain, "scaler": scaler,
-             "exact": job.saved_identity(),
-             "plan": job.plan.hash if job.plan else None,
-             "schedulers": lr_schedulers.states(lr_schedulers.attached(job.state.optimizer, scheduler))}  # fmt: skip
+    about = {
+        "laminar_job": VERSION,
+        "steps": state.steps,
+        "seed": state.seed,
+        "optimizer": plain,
+        "scaler": scaler,
+        "exact": job.saved_identity(),
+        "plan": job.plan.hash if job.plan else None,
+        "schedulers": lr_schedulers.states(lr_schedulers.attached(job.state.optimizer, scheduler)),
+    }
     return Snapshot({name: _own(each, apart) for name, each in files.items()}, about)
 
 

@@ -76,8 +76,9 @@ class GatherFromMesh:
         if self.world.process_group is None:
             raise StateError("DTensors need a process group", next="take whole tensors, or start under torchrun")
         if self.world.process_group is not torch.distributed.group.WORLD:
-            raise StateError("DTensors are of torch's default process group, and this world is another",
-                             next="take whole tensors")  # fmt: skip
+            raise StateError(
+                "DTensors are of torch's default process group, and this world is another", next="take whole tensors"
+            )
         mesh = init_device_mesh(self.world.device.type, self.mesh.sizes, mesh_dim_names=self.mesh.names)
         plain = [tuple(Split(x.dim) if isinstance(x, Split) else x for x in p.nd) for p in parts]
         held = [_there(p) for p in parts]
@@ -85,12 +86,15 @@ class GatherFromMesh:
         local = self.resharder(items, "DTensors", held)
         return [
             DTensor.from_local(
-                t.clone() if t.data_ptr() != old.data_ptr() else t, mesh,
-                [Shard(x.dim) if isinstance(x, Split) else Replicate() for x in nd], run_check=False,
-                shape=torch.Size(p.spec.shape), stride=stride,
+                t.clone() if t.data_ptr() != old.data_ptr() else t,
+                mesh,
+                [Shard(x.dim) if isinstance(x, Split) else Replicate() for x in nd],
+                run_check=False,
+                shape=torch.Size(p.spec.shape),
+                stride=stride,
             )
             for t, p, old, nd, stride in zip(local, parts, held, plain, strides, strict=True)
-        ]  # fmt: skip
+        ]
 
     def notes(self, mine: Any) -> list[Any]:
         """All hold parts of the same tensors."""

@@ -14,7 +14,7 @@ from laminar.ir.mesh import Place
 from laminar.ir.sbp import NdSbp
 from laminar.ir.tensor import TensorSpec
 from laminar.lower.boxing.reshard import Move, moves
-from laminar.rules.crossing import crossing
+from laminar.rules.boxing.crossing import crossing
 from laminar.runtime.code.eager_step import EagerStep
 from laminar.runtime.comm.cross_mesh import exchange
 from laminar.runtime.comm.transport import Groups, Null

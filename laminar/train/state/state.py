@@ -31,7 +31,7 @@ from laminar.capture.ops.torch_ops import spec_of
 from laminar.capture.torch_private import foreach_copy, foreach_lerp
 from laminar.errors import StateError
 from laminar.ir.mesh import Mesh, Place
-from laminar.ir.plan import Plan
+from laminar.ir.plans.plan import Plan
 from laminar.ir.sbp import B, NdSbp
 from laminar.ir.tensor import TensorSpec
 from laminar.runtime.comm.shards import shard
@@ -359,8 +359,9 @@ class JobState:
         """Take weights and buffers from a state dict of this model, from here or from plain PyTorch."""
         missing, extra = sorted(set(self._slot_of) - set(given)), sorted(set(given) - set(own_state(self.model)))
         if missing or extra:
-            raise StateError("the state dict is not this model's", missing=", ".join(missing[:5]),
-                             unexpected=", ".join(extra[:5]))  # fmt: skip
+            raise StateError(
+                "the state dict is not this model's", missing=", ".join(missing[:5]), unexpected=", ".join(extra[:5])
+            )
         kept, layout = {k.name: k for k in self.kept}, self.layout
         for name, slot in self._slot_of.items():
             value = given[name]
@@ -509,8 +510,10 @@ class JobState:
         `numbers` says which rank of the world each rank of the former layout is now.
         """
         if len(self.layout.places) > 1 or len(layout.places) > 1:
-            raise StateError("state with stages can't be taken into another layout",
-                             next="save the job, and resume it in one that is made anew")  # fmt: skip
+            raise StateError(
+                "state with stages can't be taken into another layout",
+                next="save the job, and resume it in one that is made anew",
+            )
         old, (new,) = self.layout.places[0], layout.places
         src = Place(tuple(numbers[r] for r in old.ranks), old.mesh)
 
