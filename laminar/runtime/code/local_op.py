@@ -69,7 +69,7 @@ def prepare(
     """What to call, with `Ref`s where tensors go."""
     ins = tuple(p.local(mesh, rank) for p in instr.ins)
     outs = tuple(p.local(mesh, rank) if p else None for p in instr.outs)
-    return fitted(instr, ins, outs, mesh, (rank,), device)
+    return call_for_shapes(instr, ins, outs, mesh, (rank,), device)
 
 
 def depends_on_rank(instr: Instr) -> bool:
@@ -87,7 +87,7 @@ def _made(instr: Instr) -> Placed:
     return placed
 
 
-def fitted(
+def call_for_shapes(
     instr: Instr,
     ins: tuple[TensorSpec, ...],
     outs: tuple[TensorSpec | None, ...],

@@ -18,7 +18,7 @@ from laminar.capture.ops.torch_ops import constant_tensor, gives_list
 from laminar.ir.program import Instr, Placed, Program
 from laminar.ir.sbp import B, Split
 from laminar.ir.serial.codec import Ref
-from laminar.runtime.code.local_op import depends_on_rank, fitted, prepare
+from laminar.runtime.code.local_op import call_for_shapes, depends_on_rank, prepare
 from laminar.runtime.comm.aliases import result_may_alias
 from laminar.runtime.comm.boxing_ops import Box
 from laminar.runtime.comm.shards import shard
@@ -35,7 +35,16 @@ from laminar.runtime.exact.stacking import (
     stacked_specs,
 )
 from laminar.runtime.exact.tree_sum import PartialSums
-from laminar.runtime.exact.values import UNIT, HostedLanes, Instances, Key, Lane, beside_units, stack, varies
+from laminar.runtime.exact.values import (
+    UNIT,
+    HostedLane,
+    HostedLanes,
+    Instances,
+    LaneKey,
+    beside_units,
+    stack_units,
+    varies,
+)
 
 SUMS = ("all_reduce", "reduce_scatter")
 
@@ -62,7 +71,7 @@ class HostedStep:
         self.constants = {
             Ref(c.name): given[c.name] if c.name in given else constant_tensor(c) for c in program.constants
         }
-        self.env: dict[Ref, dict[Key, Instances]] = {}
+        self.env: dict[Ref, dict[LaneKey, Instances]] = {}
         self.lines: list[Any] = []
         self.reductions = {i.name: HostedReduction(i, hosts) for i in program.instrs if i.kind in SUMS}
         self._share_memory()
@@ -160,7 +169,7 @@ class HostedStep:
         self.env = {}
         return outs
 
-    def _input(self, x: Tensor, placed: Placed) -> dict[Key, Instances]:
+    def _input(self, x: Tensor, placed: Placed) -> dict[LaneKey, Instances]:
         axes = varies(placed)
         if not axes:
             return {(): Instances(once=x.to(self.device, non_blocking=True))}
@@ -189,7 +198,7 @@ class HostedStep:
         placed = self.placed.get(ref)
         return () if placed is None else varies(placed)
 
-    def instances(self, ref: Ref, lane: Lane) -> Instances:
+    def instances(self, ref: Ref, lane: HostedLane) -> Instances:
         """A value as the logical ranks of a lane read it."""
         return self.env[ref][lane.narrowed(beside_units(self.axes(ref)))]
 
@@ -208,7 +217,7 @@ class HostedStep:
         for k, placed in enumerate(instr.outs):
             assert placed is not None
             axes = varies(placed)
-            found: dict[Key, Instances] = {}
+            found: dict[LaneKey, Instances] = {}
             for lane in self.lanes.along(axes):
                 if UNIT in axes:
                     each = {u: made(k, r) for u, r in zip(lane.units, lane.ranks, strict=True)}
@@ -217,7 +226,7 @@ class HostedStep:
                     found[lane.key] = Instances(once=made(k, lane.ranks[0]))
             self.env[Ref(instr.name, k)] = found
 
-    def feed(self, ref: Ref, lane: Lane) -> tuple[PartialSums, tuple[bool, ...]] | None:
+    def feed(self, ref: Ref, lane: HostedLane) -> tuple[PartialSums, tuple[bool, ...]] | None:
         """Where a value's terms go as they are made, if only a sum over units reads them."""
         found = self._feeds.get(ref)
         return None if found is None else found[0].partial(found[1], lane.narrowed(beside_units(self.axes(ref))))
@@ -305,7 +314,7 @@ class _Once:
         self.several = len(instr.outs) > 1 or gives_list(instr.op)
 
     def run(self) -> None:
-        step, found = self.step, [dict[Key, Instances]() for _ in self.instr.outs]
+        step, found = self.step, [dict[LaneKey, Instances]() for _ in self.instr.outs]
         for lane, call in zip(self.lanes, self.calls, strict=True):
             outs = call(lambda ref, lane=lane: step.instances(ref, lane).of(lane.units[0]))  # type: ignore[misc]
             for k, placed in enumerate(self.instr.outs):
@@ -334,7 +343,7 @@ class _ByUnit:
         self.together = self.together if any(self.together) else []
         self.tried = not self.together
 
-    def _stacked(self, lane: Lane, threads: int) -> _Call | None:
+    def _stacked(self, lane: HostedLane, threads: int) -> _Call | None:
         instr, mesh, rank = self.instr, self.step.mesh, lane.ranks[0]
         if any(self.step.feeds(Ref(instr.name, k)) for k in range(len(instr.outs))):
             return None
@@ -347,10 +356,10 @@ class _ByUnit:
         if not ends_with_vectors(instr, mesh, rank, threads):
             return None
         known = tuple(s for s in ins if s is not None)
-        return _Call(*fitted(instr, known, tuple(outs), mesh, lane.ranks, self.step.device))
+        return _Call(*call_for_shapes(instr, known, tuple(outs), mesh, lane.ranks, self.step.device))
 
     def run(self) -> None:
-        found = [dict[Key, Instances]() for _ in self.instr.outs]
+        found = [dict[LaneKey, Instances]() for _ in self.instr.outs]
         for at, lane in enumerate(self.lanes):
             if not self.tried and self.together[at] is not None and not self._same(at, lane):
                 self.together[at] = None
@@ -369,10 +378,10 @@ class _ByUnit:
             self.together = self.together if any(self.together) else []
         self.step.env.update({Ref(self.instr.name, k): f for k, f in enumerate(found) if f})
 
-    def _stack_of(self, ref: Ref, lane: Lane) -> Tensor:
+    def _stack_of(self, ref: Ref, lane: HostedLane) -> Tensor:
         return self.step.instances(ref, lane).together(lane.units, self.in_dims[ref])
 
-    def _run_each(self, at: int, lane: Lane, found: list[dict[Key, Instances]]) -> None:
+    def _run_each(self, at: int, lane: HostedLane, found: list[dict[LaneKey, Instances]]) -> None:
         step, instr = self.step, self.instr
         feeds = [step.feed(Ref(instr.name, k), lane) for k in range(len(instr.outs))]
         for unit, call in zip(lane.units, self.each[at], strict=True):
@@ -392,7 +401,7 @@ class _ByUnit:
 
     # --- the trial --------------------------------------------------------------------------------
 
-    def _same(self, at: int, lane: Lane) -> bool:
+    def _same(self, at: int, lane: HostedLane) -> bool:
         """Whether all units at once give each unit's bits, in memory laid out as its own."""
         step = self.step
         values = {ref: step.instances(ref, lane) for ref in self.instr.refs}
@@ -428,7 +437,7 @@ class _ByUnit:
                 as_it_lies = torch.empty_strided(
                     old.stacked.shape, old.stacked.stride(), dtype=old.stacked.dtype, device=old.stacked.device
                 )
-                drawn[ref].stacked = as_it_lies.copy_(stack(list(drawn[ref].each.values()), old.dim))
+                drawn[ref].stacked = as_it_lies.copy_(stack_units(list(drawn[ref].each.values()), old.dim))
                 drawn[ref].dim = old.dim
         return agree(drawn)
 

@@ -25,7 +25,7 @@ Fetch = Callable[[int, int], Tensor]
 
 
 @dataclass(frozen=True)
-class Piece:
+class MovedPiece:
     """A piece of one of a line's tensors: of which logical rank's instance, and for which of its group."""
 
     which: int
@@ -60,9 +60,9 @@ class HostedMove:
         coords, axes = self.mesh.coords(rank), varies(self.instr.ins[which])
         return self.mesh.rank(tuple(c if a in axes else 0 for a, c in enumerate(coords)))
 
-    def _pieces(self, process: int) -> dict[Piece, int]:
+    def _pieces(self, process: int) -> dict[MovedPiece, int]:
         """What a process needs for the instances it is to have, and from which process."""
-        found: dict[Piece, int] = {}
+        found: dict[MovedPiece, int] = {}
         here = set(self.hosts.hosting.hosted(process))
         mine = {(i, self._owner(i, r)) for i in range(len(self.instr.refs)) for r in here}
         for i in range(len(self.instr.refs)):
@@ -71,16 +71,16 @@ class HostedMove:
                 for member in box.ranks:
                     owner = self._owner(i, member)
                     part = -1 if box.kind == "all_gather" else box.at
-                    found[Piece(i, owner, part)] = (
+                    found[MovedPiece(i, owner, part)] = (
                         process if (i, owner) in mine else self.hosts.hosting.processes[owner]
                     )
         return found
 
-    def _cut(self, piece: Piece, fetch: Fetch) -> Tensor:
+    def _cut(self, piece: MovedPiece, fetch: Fetch) -> Tensor:
         x = fetch(piece.which, piece.source)
         return x if piece.part < 0 else self.box(piece.which, piece.source).outgoing(x)[piece.part]
 
-    def _shape(self, piece: Piece) -> tuple[int, ...]:
+    def _shape(self, piece: MovedPiece) -> tuple[int, ...]:
         box = self.box(piece.which, piece.source)
         if piece.part < 0:
             return box.src
@@ -89,7 +89,7 @@ class HostedMove:
 
     def __call__(self, fetch: Fetch) -> Callable[[int, int], Tensor]:
         """Every process calls this; what comes back makes the instance of a tensor for a logical rank that is here."""
-        got: dict[Piece, Tensor] = {}
+        got: dict[MovedPiece, Tensor] = {}
         if self.remote:
             empty = torch.zeros(0, dtype=torch.uint8, device=self.hosts.device)
             parts = [torch.cat([as_bytes(self._cut(p, fetch)) for p in some] or [empty]) for some in self.sent]
@@ -103,11 +103,11 @@ class HostedMove:
         def made(which: int, rank: int) -> Tensor:
             box, pieces = self.box(which, rank), []
             for member in box.ranks:
-                piece = Piece(which, self._owner(which, member), -1 if box.kind == "all_gather" else box.at)
+                piece = MovedPiece(which, self._owner(which, member), -1 if box.kind == "all_gather" else box.at)
                 pieces.append(got[piece] if piece in got else self._cut(piece, fetch))
             return box.combine(pieces).contiguous()
 
         return made
 
-    def _bytes(self, piece: Piece) -> int:
+    def _bytes(self, piece: MovedPiece) -> int:
         return math.prod(self._shape(piece)) * DTYPES[self.instr.ins[piece.which].spec.dtype].itemsize

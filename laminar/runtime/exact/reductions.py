@@ -20,7 +20,7 @@ from laminar.runtime.exact.hosts import HostedRanks
 from laminar.runtime.exact.moves import Fetch
 from laminar.runtime.exact.sums import HostedSum
 from laminar.runtime.exact.tree_sum import PartialSums
-from laminar.runtime.exact.values import Key, varies
+from laminar.runtime.exact.values import LaneKey, varies
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Reduced:
     """One instance that is reduced."""
 
     which: int
-    key: Key
+    key: LaneKey
     """Its coordinates on the axes that it is not reduced over and differs along."""
     ranks: tuple[int, ...]
     """For each term the first logical rank that has it."""
@@ -48,7 +48,7 @@ class HostedReduction:
             for item, owners in self._instances(i):
                 patterns.setdefault(owners, []).append(item)
         self.sums: list[tuple[HostedSum, list[Reduced]]] = []
-        self.of: dict[tuple[int, Key], tuple[HostedSum, Reduced]] = {}
+        self.of: dict[tuple[int, LaneKey], tuple[HostedSum, Reduced]] = {}
         for owners, items in patterns.items():
             begin, placed = 0, []
             for item in items:
@@ -68,7 +68,7 @@ class HostedReduction:
         mesh, hosting, me = self.mesh, self.hosts.hosting, self.hosts.process
         placed = self.instr.ins[which]
         kept = tuple(a for a in varies(placed) if a not in self.axes)
-        groups: dict[Key, set[int]] = {}
+        groups: dict[LaneKey, set[int]] = {}
         for rank in range(mesh.ranks):
             groups.setdefault(tuple(mesh.coords(rank)[a] for a in kept), set()).add(hosting.processes[rank])
         out: list[tuple[Reduced, tuple[int, ...] | None]] = []
@@ -86,7 +86,7 @@ class HostedReduction:
                 out.append((item, tuple(hosting.processes[r] for r in ranks)))
         return out
 
-    def _holders(self, kept: tuple[int, ...], key: Key, rank: int) -> set[int]:
+    def _holders(self, kept: tuple[int, ...], key: LaneKey, rank: int) -> set[int]:
         """The processes that have a term: those with a logical rank at its coordinates on all axes it differs along."""
         mesh, want = self.mesh, self.mesh.coords(rank)
         axes = (*kept, *self.axes)
@@ -96,7 +96,7 @@ class HostedReduction:
             if all(mesh.coords(r)[a] == want[a] for a in axes)
         }
 
-    def partial(self, which: int, key: Key) -> tuple[PartialSums, tuple[bool, ...]] | None:
+    def partial(self, which: int, key: LaneKey) -> tuple[PartialSums, tuple[bool, ...]] | None:
         """Where terms of an instance go as they come, and which of them this process is to give."""
         found = self.of.get((which, key))
         if found is None:

@@ -35,7 +35,7 @@ ROUNDS_ONCE = FREE | frozenset(
     full_like constant_pad_nd flip""".split()
 )
 """Ops whose result for an element is one operation rounded once, or a copy."""
-ALIKE = 0.5
+MOSTLY_ZERO = 0.5
 """A tensor of which so many elements are zero says little about how it was added up."""
 
 
@@ -76,7 +76,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 def says_little(x: Tensor) -> bool:
     """Whether too many elements of a tensor of floats are alike to tell orders of addition apart."""
-    return x.is_floating_point() and x.numel() > 1 and float((x != 0).float().mean()) < ALIKE
+    return x.is_floating_point() and x.numel() > 1 and float((x != 0).float().mean()) < MOSTLY_ZERO
 
 
 def random_like(x: Tensor, generator: torch.Generator) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from laminar.ir.exact import TreeNode, children, cover
 
-BLOCK = 1 << 15
+IN_CACHE = 1 << 15
 """Elements that are taken up the whole tree at once, so that what lies between stays in a core's cache."""
 JOIN: dict[str, Any] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
@@ -64,7 +64,7 @@ def tree_sum(terms: Mapping[TreeNode, Tensor], count: int, op: str, out: Tensor)
         return join(a, b, out=a) if mine else join(a, b), True
 
     left, right = children((0, count))
-    step = out.numel() if len(terms) == 2 else BLOCK
+    step = out.numel() if len(terms) == 2 else IN_CACHE
     for begin in range(0, out.numel(), max(step, 1)):
         end = min(begin + step, out.numel())
         join(at(left, begin, end)[0], at(right, begin, end)[0], out=out[begin:end])

@@ -21,7 +21,7 @@ from laminar.ir.sbp import B
 
 UNIT = 0
 """The mesh axis of the units."""
-Key = tuple[int, ...]
+LaneKey = tuple[int, ...]
 """Coordinates on the axes besides the units that a value differs along."""
 
 
@@ -36,16 +36,16 @@ def beside_units(axes: Sequence[int]) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class Lane:
+class HostedLane:
     """The logical ranks here with some coordinates besides the unit; of those alike but for that, the first."""
 
     axes: tuple[int, ...]
-    key: Key
+    key: LaneKey
     units: tuple[int, ...]
     ranks: tuple[int, ...]
     """For each unit a logical rank that has it."""
 
-    def narrowed(self, axes: tuple[int, ...]) -> Key:
+    def narrowed(self, axes: tuple[int, ...]) -> LaneKey:
         """The coordinates on some of the axes."""
         return tuple(k for a, k in zip(self.axes, self.key, strict=True) if a in axes)
 
@@ -58,17 +58,17 @@ class HostedLanes:
         self.hosted = hosting.hosted(process)
         self.along = cache(self._along)
 
-    def _along(self, axes: tuple[int, ...]) -> tuple[Lane, ...]:
+    def _along(self, axes: tuple[int, ...]) -> tuple[HostedLane, ...]:
         """The lanes of what differs along these axes and by unit."""
         rest = beside_units(axes)
-        found: dict[Key, dict[int, int]] = {}
+        found: dict[LaneKey, dict[int, int]] = {}
         for rank in self.hosted:
             coords = self.mesh.coords(rank)
             found.setdefault(tuple(coords[a] for a in rest), {}).setdefault(coords[UNIT], rank)
-        return tuple(Lane(rest, key, tuple(units), tuple(units.values())) for key, units in sorted(found.items()))
+        return tuple(HostedLane(rest, key, tuple(units), tuple(units.values())) for key, units in sorted(found.items()))
 
 
-def stack(parts: Sequence[Tensor], dim: int) -> Tensor:
+def stack_units(parts: Sequence[Tensor], dim: int) -> Tensor:
     """Units' tensors one behind the other, the dims in memory in the order that each of them has."""
     if len(parts) == 1:
         return parts[0]
@@ -108,7 +108,7 @@ class Instances:
             return self.once
         if self.stacked is not None and self.units == units:
             return self.stacked
-        made = stack([self.of(u) for u in units], dim)
+        made = stack_units([self.of(u) for u in units], dim)
         if self.units == units:
             self.stacked, self.dim = made, dim
         return made

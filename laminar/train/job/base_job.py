@@ -26,8 +26,6 @@ from laminar.train.state.state import JobState
 from laminar.train.timeline import Recording, StepRecorder
 from laminar.train.world import World
 
-log = logging.getLogger("laminar")
-
 
 class BaseJob:
     """State among ranks, and what users do with it."""
@@ -129,7 +127,8 @@ class BaseJob:
     def refuse_saved(self, identity: dict[str, Any] | None) -> None:
         """Refuse to go on with a checkpoint whose bits came about in another way, where bits count."""
         if identity is not None:
-            log.warning("the run that was saved was in exact mode; it goes on without, and its bits hang on the layout")
+            said = "the run that was saved was in exact mode; it goes on without, and its bits hang on the layout"
+            logging.getLogger("laminar").warning(said)
 
     # --- the end ----------------------------------------------------------------------------------
 

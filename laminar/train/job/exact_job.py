@@ -42,7 +42,6 @@ from laminar.train.world import World
 
 STORAGE = ("auto", "data", "zero1", "zero2", "zero3")
 """What processes store, by the names of plans."""
-log = logging.getLogger("laminar")
 
 
 class ExactJob(Job):
@@ -73,10 +72,10 @@ class ExactJob(Job):
             refuse_identity(self.identity, theirs, f"rank {rank}")
         self._stored_as = plan
         super().__init__(model, loss, optimizer, batch, plan, options, world=world)
-        samples = self._leaves(batch).samples
-        if samples % (exact.units * options.micro_batches) and world.rank == 0:
-            log.warning("%d samples are not divisible by %d units: what can't be cut is computed by every unit",
-                        samples, exact.units * options.micro_batches)  # fmt: skip
+        samples, parts = self._leaves(batch).samples, exact.units * options.micro_batches
+        if samples % parts and world.rank == 0:
+            said = f"{samples} samples are not divisible by {parts} units: what can't be cut is computed by every unit"
+            logging.getLogger("laminar").warning(said)
 
     def _begin(self, world: World, state: JobState, plan: Plan, first: Leaves) -> None:
         self._first_batch = first
@@ -165,7 +164,7 @@ class ExactJob(Job):
     def refuse_saved(self, identity: dict[str, Any] | None) -> None:
         """Refuse to go on with a checkpoint whose bits came about in another way."""
         if identity is None:
-            log.warning("the checkpoint is of a run without exact mode: exact from here on")
+            logging.getLogger("laminar").warning("the run that was saved was not in exact mode: exact from here on")
         else:
             refuse_identity(self.identity, identity, "the run that was saved")
 

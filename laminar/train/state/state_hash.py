@@ -18,7 +18,7 @@ from laminar.train.state.shards import StateShard
 
 CHUNK = 1 << 16
 """Elements mixed at a time, so that what lies between stays in a core's cache."""
-WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+BITS_OF = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Numbers by the bytes they take."""
 LEFT_OUT = ("params", "fused", "foreach", "capturable", "differentiable")
 """Entries of an optimizer's groups that say how an update is computed, not which."""
@@ -50,7 +50,7 @@ def shard_sum(shard: StateShard) -> int:
     x, whole, index = shard.tensor.detach(), shard.shape, shard.index
     if x.is_complex():
         x, whole, index = torch.view_as_real(x.resolve_conj()), (*whole, 2), (*index, slice(0, 2))
-    bits = WORDS[x.element_size()]
+    bits = BITS_OF[x.element_size()]
     if not x.dim():
         return int(_mixed(x.reshape(1).view(bits).long(), torch.zeros(1, dtype=torch.int64, device=x.device)))
     inner, stride = torch.zeros(1, dtype=torch.int64, device=x.device), 1
