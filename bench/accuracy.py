@@ -37,7 +37,7 @@ from judged import JUDGED, judged
 from laminar.cost.calibrate import HALF_90
 from laminar.forecast.features import ddp_features
 from laminar.forecast.step import machine, predict, section_of
-from laminar.ir.cluster import Cluster
+from laminar.ir.clusters.cluster import Cluster
 from laminar.profile.trials import DDP, PLANS, Trial, captured, mesh_of, timed
 from laminar.runtime.check.processes import on_ranks
 
@@ -104,8 +104,16 @@ def judge(args: argparse.Namespace) -> None:
                 want = guess[p][0] / guess[DDP][0]
             value = statistics.median(each)
             repeat = [abs(a / b - 1) for a, b in itertools.permutations(each, 2)]
-            rows.append({"model": name, "plan": p, "measured": value, "predicted": want, "error": want / value - 1,
-                         "repeat": statistics.median(repeat) if repeat else 0.0})  # fmt: skip
+            rows.append(
+                {
+                    "model": name,
+                    "plan": p,
+                    "measured": value,
+                    "predicted": want,
+                    "error": want / value - 1,
+                    "repeat": statistics.median(repeat) if repeat else 0.0,
+                }
+            )
             sigma = calibration_sigma(cluster, ranks, args.absolute)
             covered.append(abs(math.log(want / value)) <= HALF_90 * sigma)
             seen[p] = (value, want, rows[-1]["repeat"])
@@ -116,28 +124,33 @@ def judge(args: argparse.Namespace) -> None:
                 pairs.append(1 if same > 0 else -1)
     errors = sorted(abs(r["error"]) for r in rows)
     repeats = sorted(r["repeat"] for r in rows)
-    report("accuracy", {
-        "ranks": ranks,
-        "what": "seconds" if args.absolute else "ratio to DDP",
-        "profile": section_of(cluster, ranks),
-        "with_for": bool(cluster.profile.get("for")),
-        "models": len({r["model"] for r in rows}),
-        "programs": len(rows),
-        "runs": len({line["run"] for line in lines}),
-        "median_error": round(statistics.median(errors), 4),
-        "p90_error": round(errors[min(len(errors) - 1, math.ceil(0.9 * len(errors)) - 1)], 4),
-        "repeat_median": round(statistics.median(repeats), 4),
-        "repeat_p90": round(repeats[min(len(repeats) - 1, math.ceil(0.9 * len(repeats)) - 1)], 4),
-        "kendall_tau": round(sum(pairs) / len(pairs), 4) if pairs else None,
-        "pairs": len(pairs),
-        "covered_by_90_interval": round(sum(covered) / len(covered), 4),
-        "calibration": cluster.profile.get("calibration", {}).get(section_of(cluster, ranks), {}).get("errors"),
-        "rows": [{**r, **{k: round(r[k], 4) for k in ("measured", "predicted", "error", "repeat")}} for r in rows],
-    })  # fmt: skip
+    report(
+        "accuracy",
+        {
+            "ranks": ranks,
+            "what": "seconds" if args.absolute else "ratio to DDP",
+            "profile": section_of(cluster, ranks),
+            "with_for": bool(cluster.profile.get("for")),
+            "models": len({r["model"] for r in rows}),
+            "programs": len(rows),
+            "runs": len({line["run"] for line in lines}),
+            "median_error": round(statistics.median(errors), 4),
+            "p90_error": round(errors[min(len(errors) - 1, math.ceil(0.9 * len(errors)) - 1)], 4),
+            "repeat_median": round(statistics.median(repeats), 4),
+            "repeat_p90": round(repeats[min(len(repeats) - 1, math.ceil(0.9 * len(repeats)) - 1)], 4),
+            "kendall_tau": round(sum(pairs) / len(pairs), 4) if pairs else None,
+            "pairs": len(pairs),
+            "covered_by_90_interval": round(sum(covered) / len(covered), 4),
+            "calibration": cluster.profile.get("calibration", {}).get(section_of(cluster, ranks), {}).get("errors"),
+            "rows": [{**r, **{k: round(r[k], 4) for k in ("measured", "predicted", "error", "repeat")}} for r in rows],
+        },
+    )
     if args.show:
         for r in sorted(rows, key=lambda r: -abs(r["error"])):
-            print(f"{r['model']:<8} {r['plan']:<8} measured {r['measured']:.4g} predicted {r['predicted']:.4g} "
-                  f"error {r['error']:+.1%} repeat {r['repeat']:.1%}")  # fmt: skip
+            print(
+                f"{r['model']:<8} {r['plan']:<8} measured {r['measured']:.4g} predicted {r['predicted']:.4g} "
+                f"error {r['error']:+.1%} repeat {r['repeat']:.1%}"
+            )
 
 
 def own_ops(args: argparse.Namespace) -> None:

@@ -38,7 +38,7 @@ import laminar
 from laminar.cli_cost import cluster_of
 from laminar.forecast.step import predict
 from laminar.ir.graph import Graph
-from laminar.ir.plan import Plan
+from laminar.ir.plans.plan import Plan
 from laminar.profile.gpu_trials import kernels_of, whole_step
 
 Made = tuple[Callable[[], nn.Module], Callable[..., Any], Any]
@@ -73,8 +73,11 @@ def bert(layers: int, d: int, tokens: int, batch: int) -> Made:
 
 def resnet(widths: list[int], blocks: int, size: int, batch: int) -> Made:
     m = example("resnet")
-    return (lambda: m.ResNet(widths=widths, blocks=blocks, classes=10), m.loss,
-            next(m.images(batch=batch, size=size, classes=10)))  # fmt: skip
+    return (
+        lambda: m.ResNet(widths=widths, blocks=blocks, classes=10),
+        m.loss,
+        next(m.images(batch=batch, size=size, classes=10)),
+    )
 
 
 def mlp(width: int, layers: int, batch: int) -> Made:
@@ -213,11 +216,15 @@ def main() -> None:
             try:
                 guess = predict(graph, plan, cluster)
                 low, high = guess.interval_s
-                row |= {"predicted_s": guess.seconds, "predicted_bytes": guess.memory.peak_bytes,
-                        "error_s": guess.seconds / found["seconds"] - 1,
-                        "error_bytes": guess.memory.peak_bytes / max(found["allocated"], 1) - 1,
-                        "predicted_reserved": guess.memory.reserved_bytes,
-                        "covered": low <= found["seconds"] <= high, "known": guess.known()}  # fmt: skip
+                row |= {
+                    "predicted_s": guess.seconds,
+                    "predicted_bytes": guess.memory.peak_bytes,
+                    "error_s": guess.seconds / found["seconds"] - 1,
+                    "error_bytes": guess.memory.peak_bytes / max(found["allocated"], 1) - 1,
+                    "predicted_reserved": guess.memory.reserved_bytes,
+                    "covered": low <= found["seconds"] <= high,
+                    "known": guess.known(),
+                }
             except Exception as error:
                 traceback.print_exc()  # what was measured is kept all the same
                 row["error"] = f"not predicted: {type(error).__name__}: {error}"[:500]
@@ -229,14 +236,20 @@ def main() -> None:
     if given.small:
         return
     errors, held = ([abs(r[k]) for r in judged] for k in ("error_s", "error_bytes"))
-    report("accuracy_gpu", {
-        "cases": len(judged), "failed": len(rows) - len(judged),
-        "median_error_s": round(statistics.median(errors), 4), "worst_error_s": round(max(errors), 4),
-        "median_error_bytes": round(statistics.median(held), 4), "worst_error_bytes": round(max(held), 4),
-        "covered_by_90_interval": round(sum(r["covered"] for r in judged) / len(judged), 4),
-        "targets": {"median_error_s": 0.08, "error_bytes": 0.04},
-        "rows": [{k: round(v, 6) if isinstance(v, float) else v for k, v in r.items()} for r in rows],
-    })  # fmt: skip
+    report(
+        "accuracy_gpu",
+        {
+            "cases": len(judged),
+            "failed": len(rows) - len(judged),
+            "median_error_s": round(statistics.median(errors), 4),
+            "worst_error_s": round(max(errors), 4),
+            "median_error_bytes": round(statistics.median(held), 4),
+            "worst_error_bytes": round(max(held), 4),
+            "covered_by_90_interval": round(sum(r["covered"] for r in judged) / len(judged), 4),
+            "targets": {"median_error_s": 0.08, "error_bytes": 0.04},
+            "rows": [{k: round(v, 6) if isinstance(v, float) else v for k, v in r.items()} for r in rows],
+        },
+    )
 
 
 if __name__ == "__main__":

@@ -114,8 +114,16 @@ def _child(rank: int, folder: str, given: argparse.Namespace) -> None:
         if rank == 0:
             report("bubble", {"plan": name, "ranks": given.ranks, **row, "apart": round(apart[-1], 4), "target": 0.10})
     if rank == 0:
-        report("bubble", {"plans": len(apart), "ranks": given.ranks, "median_apart": round(statistics.median(apart), 4),
-                          "most_apart": round(max(apart), 4), "target": 0.10})  # fmt: skip
+        report(
+            "bubble",
+            {
+                "plans": len(apart),
+                "ranks": given.ranks,
+                "median_apart": round(statistics.median(apart), 4),
+                "most_apart": round(max(apart), 4),
+                "target": 0.10,
+            },
+        )
     dist.barrier()
     os._exit(0)
 

@@ -23,7 +23,7 @@ from dataclasses import replace
 from common import report
 from search import traced
 
-from laminar.ir.cluster import Cluster
+from laminar.ir.clusters.cluster import Cluster
 from laminar.planner.estimate.graphs_and_prices import Model
 from laminar.planner.mcmc.additive_cost import Additive, classes
 from laminar.planner.mcmc.delta_step import Edited

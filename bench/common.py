@@ -51,8 +51,10 @@ def commit() -> str:
         )
         dirty = subprocess.run(
             ["git", "status", "--porcelain", "--untracked-files=no", "--", ":/", ":!results"],  # rows of this very run
-            cwd=here, capture_output=True, text=True,
-        )  # fmt: skip
+            cwd=here,
+            capture_output=True,
+            text=True,
+        )
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return head.stdout.strip() + ("+" if dirty.stdout.strip() else "")

@@ -130,12 +130,23 @@ def main() -> None:
             for way in each[0]:
                 if way.startswith("bare"):
                     continue
-                report("control", {
-                    "way": way, "ranks": ranks, "bytes": nbytes, "messages": args.messages, "rounds": args.rounds,
-                    "cpu_ms": most(each, way), "bare_ms": most(each, "bare"), "bare_ahead_ms": most(each, "bare ahead"),
-                    "over_bare_ms": over(each, way, "bare"), "over_bare_ahead_ms": over(each, way, "bare ahead"),
-                    "of": "CPU ms per message, the rank that pays most", "target": 0.15,
-                })  # fmt: skip
+                report(
+                    "control",
+                    {
+                        "way": way,
+                        "ranks": ranks,
+                        "bytes": nbytes,
+                        "messages": args.messages,
+                        "rounds": args.rounds,
+                        "cpu_ms": most(each, way),
+                        "bare_ms": most(each, "bare"),
+                        "bare_ahead_ms": most(each, "bare ahead"),
+                        "over_bare_ms": over(each, way, "bare"),
+                        "over_bare_ahead_ms": over(each, way, "bare ahead"),
+                        "of": "CPU ms per message, the rank that pays most",
+                        "target": 0.15,
+                    },
+                )
 
 
 if __name__ == "__main__":

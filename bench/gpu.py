@@ -195,8 +195,11 @@ def profiled(run: Run, path: Path, device: str) -> None:
             run()
         sync(device)
     rows = profile.key_averages()
-    path.write_text(rows.table(sort_by=f"{device}_time_total" if device == "cuda" else None, row_limit=90,
-                               max_name_column_width=110))  # fmt: skip
+    path.write_text(
+        rows.table(
+            sort_by=f"{device}_time_total" if device == "cuda" else None, row_limit=90, max_name_column_width=110
+        )
+    )
 
 
 def main() -> None:

@@ -23,9 +23,9 @@ import torch
 from common import report
 from torch import Tensor, nn
 
-from laminar.train.batch_checksum import Sampled
-from laminar.train.leaves import Leaves
-from laminar.train.tracer import Tracer
+from laminar.train.batch.batch_checksum import Sampled
+from laminar.train.batch.leaves import Leaves
+from laminar.train.engine.tracer import Tracer
 
 
 class Config:
@@ -54,8 +54,15 @@ def llama() -> tuple[nn.Module, Callable[..., Tensor], Any]:
     """Hugging Face's, tiny and deep."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=22,
-                         num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=32)  # fmt: skip
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=22,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+    )
     return LlamaForCausalLM(config), lambda m, b: m(input_ids=b, labels=b).loss, torch.randint(64, (4, 16))
 
 
@@ -100,10 +107,16 @@ def measured(name: str, made: tuple[nn.Module, Callable[..., Tensor], Any], roun
     whole = seconds(step, rounds)
     report(
         "guards",
-        {"model": name, "modules": len(list(model.modules())), "values": len(tracer.captures.guards.values),
-         "look_us": round(looked * 1e6, 1), "step_us": round(whole * 1e6, 1),
-         "changed_us": round(seconds(changed, rounds) * 1e6, 1), "share_of_50_ms": round(whole / 0.05, 5)},
-    )  # fmt: skip
+        {
+            "model": name,
+            "modules": len(list(model.modules())),
+            "values": len(tracer.captures.guards.values),
+            "look_us": round(looked * 1e6, 1),
+            "step_us": round(whole * 1e6, 1),
+            "changed_us": round(seconds(changed, rounds) * 1e6, 1),
+            "share_of_50_ms": round(whole / 0.05, 5),
+        },
+    )
 
 
 def main() -> None:

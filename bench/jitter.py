@@ -47,8 +47,10 @@ from laminar.cost.sim.pipeline import execute
 
 D, TOKENS, VOCAB = 32, 8, 64
 SIGMA = 0.5
-OURS = {f"window {w}, stash {s:g}": {"window": w, "stash": s}
-        for w, s in ((0, 1.0), (2, 1.0), (2, 1.25), (2, 1.5), (2, 2.0), (2, 3.0))}  # fmt: skip
+OURS = {
+    f"window {w}, stash {s:g}": {"window": w, "stash": s}
+    for w, s in ((0, 1.0), (2, 1.0), (2, 1.25), (2, 1.5), (2, 2.0), (2, 3.0))
+}
 EQUAL, TWICE = "window 0, stash 1", "window 2, stash 2"
 TARGETS = {2: 1.07, 4: 1.12, 8: 1.12}
 WITHIN = 0.05
@@ -184,9 +186,11 @@ def measured(micro: int, rounds: int, forward_ms: float) -> dict[str, Any]:
     simulated = {name: [side.simulated_ns(draws, r) / 1e9 for r in range(rounds)] for name, side in ours.items()}
     simulated["torch"] = simulated[EQUAL]
     out = {
-        "times": times, "simulated": simulated, "losses": losses["torch"],
+        "times": times,
+        "simulated": simulated,
+        "losses": losses["torch"],
         "stashed": {name: side.job.pipes.training.actors.peaks.get("F0->B0") for name, side in ours.items()},
-    }  # fmt: skip
+    }
     for side in ours.values():
         side.job.close()
     return out
@@ -207,7 +211,11 @@ def told(ranks: int, micro: int, given: argparse.Namespace) -> None:
             "stashed_by_stage_0": found["stashed"][name],
         }
     row = {
-        "ranks": ranks, "micro_batches": micro, "rounds": given.rounds, "forward_ms": given.forward_ms, "sigma": SIGMA,
+        "ranks": ranks,
+        "micro_batches": micro,
+        "rounds": given.rounds,
+        "forward_ms": given.forward_ms,
+        "sigma": SIGMA,
         "sides": sides,
         "targets": {"equal_stash": 1.0, "twice_the_stash": TARGETS[ranks], "apart": WITHIN},
         "met": {
@@ -217,8 +225,9 @@ def told(ranks: int, micro: int, given: argparse.Namespace) -> None:
         },
         "ms": {name: round(statistics.median(ts) * 1e3, 1) for name, ts in times.items()},
         "simulated_ms": {name: round(statistics.median(ts) * 1e3, 1) for name, ts in simulated.items()},
-        "losses_of_2_steps": found["losses"], "load_before": round(load, 2),
-    }  # fmt: skip
+        "losses_of_2_steps": found["losses"],
+        "load_before": round(load, 2),
+    }
     report("jitter", row)
 
 

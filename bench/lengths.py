@@ -1,7 +1,8 @@
 """What does a new sequence length cost in the middle of training?
 
 A Llama of Hugging Face with four layers trains on batches each of which has another length. The first lengths are
-traced; from the fourth on, graphs are predicted and checked by a dry run of forward (`laminar/capture/batch_sizes.py`).
+traced; from the fourth on, graphs are predicted and checked by a dry run of forward
+(`laminar/capture/graph/batch_sizes.py`).
 
     python bench/lengths.py [--plan data] [--layers 4] [--lengths 12]
 
@@ -35,9 +36,13 @@ def main() -> None:
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=given.layers, num_attention_heads=4,
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=given.layers,
+        num_attention_heads=4,
         num_key_value_heads=2,
-    )  # fmt: skip
+    )
     model = LlamaForCausalLM(config)
 
     def batch(tokens: int) -> dict[str, torch.Tensor]:
@@ -56,11 +61,15 @@ def main() -> None:
     later = seconds[TRACED:]
     report(
         "lengths",
-        {"model": f"HF Llama, {given.layers} layers", "plan": given.plan, "lengths": order,
-         "traced_s": round(statistics.median(seconds[1:TRACED]), 3),
-         "later_s": {"median": round(statistics.median(later), 3), "worst": round(max(later), 3)},
-         "target_s": TARGET},
-    )  # fmt: skip
+        {
+            "model": f"HF Llama, {given.layers} layers",
+            "plan": given.plan,
+            "lengths": order,
+            "traced_s": round(statistics.median(seconds[1:TRACED]), 3),
+            "later_s": {"median": round(statistics.median(later), 3), "worst": round(max(later), 3)},
+            "target_s": TARGET,
+        },
+    )
 
 
 if __name__ == "__main__":

@@ -109,10 +109,8 @@ def measured(case: Case, share: float, rounds: int, steps: int) -> dict[str, Any
     return {
         "load_over_step": share,
         "step_ms": {name: round(1e3 * seconds, 2) for name, seconds in compute.items()},
-        "over_the_longer": {
-            name: ratio({"a": times[name], "b": longer[name]}, "a", "b") for name in times
-        },
-    }  # fmt: skip
+        "over_the_longer": {name: ratio({"a": times[name], "b": longer[name]}, "a", "b") for name in times},
+    }
 
 
 def case_of(name: str) -> Case:
@@ -136,8 +134,9 @@ def main() -> None:
         report("loading", {"model": given.model, **row, "target": TARGET})
     worst = {name: max(each[name]["median"] for each in found) for name in found[0]}
     typical = {name: round(statistics.median(each[name]["median"] for each in found), 3) for name in found[0]}
-    report("loading", {"model": given.model, "loads": list(SHARES), "worst": worst, "median": typical,
-                       "target": TARGET})  # fmt: skip
+    report(
+        "loading", {"model": given.model, "loads": list(SHARES), "worst": worst, "median": typical, "target": TARGET}
+    )
 
 
 if __name__ == "__main__":

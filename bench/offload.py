@@ -34,7 +34,7 @@ from gpu import autocast, gpt, sync
 
 import laminar
 from laminar.forecast.step import predict
-from laminar.ir.cluster import Cluster, Figure
+from laminar.ir.clusters.cluster import Cluster, Figure
 from laminar.runtime.code.host_copies import HostLink, link_of
 
 ALONE = laminar.Mesh({"dp": 1})
@@ -57,8 +57,17 @@ def side(name: str, device: str, small: bool) -> Callable[[], Any]:
     """A side's whole step: forward, backward, update."""
     model, loss, batch, make, _ = gpt(small)
     model, batch = model.to(device), {k: v.to(device) for k, v in batch.items()}
-    job = laminar.parallelize(model, loss, make, batch=batch, plan=partial(plan_of, name=name), mesh=ALONE,
-                              precision="bf16", device=device, compile=True)  # fmt: skip
+    job = laminar.parallelize(
+        model,
+        loss,
+        make,
+        batch=batch,
+        plan=partial(plan_of, name=name),
+        mesh=ALONE,
+        precision="bf16",
+        device=device,
+        compile=True,
+    )
     return lambda: job.step(batch)
 
 

@@ -122,6 +122,11 @@ def ddp(case: Case, sync: bool = True) -> Side:
     return side
 
 
+def alone(case: Case) -> Side:
+    """Plain PyTorch, every rank on the whole batch: what data parallel comes to where there is nothing to split."""
+    return _eager(case, fresh(case), split=False)
+
+
 def ddp_sparse(case: Case) -> Side:
     """DDP that sends and updates only the rows of tables that were read; comparable where all sides use SGD."""
     model = fresh(case)
@@ -155,8 +160,11 @@ def dtensor(case: Case) -> Side:
         if isinstance(module, nn.Conv2d | nn.BatchNorm2d):
             by_channel(module, mesh, way)
         else:
-            styles = {"column": ColwiseParallel(), "row": RowwiseParallel(),
-                      "vocab": RowwiseParallel(input_layouts=Replicate())}  # fmt: skip
+            styles = {
+                "column": ColwiseParallel(),
+                "row": RowwiseParallel(),
+                "vocab": RowwiseParallel(input_layouts=Replicate()),
+            }
             parallelize_module(module, mesh, styles[way])
     return _eager(case, model, split=False)
 

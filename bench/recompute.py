@@ -39,7 +39,7 @@ import laminar
 from laminar.api import inputs_of, load_recipe
 from laminar.cost.memory.peak import memory
 from laminar.lower.kernels import kernels
-from laminar.lower.mincut_recompute import recompute, written_out
+from laminar.lower.memory.mincut_recompute import recompute, written_out
 from laminar.runtime.check.one_device import constants_of
 
 ROOT = Path(__file__).parent.parent

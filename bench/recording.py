@@ -50,8 +50,10 @@ def main() -> None:
     if given.device == "cuda":
         said = on_gpu(given.rounds)
         over = ratio(said["seconds"], "recorded", "plain")
-        report("recording", {"model": "gpt 355M", "device": "cuda", "recorded_over_plain": over, "target": TARGET,
-                             **_medians(said)})  # fmt: skip
+        report(
+            "recording",
+            {"model": "gpt 355M", "device": "cuda", "recorded_over_plain": over, "target": TARGET, **_medians(said)},
+        )
         return
     for name in given.model:
         runs = [_ranks(given.ranks, on_cpu, name, given.plan, given.ranks, given.rounds) for _ in range(given.repeats)]

@@ -29,7 +29,7 @@ from common import report
 from torch import Tensor, nn
 
 from laminar.api import capture
-from laminar.ir.cluster import Cluster
+from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.graph import Graph
 from laminar.planner.search.best_first.search import find
 from laminar.planner.search.earlier_plans import forget

@@ -31,9 +31,13 @@ def script(layers: int, plain: bool, compiled: bool) -> None:
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=layers, num_attention_heads=4,
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
         num_key_value_heads=2,
-    )  # fmt: skip
+    )
     model = LlamaForCausalLM(config)
     optimizer = torch.optim.AdamW(model.parameters())
     ids = torch.randint(0, 256, (8, 64))
@@ -59,9 +63,12 @@ def seconds(layers: int, *flags: str, cache: str = "off") -> float:
     env = {**os.environ, "LAMINAR_CACHE": cache, "PYTHONDONTWRITEBYTECODE": ""}
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run(
-        [sys.executable, __file__, "--script", str(layers), *flags], env=env, check=True, stdout=subprocess.DEVNULL,
+        [sys.executable, __file__, "--script", str(layers), *flags],
+        env=env,
+        check=True,
+        stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+    )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
@@ -90,11 +97,16 @@ def main() -> None:
             times["plain"].append(seconds(layers, "--plain"))
         report(
             "second_run",
-            {"model": name, "compiled": given.compile, "rounds": given.rounds,
-             "seconds": {k: round(statistics.median(v), 2) for k, v in times.items()},
-             "second_over_first": ratio(times, "second", "first"), "target": TARGET,
-             "second_over_plain": ratio(times, "second", "plain")},
-        )  # fmt: skip
+            {
+                "model": name,
+                "compiled": given.compile,
+                "rounds": given.rounds,
+                "seconds": {k: round(statistics.median(v), 2) for k, v in times.items()},
+                "second_over_first": ratio(times, "second", "first"),
+                "target": TARGET,
+                "second_over_plain": ratio(times, "second", "plain"),
+            },
+        )
 
 
 if __name__ == "__main__":

@@ -30,14 +30,14 @@ from laminar.capture.capture import capture
 from laminar.cost.schedule import Groups, schedule
 from laminar.cost.sim.simulate import simulate
 from laminar.forecast.step import machine
-from laminar.ir.cluster import Cluster
+from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.mesh import Mesh
 from laminar.ir.program import Program
 from laminar.lower.kernels import kernels
-from laminar.lower.mincut_recompute import recompute, written_out
+from laminar.lower.memory.mincut_recompute import recompute, written_out
 from laminar.lower.step import step_programs
 from laminar.placement import presets
-from laminar.train.precision import Precision
+from laminar.train.optimizer.precision import Precision
 
 
 def main() -> None:
@@ -65,18 +65,21 @@ def main() -> None:
     for name, (p, _) in regimes.items():
         found = [r[name] for r in rounds]
         times = [f.grouping_s + f.pricing_s + f.events_s for f in found]
-        report("simulate", {
-            "regime": name,
-            "lines": len(p.instrs),
-            "tasks": found[-1].tasks,
-            "classes": found[-1].classes,
-            "cpu_ms_median": round(statistics.median(times) * 1e3, 2),
-            "cpu_ms_best": round(min(times) * 1e3, 2),
-            "of_which_grouping_ms": round(statistics.median(f.grouping_s for f in found) * 1e3, 2),
-            "of_which_events_ms": round(statistics.median(f.events_s for f in found) * 1e3, 2),
-            "target_ms": 50,
-            "predicted_step_ms": round(found[-1].step_ns / 1e6, 3),
-        })  # fmt: skip
+        report(
+            "simulate",
+            {
+                "regime": name,
+                "lines": len(p.instrs),
+                "tasks": found[-1].tasks,
+                "classes": found[-1].classes,
+                "cpu_ms_median": round(statistics.median(times) * 1e3, 2),
+                "cpu_ms_best": round(min(times) * 1e3, 2),
+                "of_which_grouping_ms": round(statistics.median(f.grouping_s for f in found) * 1e3, 2),
+                "of_which_events_ms": round(statistics.median(f.events_s for f in found) * 1e3, 2),
+                "target_ms": 50,
+                "predicted_step_ms": round(found[-1].step_ns / 1e6, 3),
+            },
+        )
 
 
 class Once(NamedTuple):

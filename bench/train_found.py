@@ -56,14 +56,14 @@ from race import AGREE
 
 import laminar
 from laminar.forecast.step import predict
-from laminar.ir.cluster import Cluster
-from laminar.ir.plan import Plan
+from laminar.ir.clusters.cluster import Cluster
+from laminar.ir.plans.plan import Plan
 from laminar.planner.search.finalists import finalists
 from laminar.planner.space.request import DIMENSIONS
 from laminar.runtime.comm.transport import join_process_group
-from laminar.train import try_finalists
-from laminar.train.plan_search import BUDGET_S, Searched, with_ddp
-from laminar.train.precision import Precision
+from laminar.train.auto import try_finalists
+from laminar.train.auto.plan_search import BUDGET_S, Searched, with_ddp
+from laminar.train.optimizer.precision import Precision
 from laminar.train.world import World
 
 BENCH = "train_found"
@@ -79,7 +79,7 @@ WIDE = ("mlp", "dlrm", "dlrm_sgd")
 """Where DDP is to be beaten by more."""
 TWIN = "the same program as laminar"
 DRAWS = 4000
-PRELOAD = ["torch", "torch.distributed", "peers", "laminar.train.job", "laminar.planner.search.entry"]
+PRELOAD = ["torch", "torch.distributed", "peers", "laminar.train.job.job", "laminar.planner.search.entry"]
 CONTEXT = multiprocessing.get_context("forkserver")
 
 
@@ -211,8 +211,16 @@ def tried_out(case: Case, plan: Any, finals: list[Any], found: dict[str, Any]) -
     told = taken.account.get("measured")
     if told is None:
         return taken, {**said, "taken": finals[0].name, "why": taken.account["unmeasured"]}
-    rows = [{"plan": r["plan"], "ms": round(1e3 * r["step_s"], 3), "predicted_ms": round(1e3 * r["predicted_s"], 3),
-             "ratio": round(r["ratio"], 3), "taken": r["taken"]} for r in told["rows"]]  # fmt: skip
+    rows = [
+        {
+            "plan": r["plan"],
+            "ms": round(1e3 * r["step_s"], 3),
+            "predicted_ms": round(1e3 * r["predicted_s"], 3),
+            "ratio": round(r["ratio"], 3),
+            "taken": r["taken"],
+        }
+        for r in told["rows"]
+    ]
     name = next(r["plan"] for r in rows if r["taken"])
     return taken, {**said, "taken": name, "rounds": told["rounds"], "rows": rows, "out": told.get("out", [])}
 
@@ -345,9 +353,11 @@ def summary(rows: dict[str, dict[str, Any]], failed: dict[str, str]) -> dict[str
     below = [name for name, row in rows.items() if row["over_best"]["high"] < FLOOR]
     wide = {
         f"{name}: {side}": row["over_laminar"][side]["median"]
-        for name, row in rows.items() if name in WIDE
-        for side in ("ddp", "ddp_sparse") if side in row["over_laminar"]
-    }  # fmt: skip
+        for name, row in rows.items()
+        if name in WIDE
+        for side in ("ddp", "ddp_sparse")
+        if side in row["over_laminar"]
+    }
     return {
         "summary": True,
         "models": len(rows),

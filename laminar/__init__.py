@@ -11,8 +11,8 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from laminar.ir.answers import answered_by
-from laminar.ir.cluster_makers import clusters_made_by
+from laminar.ir.clusters.cluster_makers import clusters_made_by
+from laminar.ir.plans.answers import answered_by
 
 __version__ = "0.1.0"
 
@@ -21,15 +21,17 @@ _WHERE = {
     "BatchError": "laminar.errors",
     "Callback": "laminar.train.loop",
     "CaptureError": "laminar.errors",
-    "Cluster": "laminar.ir.cluster",
+    "Cluster": "laminar.ir.clusters.cluster",
     "ClusterError": "laminar.errors",
+    "Exact": "laminar.ir.exact",
+    "DataError": "laminar.errors",
     "Graph": "laminar.ir.graph",
     "GraphError": "laminar.errors",
-    "Job": "laminar.train.job",
+    "Job": "laminar.train.job.job",
     "LaminarError": "laminar.errors",
     "Link": "laminar.ir.mesh",
-    "Local": "laminar.train.leaves",
-    "Loss": "laminar.capture.losses",
+    "Local": "laminar.train.batch.leaves",
+    "Loss": "laminar.capture.model.losses",
     "Mesh": "laminar.ir.mesh",
     "MeshError": "laminar.errors",
     "NoPlanFits": "laminar.errors",
@@ -40,7 +42,7 @@ _WHERE = {
     "P": "laminar.ir.sbp",
     "PeerError": "laminar.errors",
     "PlacementError": "laminar.errors",
-    "Plan": "laminar.ir.plan",
+    "Plan": "laminar.ir.plans.plan",
     "PlanError": "laminar.errors",
     "Program": "laminar.ir.program",
     "RankError": "laminar.errors",
@@ -49,7 +51,7 @@ _WHERE = {
     "RendezvousError": "laminar.errors",
     "S": "laminar.ir.sbp",
     "SimulationError": "laminar.errors",
-    "Sized": "laminar.train.leaves",
+    "Sized": "laminar.train.batch.leaves",
     "CheckError": "laminar.errors",
     "StateError": "laminar.errors",
     "StoppedError": "laminar.errors",
@@ -57,7 +59,7 @@ _WHERE = {
     "Timeline": "laminar.ir.timeline",
     "TimelineError": "laminar.errors",
     "capture": "laminar.api",
-    "eager": "laminar.capture.eager",
+    "eager": "laminar.capture.eager.eager",
     "load_recipe": "laminar.api",
     "lower": "laminar.lower.lower",
     "parallelize": "laminar.api",
@@ -76,6 +78,8 @@ __all__ = [
     "CheckError",
     "Cluster",
     "ClusterError",
+    "DataError",
+    "Exact",
     "Graph",
     "GraphError",
     "Job",
@@ -109,6 +113,7 @@ __all__ = [
     "Timeline",
     "TimelineError",
     "capture",
+    "data",
     "eager",
     "load_recipe",
     "lower",
@@ -182,6 +187,8 @@ sys.modules[__name__].__class__ = _Front
 
 
 def __getattr__(name: str) -> Any:
+    if name == "data":  # a room that is public as a whole
+        return import_module("laminar.data")
     if name not in _WHERE:
         raise AttributeError(f"module 'laminar' has no attribute {name!r}")
     value = getattr(import_module(_WHERE[name]), name)
@@ -194,14 +201,16 @@ def __dir__() -> list[str]:
 
 
 if TYPE_CHECKING:
+    from laminar import data as data
     from laminar.api import Recipe, capture, load_recipe, parallelize, plan, plans, replan, verify
-    from laminar.capture.eager import eager
-    from laminar.capture.losses import Loss
+    from laminar.capture.eager.eager import eager
+    from laminar.capture.model.losses import Loss
     from laminar.errors import (
         BatchError,
         CaptureError,
         CheckError,
         ClusterError,
+        DataError,
         GraphError,
         LaminarError,
         MeshError,
@@ -222,16 +231,17 @@ if TYPE_CHECKING:
         TimelineError,
     )
     from laminar.forecast.step import predict
-    from laminar.ir.cluster import Cluster
+    from laminar.ir.clusters.cluster import Cluster
+    from laminar.ir.exact import Exact
     from laminar.ir.graph import Graph
     from laminar.ir.mesh import Link, Mesh
-    from laminar.ir.plan import Plan
+    from laminar.ir.plans.plan import Plan
     from laminar.ir.program import Program
     from laminar.ir.sbp import B, P, S
     from laminar.ir.tensor import TensorSpec
     from laminar.ir.timeline import Timeline
     from laminar.lower.lower import lower
     from laminar.rewrite.variants import rewritten
-    from laminar.train.job import Job
-    from laminar.train.leaves import Local, Sized
+    from laminar.train.batch.leaves import Local, Sized
+    from laminar.train.job.job import Job
     from laminar.train.loop import Callback

@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from laminar.errors import LaminarError, PlanError, RecipeError
-from laminar.ir.account import SearchOptions
-from laminar.ir.cluster import Cluster
+from laminar.ir.clusters.cluster import Cluster
+from laminar.ir.exact import Exact
 from laminar.ir.graph import RNG, SCALE, Graph
 from laminar.ir.mesh import Mesh
-from laminar.ir.plan import Plan, runs_ddp
-from laminar.ir.rewrites import carried_sites
+from laminar.ir.plans.account import SearchOptions
+from laminar.ir.plans.plan import Plan, runs_ddp
+from laminar.ir.plans.rewrites import carried_sites
+from laminar.ir.plans.staged import Staged
 from laminar.ir.sbp import Sbp
-from laminar.ir.staged import Staged
 from laminar.placement import presets
 from laminar.placement.presets import Patterns
 from laminar.planner.report.program_traffic import with_traffic
@@ -114,9 +115,9 @@ def graph_of(name: str, parts: int = 1, precision: str = "f32", device: str = "c
     """
     import torch
 
-    from laminar.capture.batches import flatten, unflatten
-    from laminar.capture.saved_graphs import kept_graph
-    from laminar.train.precision import Precision
+    from laminar.capture.kept.saved_graphs import kept_graph
+    from laminar.capture.model.batches import flatten, unflatten
+    from laminar.train.optimizer.precision import Precision
 
     recipe, batch = _begun(name, parts)
     model, policy = _on_meta(recipe.model), Precision.of(precision)
@@ -195,11 +196,16 @@ def plan(
     if rules is None:
         return _proved(graph, best(graph, request, progress), request, {}, progress)
     if not request.allows("rewrite"):
-        raise PlanError("rules of a file rewrite the graph, and this search may not", allowed="  ".join(request.only),
-                        next="leave out rules, or add rewrite to what may be used")  # fmt: skip
+        raise PlanError(
+            "rules of a file rewrite the graph, and this search may not",
+            allowed="  ".join(request.only),
+            next="leave out rules, or add rewrite to what may be used",
+        )
     if len(machine.parts) > 1:
-        raise PlanError(f"{machine.name} has several kinds of devices, and no graph is rewritten for such clusters",
-                        next="leave out rules, or plan for one kind of device")  # fmt: skip
+        raise PlanError(
+            f"{machine.name} has several kinds of devices, and no graph is rewritten for such clusters",
+            next="leave out rules, or plan for one kind of device",
+        )
     from laminar.runtime.check.prove_rule_files import ProvedRules, proved_rules
 
     read = rules if isinstance(rules, ProvedRules) else proved_rules(rules)
@@ -276,7 +282,7 @@ class plans:
     minimum cost.
 
     `recompute="blocks.*"` drops what the modules of that name compute inside and recomputes it in backward; see
-    `laminar.ir.patterns` for what else can be named. `offload="blocks.*"` keeps it in the host's memory instead.
+    `laminar.ir.plans.patterns` for what else can be named. `offload="blocks.*"` keeps it in the host's memory instead.
     """
 
     @staticmethod
@@ -308,6 +314,16 @@ class plans:
         return with_traffic(graph, presets.tensor_parallel(graph, mesh, axis, recompute, offload))
 
     @staticmethod
+    def context_parallel(
+        graph: Graph, mesh: Mesh, axis: str | None = None, recompute: Patterns = (), offload: Patterns = ()
+    ) -> Plan:
+        """Sequences split by token over `axis` (`cp` unless named), parameters whole; other axes data parallel.
+
+        Each rank does its rows of every attention, causal or not, against keys and values that are gathered for it.
+        """
+        return with_traffic(graph, presets.context_parallel(graph, mesh, axis, recompute, offload))
+
+    @staticmethod
     def named(
         name: str,
         graph: Graph,
@@ -316,7 +332,10 @@ class plans:
         offload: Patterns = (),
         gather_once: bool = False,
     ) -> Plan:
-        """The plan that `laminar.parallelize(plan=name)` runs: "data", "zero1", "zero2", "zero3" or "tensor"."""
+        """The plan that `laminar.parallelize(plan=name)` runs.
+
+        "data", "zero1", "zero2", "zero3", "tensor" or "context".
+        """
         return with_traffic(graph, presets.named(name, graph, mesh, recompute, offload, gather_once))
 
     @staticmethod
@@ -395,7 +414,7 @@ def verify(
     from laminar.planner.search.batch_size import fitted, refuse_other
     from laminar.rules.samples import samples_of
     from laminar.runtime.check.verify import verify_program
-    from laminar.train.check_graph import against_eager
+    from laminar.train.check.check_graph import against_eager
 
     found = list(batches)
     if isinstance(plan, Staged):
@@ -412,14 +431,14 @@ def _verify_staged(model: Any, loss: Any, batches: list[Any], plan: Staged, dtyp
     """Micro-batches through the stages against one device on whole batches, which are all of one shape."""
     import json
 
-    from laminar.capture.batches import unflatten
     from laminar.capture.capture import capture as trace
+    from laminar.capture.model.batches import unflatten
     from laminar.planner.search.batch_size import refuse_other
     from laminar.rules.samples import in_parts, places_of, samples_of
     from laminar.runtime.check.probe_rules import probe
     from laminar.runtime.check.verify import verify_stages, weighted
-    from laminar.train.check_graph import against_eager
-    from laminar.train.leaves import Leaves
+    from laminar.train.batch.leaves import Leaves
+    from laminar.train.check.check_graph import against_eager
 
     whole, leaves = capture(model, loss, batches[0]), Leaves.of(batches[0])
     refuse_other(plan, samples_of(whole))
@@ -453,8 +472,8 @@ def micro_batches(batch: Any, count: int | Sequence[int]) -> list[Any]:
     """A batch in so many parts, as equal as they can be, or in parts of so many samples, as steps cut it."""
     import json
 
-    from laminar.capture.batches import unflatten
-    from laminar.train.leaves import Leaves, Sized
+    from laminar.capture.model.batches import unflatten
+    from laminar.train.batch.leaves import Leaves, Sized
 
     leaves = Leaves.of(batch if isinstance(count, int) else Sized(batch, count))
     parts = leaves.split(count if isinstance(count, int) else len(count))
@@ -463,7 +482,7 @@ def micro_batches(batch: Any, count: int | Sequence[int]) -> list[Any]:
 
 def for_plan(plan: Plan | Staged, batch: Any) -> Any:
     """As many samples of a batch as a plan is for, the first ones, where its batch was free and is a part of this."""
-    from laminar.train.leaves import Leaves
+    from laminar.train.batch.leaves import Leaves
 
     known = plan.account.batch.samples if plan.account.batch else 0
     samples = Leaves.of(batch).samples if known else 0
@@ -493,6 +512,7 @@ def parallelize(
     check: bool = DEFAULTS.check,
     unguarded: Sequence[str] = DEFAULTS.unguarded,
     measure: bool = True,
+    exact: Any = None,
 ) -> TrainingJob:
     """A job that trains `model` on all ranks as if they were one.
 
@@ -503,8 +523,8 @@ def parallelize(
                    reported as `result.metrics`
     optimizer      a torch optimizer over the model's parameters, or a function that makes one from them
     batch          an example of the *global* batch: tensors in nested dicts, lists, tuples, dataclasses, ...
-    plan           "auto", "data", "zero1", "zero2", "zero3", "tensor", a plan file, a `Plan`, a plan with stages
-                   (`plans.pipeline`), a function of graph and mesh, or "ddp" for a model that can't be captured
+    plan           "auto", "data", "zero1", "zero2", "zero3", "tensor", "context", a plan file, a `Plan`, a plan with
+                   stages (`plans.pipeline`), a function of graph and mesh, or "ddp" for a model that can't be captured
                    (torch's own, with its limits)
     mesh           named axes; unless given one axis over all ranks
     device         this rank's device; unless given its own GPU if every rank has one, else the CPU
@@ -522,6 +542,9 @@ def parallelize(
     unguarded      names of attributes whose changes between steps don't matter; others are followed
     measure        with a cluster: run copies of the model under the plans that the search finds fastest, and under data
                    parallel, for some seconds on these ranks, and take the fastest; where that costs little
+    exact          `True` or `laminar.Exact(units=8, slices=1)`: `job.hash()` is the same for any number of processes
+                   and any hosting. The batch is computed in so many units, whoever computes them; `plan` then says
+                   what processes store: "data", "zero1", "zero3"
 
     Works alone in one process, under `laminar train`, and under `torchrun`. All methods of a job are
     collective: every rank calls them, in the same order.
@@ -529,45 +552,63 @@ def parallelize(
     if cluster is not None and (plan != "auto" or mesh is not None):
         raise LaminarError("a cluster is what a plan is searched for", next='leave out mesh, and say plan="auto"')
     options = JobOptions(
-        mesh=mesh, device=device, precision=precision, micro_batches=micro_batches, clip_norm=clip_norm,
-        clip_value=clip_value, ema=ema, seed=seed, compile=compile, detect_anomaly=detect_anomaly, timeout_s=timeout_s,
-        elementwise=elementwise, check=check, unguarded=unguarded,
-    )  # fmt: skip
-    from laminar.capture.lazy_layers import initialise
-    from laminar.capture.unwrap import unwrapped
+        mesh=mesh,
+        device=device,
+        precision=precision,
+        micro_batches=micro_batches,
+        clip_norm=clip_norm,
+        clip_value=clip_value,
+        ema=ema,
+        seed=seed,
+        compile=compile,
+        detect_anomaly=detect_anomaly,
+        timeout_s=timeout_s,
+        elementwise=elementwise,
+        check=check,
+        unguarded=unguarded,
+    )
+    from laminar.capture.model.lazy_layers import initialise
+    from laminar.capture.model.unwrap import unwrapped
 
     model = unwrapped(model)
     initialise(model, loss, batch)
+    if (asked := Exact.of(exact)) is not None:
+        from laminar.train.job.exact_job import ExactJob
+
+        if cluster is not None:
+            raise LaminarError("cluster= searches a plan, and in exact mode who computes what belongs to the run",
+                               next="leave it out: hosting follows from the number of processes")  # fmt: skip
+        return ExactJob(model, loss, optimizer, batch, asked, plan, options)
     if plan == "ddp":
-        from laminar.train.ddp_job import DdpJob
+        from laminar.train.job.ddp_job import DdpJob
 
         return DdpJob(model, loss, optimizer, batch, options)
-    from laminar.train import plan_for
+    from laminar.train.job import plan_for
 
     world = None
     if cluster is not None:
-        from laminar.train import plan_search  # and the planner with it, which takes a while to load
+        from laminar.train.auto import plan_search  # and the planner with it, which takes a while to load
 
         world, plan = plan_search.begun(model, loss, optimizer, batch, cluster, options, measure)
     plan = plan_for.loaded(plan)
     if world is None and isinstance(plan, Plan | Staged) and plan.account.batch is not None:
         from laminar.planner.search.batch_size import refuse_other
-        from laminar.train.leaves import Leaves
+        from laminar.train.batch.leaves import Leaves
 
         parts = 1 if isinstance(plan, Staged) else micro_batches
         refuse_other(plan, Leaves.of(batch).split(parts)[0].samples, parts)
     if isinstance(plan, Plan) and runs_ddp(plan):
-        from laminar.train.ddp_fits import refuse_others
-        from laminar.train.ddp_job import DdpJob
+        from laminar.train.auto.ddp_fits import refuse_others
+        from laminar.train.job.ddp_job import DdpJob
 
         if world is None:
             refuse_others(model, loss, batch, options)
         return DdpJob(model, loss, optimizer, batch, options, plan, world)
     if isinstance(plan, Staged):
-        from laminar.train.pipeline_job import StagedJob
+        from laminar.train.job.pipeline_job import StagedJob
 
         return StagedJob(model, loss, optimizer, batch, plan, options)
-    from laminar.train.job import Job
+    from laminar.train.job.job import Job
 
     return Job(model, loss, optimizer, batch, plan, options, world=world)
 

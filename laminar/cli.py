@@ -19,7 +19,7 @@ from laminar import cli_ask, cli_cost, cli_plan
 from laminar.cli_ask import working
 from laminar.cli_plan import parse_mesh
 from laminar.errors import LaminarError, PlanError, RecipeError
-from laminar.ir.staged import Staged, load_plan
+from laminar.ir.plans.staged import Staged, load_plan
 
 EPILOG = """\
 examples
@@ -51,7 +51,7 @@ def do_capture(args: argparse.Namespace) -> int:
     from laminar.cost.ops.eager import as_they_are, shown
     from laminar.cost.ops.roofline import flops
     from laminar.rules.notation import call_of
-    from laminar.rules.table import rule_for
+    from laminar.rules.ops.table import rule_for
 
     _, _, _, graph = _captured(args)
     if args.output:
@@ -62,12 +62,15 @@ def do_capture(args: argparse.Namespace) -> int:
     probed = dict(graph.probed)
     rows = [
         {
-            "op": n.op, "node": n.name, "where": n.where, "share": flops(c) / total,
+            "op": n.op,
+            "node": n.name,
+            "where": n.where,
+            "share": flops(c) / total,
             "how": f"probed, {len(found)} signatures" if (found := probed.get(n.name)) else WHOLE,
         }
         for n, c in calls
         if rule_for(c) is None
-    ]  # fmt: skip
+    ]
     eager = as_they_are(graph)
     params = graph.of_kind("param")
     summary = {
@@ -85,9 +88,11 @@ def do_capture(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(summary))
         return 0
-    print(f"graph {graph.hash[:12]}: {len(graph.nodes)} ops "
-          f"({', '.join(f'{v} {k}' for k, v in summary['phases'].items() if v)}), "
-          f"{summary['parameters']:,} parameters in {len(params)} tensors, {total:.3g} operations a step")  # fmt: skip
+    print(
+        f"graph {graph.hash[:12]}: {len(graph.nodes)} ops "
+        f"({', '.join(f'{v} {k}' for k, v in summary['phases'].items() if v)}), "
+        f"{summary['parameters']:,} parameters in {len(params)} tensors, {total:.3g} operations a step"
+    )
     for i in graph.of_kind("batch"):
         print(f"  {i.name}: {i.spec}")
     if args.report:
@@ -121,8 +126,17 @@ def do_verify(args: argparse.Namespace) -> int:
         batches = [for_plan(plan, batch) for batch in batches]
         report = verify(recipe.model(), recipe.loss, batches, plan, args.ranks, args.dtype)
     if args.json:
-        fields = ("ok", "max_rel_error", "tolerance", "worst", "losses", "first_difference", "eager_checked",
-                  "eager_tolerance", "eager_differs")  # fmt: skip
+        fields = (
+            "ok",
+            "max_rel_error",
+            "tolerance",
+            "worst",
+            "losses",
+            "first_difference",
+            "eager_checked",
+            "eager_tolerance",
+            "eager_differs",
+        )
         print(json.dumps({key: getattr(report, key) for key in fields}))
     else:
         if plan.account.batch is not None:
@@ -144,8 +158,12 @@ def parser() -> argparse.ArgumentParser:
     """All verbs and their options."""
     from laminar.launch import command
 
-    top = argparse.ArgumentParser("laminar", description="Train a PyTorch model on many devices as if they were one.",
-                                  epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    top = argparse.ArgumentParser(
+        "laminar",
+        description="Train a PyTorch model on many devices as if they were one.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     verbs = top.add_subparsers(dest="verb", required=True, metavar="verb")
 
     def verb(name: str, run: Callable[[argparse.Namespace], int], help_: str, recipe: bool) -> argparse.ArgumentParser:
@@ -178,8 +196,12 @@ def parser() -> argparse.ArgumentParser:
     )
     p = verb("verify", do_verify, "run a plan and compare it with one device; exit 1 if they differ", True)
     p.add_argument("--plan", required=True, metavar="FILE", help="a plan file")
-    p.add_argument("--ranks", default="inprocess", choices=["inprocess", "processes"],
-                   help="all ranks in this process (default), or one Gloo process each")  # fmt: skip
+    p.add_argument(
+        "--ranks",
+        default="inprocess",
+        choices=["inprocess", "processes"],
+        help="all ranks in this process (default), or one Gloo process each",
+    )
     p.add_argument("--dtype", default="f64", choices=["f64", "f32"], help="precision of the comparison (default: f64)")
     p.add_argument("--batches", type=int, default=1, metavar="N", help="batches to compare (default: 1)")
     command.options(verb("train", do_train, "train a recipe on one or more ranks of this machine", True))

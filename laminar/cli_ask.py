@@ -22,11 +22,11 @@ from typing import Any
 
 from laminar import cli_cost
 from laminar.errors import PlanError
-from laminar.ir.account import Account
-from laminar.ir.cluster import Cluster
+from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.graph import Graph
-from laminar.ir.plan import Plan
-from laminar.ir.staged import Staged, load_plan
+from laminar.ir.plans.account import Account
+from laminar.ir.plans.plan import Plan
+from laminar.ir.plans.staged import Staged, load_plan
 from laminar.launch.vocabulary import memory_bytes
 from laminar.planner.report.throughput import rate_lines, rates
 from laminar.planner.report.words import sized
@@ -79,8 +79,12 @@ def parse_changes(text: str) -> dict[str, Any]:
     """`memory=40GB; tp=8` as changes of a request; a name that is neither known nor a tensor's is an error."""
     out: dict[str, Any] = {}
     numbers: dict[str, Callable[[str], float]] = {
-        "devices": int, "link": float, "budget": float, "memory": memory_bytes, "margin": float,
-    }  # fmt: skip
+        "devices": int,
+        "link": float,
+        "budget": float,
+        "memory": memory_bytes,
+        "margin": float,
+    }
     names = {"budget": "budget_s", "memory": "memory_bytes"}
     for item in text.split(";"):
         name, equals, value = (x.strip() for x in item.partition("="))
@@ -225,12 +229,26 @@ def questions(p: argparse.ArgumentParser) -> None:
     ask.add_argument(
         "--price", type=float, metavar="P", help="price per device-hour; prints the cost per million tokens"
     )
-    ask.add_argument("--tokens", type=float, metavar="N",
-                     help="days to train on so many tokens (or samples), with --price also the cost")  # fmt: skip
-    ask.add_argument("--why", action="append", default=[], metavar="TENSOR",
-                     help="why a tensor is sharded as it is: simulate every alternative; may be repeated")  # fmt: skip
-    ask.add_argument("--what-if", action="append", default=[], metavar="'NAME=VALUE; ...'",
-                     help="search again with something changed, and tell the difference; may be repeated")  # fmt: skip
+    ask.add_argument(
+        "--tokens",
+        type=float,
+        metavar="N",
+        help="days to train on so many tokens (or samples), with --price also the cost",
+    )
+    ask.add_argument(
+        "--why",
+        action="append",
+        default=[],
+        metavar="TENSOR",
+        help="why a tensor is sharded as it is: simulate every alternative; may be repeated",
+    )
+    ask.add_argument(
+        "--what-if",
+        action="append",
+        default=[],
+        metavar="'NAME=VALUE; ...'",
+        help="search again with something changed, and tell the difference; may be repeated",
+    )
     ask.add_argument(
         "--flags", choices=["megatron", "torchtitan"], help="the same plan as flags of Megatron-LM or torchtitan"
     )

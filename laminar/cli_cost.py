@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from laminar.errors import ClusterError, PlanError
-from laminar.ir.cluster import Cluster
-from laminar.ir.plan import Plan
-from laminar.ir.staged import Staged, load_plan
+from laminar.ir.clusters.cluster import Cluster
+from laminar.ir.plans.plan import Plan
+from laminar.ir.plans.staged import Staged, load_plan
 from laminar.ir.timeline import Timeline
 from laminar.launch.vocabulary import PRECISIONS
 
@@ -72,10 +72,13 @@ def profile_options(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--budget", type=float, default=100.0, metavar="S", help="seconds to spend on single ops (default: 100)"
     )
-    p.add_argument("--trials", action=argparse.BooleanOptionalAction, default=True,
-                   help="calibrate with whole training steps (default: yes)")  # fmt: skip
-    p.add_argument("--keep", metavar="FILE",
-                   help="on a GPU, save the timed training steps with their graphs and plans")  # fmt: skip
+    p.add_argument(
+        "--trials",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="calibrate with whole training steps (default: yes)",
+    )
+    p.add_argument("--keep", metavar="FILE", help="on a GPU, save the timed training steps with their graphs and plans")
 
 
 def do_profile(args: argparse.Namespace) -> int:
@@ -116,15 +119,19 @@ def do_profile(args: argparse.Namespace) -> int:
         for name, rows in summary["sections"].items():
             print(f"\n{name}: {rows['entries']} ops; each predicted from the others")
             for row in rows["check"]:
-                print(f"  {row['family']:<16} {row['entries']:>4} ops  median error {row['median']:6.1%}  "
-                      f"90th percentile {row['p90']:6.1%}")  # fmt: skip
+                print(
+                    f"  {row['family']:<16} {row['entries']:>4} ops  median error {row['median']:6.1%}  "
+                    f"90th percentile {row['p90']:6.1%}"
+                )
         if summary["failed"]:
             print(f"\n{len(summary['failed'])} could not be measured")
             for name, why in list(summary["failed"].items())[:8]:
                 print(f"  {name[:100]}: {why[:160]}")
         for name, fit in summary["calibration"].items():
-            print(f"\ncalibrated on whole steps, {name}: a model left out is predicted within "
-                  f"{fit['interval']:.0%} (90 %)")  # fmt: skip
+            print(
+                f"\ncalibrated on whole steps, {name}: a model left out is predicted within "
+                f"{fit['interval']:.0%} (90 %)"
+            )
             for model, error in fit["errors"].items():
                 print(f"  {model:<24} median error of {fit['of']} {error:6.1%}")
         print(f"\nwritten to {path} after {summary['seconds']:.0f} s")
@@ -178,14 +185,20 @@ def summarised(cluster: Cluster) -> dict[str, Any]:
     sections = {}
     for name, section in Table.of(cluster.profile).sections.items():
         rows = OpCost(cluster, name).check()
-        check = [{"family": r.family, "entries": r.entries, "median": round(r.median, 4), "p90": round(r.p90, 4)}
-                 for r in rows]  # fmt: skip
+        check = [
+            {"family": r.family, "entries": r.entries, "median": round(r.median, 4), "p90": round(r.p90, 4)}
+            for r in rows
+        ]
         sections[name] = {"entries": len(section.ops), "check": check}
     fits = {}
     for name, data in cluster.profile.get("calibration", {}).items():
         fit = Calibration.from_json(data)
-        fits[name] = {"interval": interval(1.0, fit.sigma)[1] - 1, "errors": fit.errors, "models": list(fit.models),
-                      "of": "seconds" if fit.quiet else "the ratio to DDP"}  # fmt: skip
+        fits[name] = {
+            "interval": interval(1.0, fit.sigma)[1] - 1,
+            "errors": fit.errors,
+            "models": list(fit.models),
+            "of": "seconds" if fit.quiet else "the ratio to DDP",
+        }
     return {
         "cluster": cluster.name,
         "device": cluster.device.name,
@@ -235,11 +248,16 @@ def simulate_options(p: argparse.ArgumentParser) -> None:
     """What `laminar simulate` can be told."""
     p.epilog, p.formatter_class = SIMULATE, argparse.RawDescriptionHelpFormatter
     p.add_argument("plan", help="a plan file")
-    p.add_argument("--cluster", metavar="CLUSTER",
-                   help="file or name of a cluster (default: the plan's own, else this machine)")  # fmt: skip
+    p.add_argument(
+        "--cluster", metavar="CLUSTER", help="file or name of a cluster (default: the plan's own, else this machine)"
+    )
     p.add_argument("--recipe", metavar="RECIPE", help="recipe of the model (default: the one the plan was made for)")
-    p.add_argument("--optimizer", default="adamw", choices=["adamw", "adam", "sgd", "momentum"],
-                   help="whose update and state to price (default: adamw)")  # fmt: skip
+    p.add_argument(
+        "--optimizer",
+        default="adamw",
+        choices=["adamw", "adam", "sgd", "momentum"],
+        help="whose update and state to price (default: adamw)",
+    )
     p.add_argument("--precision", choices=PRECISIONS, help="as in `laminar train` (default: the plan's own)")
     p.add_argument("--tokens", type=float, metavar="N", help="days to train on so many tokens (or samples)")
     p.add_argument("--price", type=float, metavar="P", help="price per device-hour; prints the cost per million tokens")

@@ -21,9 +21,9 @@ from laminar import cli_cost
 from laminar.cli_ask import parse_changes, questions, told, working
 from laminar.errors import MeshError, PlanError
 from laminar.ir.mesh import Mesh
-from laminar.ir.plan import Plan
+from laminar.ir.plans.plan import Plan
+from laminar.ir.plans.staged import SCHEDULES, Staged, plan_of
 from laminar.ir.sbp import parse
-from laminar.ir.staged import SCHEDULES, Staged, plan_of
 from laminar.launch.vocabulary import MEMORY, PRECISIONS, couple_word, hidden, memory_bytes, plan_name
 from laminar.placement.presets import NAMES
 from laminar.planner.report.throughput import with_work
@@ -97,8 +97,9 @@ def parse_pins(texts: list[str]) -> dict[str, int | str]:
         for part in parts:
             name, equals, value = (x.strip() for x in part.partition("="))
             if not equals or not value or (name in (*PINNABLE, *STORED_PINS.values()) and not value.isdigit()):
-                raise PlanError(f"{part!r} pins nothing",
-                                next="write --pin tp=8, --pin stages=4,zero=1 or --pin 'PATTERN=S(0)'")  # fmt: skip
+                raise PlanError(
+                    f"{part!r} pins nothing", next="write --pin tp=8, --pin stages=4,zero=1 or --pin 'PATTERN=S(0)'"
+                )
             pins[name] = int(value) if value.isdigit() else value
     return pins
 
@@ -127,8 +128,10 @@ def _search(args: argparse.Namespace) -> int:
     from laminar.planner.search.earlier_plans import across_commands
 
     if args.recompute or args.offload or args.program:
-        raise PlanError("--recompute, --offload and --program do not go with a search",
-                        next="--pin recompute=1, --pin offload=1, or name a mesh")  # fmt: skip
+        raise PlanError(
+            "--recompute, --offload and --program do not go with a search",
+            next="--pin recompute=1, --pin offload=1, or name a mesh",
+        )
     cluster = cli_cost.cluster_of(args.cluster)
     if args.measure and args.batch == "free":
         raise PlanError("--measure runs the recipe's own batches", next="leave out --batch free")
@@ -266,9 +269,19 @@ def _stages(args: argparse.Namespace, mesh: Mesh | None) -> int:
     differ = cluster if cluster is not None and len(cluster.parts) > 1 else None
     with working("planning", args.json):
         plan: Staged = plans.pipeline(
-            graph, stages, args.micro_batches, args.virtual, inner, differ, schedule=args.schedule, window=window,
-            stash=args.stash, couple=args.couple, recompute=args.recompute, offload=args.offload,
-        )  # fmt: skip
+            graph,
+            stages,
+            args.micro_batches,
+            args.virtual,
+            inner,
+            differ,
+            schedule=args.schedule,
+            window=window,
+            stash=args.stash,
+            couple=args.couple,
+            recompute=args.recompute,
+            offload=args.offload,
+        )
         account = with_work(plan.account, graph, args.precision, cluster, args.micro_batches)
         account = replace(account, recipe=args.recipe)
         if cluster is not None:
@@ -290,62 +303,129 @@ def _kind(cluster: Any) -> str:
 def options(p: argparse.ArgumentParser) -> None:
     """The options of `laminar plan`."""
     p.epilog, p.formatter_class = EXAMPLES, argparse.RawDescriptionHelpFormatter
-    p.add_argument("--cluster", metavar="CLUSTER", help="the machines: a file from `laminar profile`, or a name such "
-                   "as 8xh100; alone it means: search")  # fmt: skip
+    p.add_argument(
+        "--cluster",
+        metavar="CLUSTER",
+        help="the machines: a file from `laminar profile`, or a name such as 8xh100; alone it means: search",
+    )
     p.add_argument("-o", "--output", metavar="FILE", help="save the plan")
-    p.add_argument("--precision", default="f32", choices=PRECISIONS,
-                   help="precision to plan for, as in `laminar train` (default: f32, the model's own)")  # fmt: skip
+    p.add_argument(
+        "--precision",
+        default="f32",
+        choices=PRECISIONS,
+        help="precision to plan for, as in `laminar train` (default: f32, the model's own)",
+    )
     add = p.add_argument_group("search").add_argument
-    add("--memory", type=memory_bytes, metavar="SIZE",
-        help=f"memory limit per rank, in {MEMORY} (default: the device's memory less the margin)")  # fmt: skip
+    add(
+        "--memory",
+        type=memory_bytes,
+        metavar="SIZE",
+        help=f"memory limit per rank, in {MEMORY} (default: the device's memory less the margin)",
+    )
     add("--margin", type=float, metavar="SHARE", help="share of a device's memory left free (default: 0.08)")
-    add("--batch", choices=["fixed", "free"],
+    add(
+        "--batch",
+        choices=["fixed", "free"],
         help="fixed: the recipe's batch (default); free: that or an equal part of it, whichever trains the most "
-        "samples per second")  # fmt: skip
+        "samples per second",
+    )
     add("--budget", type=float, metavar="S", help="CPU seconds to spend on the search (default: 10)")
-    add("--pin", action="append", default=[], metavar="NAME=N",
+    add(
+        "--pin",
+        action="append",
+        default=[],
+        metavar="NAME=N",
         help="fix a number (dp, tp, stages, micro_batches, virtual, zero, recompute, offload) or a placement "
-        "('PATTERN=S(0)', 'PATTERN=tp:S(0)'); may be repeated")  # fmt: skip
-    add("--only", metavar="WORDS", help="what the search may use: data, tensor, pipeline, zero, recompute, offload, "
-        "rewrite, separated by commas (default: all)")  # fmt: skip
-    add("--proposals", type=int, default=0, metavar="N",
-        help="afterwards try N random changes to the best plan (default: 0; 300000 take about 10 s)")  # fmt: skip
-    add("--rules", metavar="FILE",
-        help="also search with the rewrite rules of a TASO or FlexFlow JSON file: those that hold on random "
-        "numbers")  # fmt: skip
+        "('PATTERN=S(0)', 'PATTERN=tp:S(0)'); may be repeated",
+    )
+    add(
+        "--only",
+        metavar="WORDS",
+        help="what the search may use: data, tensor, pipeline, zero, recompute, offload, "
+        "rewrite, separated by commas (default: all)",
+    )
+    add(
+        "--proposals",
+        type=int,
+        default=0,
+        metavar="N",
+        help="afterwards try N random changes to the best plan (default: 0; 300000 take about 10 s)",
+    )
+    add(
+        "--rules",
+        metavar="FILE",
+        help="also search with the rewrite rules of a TASO or FlexFlow JSON file: those that hold on random numbers",
+    )
     add("--compare", action="store_true", help="show every candidate that was evaluated")
-    add("--measure", action="store_true",
-        help="run the best candidates and the named plans on this machine, and take the fastest")  # fmt: skip
+    add(
+        "--measure",
+        action="store_true",
+        help="run the best candidates and the named plans on this machine, and take the fastest",
+    )
     add("--measure-rank", help=argparse.SUPPRESS)
     questions(p)
     made = p.add_argument_group("a plan of your own")
     add = made.add_argument
     add("--mesh", metavar="MESH", help="axes and sizes, such as dp=2,tp=4 (default with --preset: dp over the cluster)")
-    add("--preset", type=plan_name, choices=NAMES, help="a plan by name, the same names as in `laminar train --plan` "
-        "(default: data)")  # fmt: skip
-    add("--gather-once", action="store_true",
-        help="with zero3: keep parameters gathered from forward until backward, which is faster and takes more "
-        "memory")  # fmt: skip
-    add("--place", action="append", default=[], metavar="PATTERN=AXIS:S(0)",
-        help="place tensors by name pattern, the rest filled in at minimum cost; may be repeated")  # fmt: skip
+    add(
+        "--preset",
+        type=plan_name,
+        choices=NAMES,
+        help="a plan by name, the same names as in `laminar train --plan` (default: data)",
+    )
+    add(
+        "--gather-once",
+        action="store_true",
+        help="with zero3: keep parameters gathered from forward until backward, which is faster and takes more memory",
+    )
+    add(
+        "--place",
+        action="append",
+        default=[],
+        metavar="PATTERN=AXIS:S(0)",
+        help="place tensors by name pattern, the rest filled in at minimum cost; may be repeated",
+    )
     hidden(made, "--seed", "--place", action="append")
-    add("--recompute", action="append", default=[], metavar="PATTERN",
+    add(
+        "--recompute",
+        action="append",
+        default=[],
+        metavar="PATTERN",
         help="recompute in backward what these modules (blocks.*) or values (%%gelu.*) hold, instead of keeping it; "
-        "may be repeated")  # fmt: skip
-    add("--offload", action="append", default=[], metavar="PATTERN",
-        help="keep what these modules or values hold in host memory until backward; may be repeated")  # fmt: skip
+        "may be repeated",
+    )
+    add(
+        "--offload",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="keep what these modules or values hold in host memory until backward; may be repeated",
+    )
     add("--program", action="store_true", help="print the program that every rank runs")
     made = p.add_argument_group("a pipeline of your own")
     add = made.add_argument
-    add("--stages", metavar="N", help="cut the model into N stages of equal work, or where these modules begin "
-        "(patterns, separated by commas); --mesh is then the mesh of each stage")  # fmt: skip
+    add(
+        "--stages",
+        metavar="N",
+        help="cut the model into N stages of equal work, or where these modules begin "
+        "(patterns, separated by commas); --mesh is then the mesh of each stage",
+    )
     add("--micro-batches", type=int, default=4, metavar="M", help="micro-batches per batch (default: 4)")
     hidden(made, "--microbatches", "--micro-batches", type=int)
     add("--virtual", type=int, default=1, metavar="V", help="virtual stages per place, taking turns (default: 1)")
     add("--schedule", choices=SCHEDULES, help="order of micro-batches (default: 1f1b, or interleaved with --virtual)")
-    add("--window", default="0", metavar="W",
-        help="how far ahead of schedule a stage may run, or 'any' (default: 0)")  # fmt: skip
-    add("--stash", type=float, default=1.0, metavar="X",
-        help="micro-batches in flight, as a multiple of what the schedule needs (default: 1)")  # fmt: skip
-    add("--couple", type=couple_word, choices=["microbatch"], metavar="micro-batch",
-        help="let ops that mix the samples of a batch see one micro-batch at a time")  # fmt: skip
+    add("--window", default="0", metavar="W", help="how far ahead of schedule a stage may run, or 'any' (default: 0)")
+    add(
+        "--stash",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="micro-batches in flight, as a multiple of what the schedule needs (default: 1)",
+    )
+    add(
+        "--couple",
+        type=couple_word,
+        choices=["microbatch"],
+        metavar="micro-batch",
+        help="let ops that mix the samples of a batch see one micro-batch at a time",
+    )

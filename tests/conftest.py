@@ -58,8 +58,12 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """How many plans were held against searches (`tests/attack/test_attack.py`), by all workers together."""
-    told = [dict(report.user_properties) for reports in terminalreporter.stats.values() for report in reports
-            if getattr(report, "when", "") == "call"]  # fmt: skip
+    told = [
+        dict(report.user_properties)
+        for reports in terminalreporter.stats.values()
+        for report in reports
+        if getattr(report, "when", "") == "call"
+    ]
     told = [one for one in told if "attack simulated" in one]
     if told:
         simulated, inside = (sum(one[f"attack {name}"] for one in told) for name in ("simulated", "inside"))

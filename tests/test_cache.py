@@ -12,7 +12,7 @@ import pytest
 
 from laminar import api, cache
 from laminar.cli import main
-from laminar.ir.cluster import Cluster
+from laminar.ir.clusters.cluster import Cluster
 from laminar.planner.estimate.candidates import Score
 from laminar.planner.search import earlier_plans
 from laminar.planner.search.best_first import graph_search

@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import laminar
+from laminar.api import graph_of
 from laminar.cli import main, parser
 from tests.support.rank_pool import Ranks
 from tests.support.room_map import rows
@@ -170,11 +171,24 @@ def prelude(plain: bool = False) -> dict[str, Any]:
     model = Net()
     loss = (lambda model, batch: some_loss(model, batch)["loss"]) if plain else some_loss
     return {
-        "torch": torch, "F": F, "laminar": laminar, "model": model, "loss": loss, "data": data, "batches": data,
-        "some": data, "batch": data[0], "micro_batch": {k: v[:2] for k, v in data[0].items()}, "top5": top5,
-        "accuracy": top5, "Stopper": Stopper, "optimizer": torch.optim.AdamW(model.parameters()),
-        "graph": laminar.capture(model, loss, data[0]), "mesh": laminar.Mesh({"dp": 2}), "config": None,
-    }  # fmt: skip
+        "torch": torch,
+        "F": F,
+        "laminar": laminar,
+        "model": model,
+        "loss": loss,
+        "data": data,
+        "batches": data,
+        "some": data,
+        "batch": data[0],
+        "micro_batch": {k: v[:2] for k, v in data[0].items()},
+        "top5": top5,
+        "accuracy": top5,
+        "Stopper": Stopper,
+        "optimizer": torch.optim.AdamW(model.parameters()),
+        "graph": laminar.capture(model, loss, data[0]),
+        "mesh": laminar.Mesh({"dp": 2}),
+        "config": None,
+    }
 
 
 def python(page: str) -> list[str]:
@@ -207,6 +221,12 @@ def predictions(page: str) -> None:
     assert ran(page, names)["found"].seconds > 0
 
 
+def sequences(page: str) -> None:
+    """Plans for the smallest GPT of the examples."""
+    graph = graph_of(str(ROOT / "examples" / "gpt.py") + ":tiny", device="cpu")
+    assert ran(page, {"laminar": laminar, "graph": graph})["plan"].inputs["batch.ids"] == (laminar.S(1),)
+
+
 def readme(page: str) -> None:
     """The first block is for a model of transformers; the others for any."""
     from transformers import GPT2Config, GPT2LMHeadModel
@@ -214,8 +234,11 @@ def readme(page: str) -> None:
     torch.manual_seed(0)
     model = GPT2LMHeadModel(GPT2Config(vocab_size=31, n_positions=8, n_embd=8, n_layer=1, n_head=2))
     ids = torch.randint(31, (2, 8))
-    first = {"model": model, "optimizer": torch.optim.AdamW(model.parameters()),
-             "batches": [{"input_ids": ids, "labels": ids}]}  # fmt: skip
+    first = {
+        "model": model,
+        "optimizer": torch.optim.AdamW(model.parameters()),
+        "batches": [{"input_ids": ids, "labels": ids}],
+    }
     ran(page, first, slice(0, 1))
     assert Path("checkpoint/model.safetensors").is_file()
     names = ran(page, prelude(plain=True), slice(1, None))
@@ -223,9 +246,12 @@ def readme(page: str) -> None:
 
 
 HOW: dict[str, Callable[[str], None]] = {
-    "README.md": readme, "docs/use/train.md": training, "docs/use/command_line.md": recipes,
+    "README.md": readme,
+    "docs/use/train.md": training,
+    "docs/use/command_line.md": recipes,
     "docs/use/predict.md": predictions,
-}  # fmt: skip
+    "docs/how/long_sequences.md": sequences,
+}
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if python(page) and page not in (*SLOW, *SHOWN)])
@@ -252,8 +278,10 @@ def test_the_blocks_about_the_search_run(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.chdir(tmp_path)
     recipe = laminar.load_recipe(f"{ROOT}/examples/gpt.py:tiny")
     names = prelude(plain=True)
-    names |= {"graph": laminar.capture(recipe.model(), recipe.loss, next(iter(recipe.data()))),
-              "cluster": laminar.Cluster.preset("8xh100")}  # fmt: skip
+    names |= {
+        "graph": laminar.capture(recipe.model(), recipe.loss, next(iter(recipe.data()))),
+        "cluster": laminar.Cluster.preset("8xh100"),
+    }
     ran("docs/use/plan.md", names)
 
 
@@ -265,7 +293,7 @@ def _bodies(text: str) -> set[str]:
 def test_the_blocks_about_rules_are_quoted_from_the_code() -> None:
     """They are lines of the table of rules and of the cases that judge it."""
     there: set[str] = set()
-    for path in (*(ROOT / "laminar" / "rules").glob("*.py"), ROOT / "tests" / "support" / "rule_cases.py"):
+    for path in (*(ROOT / "laminar" / "rules").rglob("*.py"), ROOT / "tests" / "support" / "rule_cases.py"):
         there |= _bodies(path.read_text())
     for block in python(SHOWN[0]):
         for node in ast.parse(block).body:

@@ -22,11 +22,11 @@ from laminar.cost.ops.families import measured_traits
 from laminar.errors import ClusterError, LaminarError, PlanError, TimelineError
 from laminar.forecast.pipeline_step import predict_staged
 from laminar.forecast.step import predict
-from laminar.ir.cluster import Cluster
+from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh
+from laminar.ir.plans.staged import Staged, plan_of
 from laminar.ir.program import Program
-from laminar.ir.staged import Staged, plan_of
 from laminar.ir.timeline import Timeline
 from laminar.placement.random_plan import random_plan
 from laminar.runtime.check.verify import verify_program

@@ -33,10 +33,10 @@ from laminar import (
 )
 from laminar.api import inputs_of, load_recipe
 from laminar.capture.capture import check_batch
-from laminar.ir.codec import Ref
 from laminar.ir.graph import Graph, Node
-from laminar.ir.plan import Choice, Plan
+from laminar.ir.plans.plan import Choice, Plan
 from laminar.ir.sbp import B
+from laminar.ir.serial.codec import Ref
 from laminar.runtime.check.probe_rules import probe, signatures_of
 
 EXAMPLES = Path(__file__).parent.parent / "examples"

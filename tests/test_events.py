@@ -59,8 +59,16 @@ def test_a_file_has_one_line_of_strict_json_for_each_event(tmp_path: Path) -> No
         events.emit("text", traceback="two\nlines")
     data = json.loads(lines[0], parse_constant=strict)
     assert data.pop("time") > 1e9
-    assert data == {"rank": 3, "kind": "step", "loss": "nan", "norm": "inf", "low": "-inf", "where": "a",
-                    "shape": [2, 3], "ok": True}  # fmt: skip
+    assert data == {
+        "rank": 3,
+        "kind": "step",
+        "loss": "nan",
+        "norm": "inf",
+        "low": "-inf",
+        "where": "a",
+        "shape": [2, 3],
+        "ok": True,
+    }
     assert math.isnan(float(data["loss"])) and float(data["norm"]) == math.inf
     sink.close()
     assert [e.fields.get("traceback") for e in events.read_events(tmp_path / "events.jsonl")] == [None, "two\nlines"]

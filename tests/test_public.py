@@ -49,9 +49,9 @@ def test_all_is_what_dir_shows() -> None:
 
 
 def test_names_that_rooms_share_are_the_functions() -> None:
-    """Importing `laminar.capture.trace` must not turn `laminar.capture` into a package."""
+    """Importing `laminar.capture.tracing.trace` must not turn `laminar.capture` into a package."""
     code = (
-        "import laminar, laminar.capture.trace, laminar.lower.lower, types;"
+        "import laminar, laminar.capture.tracing.trace, laminar.lower.lower, types;"
         "print([isinstance(x, types.FunctionType) for x in (laminar.capture, laminar.lower)])"
     )
     assert fresh(code) == "[True, True]"

@@ -23,7 +23,7 @@ from bench.published.prices import Constants
 from bench.published.rows import Row, measured_s, model_flops
 from laminar.cost.machine import Machine
 from laminar.cost.sim.pipeline import execute
-from laminar.lower.schedules import dag_net
+from laminar.lower.stages.schedules import dag_net
 
 HEADER = (
     "block,status,system,model,params_B,layers,hidden,heads,kv_heads,ffn,vocab,seq,gbs,mbs,gpu,gpus,tp,pp,dp,cp,vp,zero,"

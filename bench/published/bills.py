@@ -25,17 +25,17 @@ from laminar.cost.machine import Machine
 from laminar.cost.ops.families import COMPUTES, describe, family_of
 from laminar.cost.schedule import Exchange, Price, schedule
 from laminar.cost.sim.tasks import Lane, Load, Task
-from laminar.ir.cluster import Cluster
+from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh
 from laminar.ir.ops import FREE
 from laminar.ir.program import Instr, Program
 from laminar.lower.kernels import kernels
 from laminar.lower.lower import written
-from laminar.lower.mincut_recompute import recompute as recompute_cheap
-from laminar.lower.mincut_recompute import written_out
-from laminar.lower.planned_recompute import boundary, early
-from laminar.lower.stage_programs import Part, stages
+from laminar.lower.memory.mincut_recompute import recompute as recompute_cheap
+from laminar.lower.memory.mincut_recompute import written_out
+from laminar.lower.memory.planned_recompute import boundary, early
+from laminar.lower.stages.stage_programs import Part, stages
 from laminar.rules.notation import Call
 
 VERSION = 1
@@ -210,8 +210,12 @@ def _make(shape: Shape, tp: int, recompute: str, split_norms: bool, fused: bool,
         kept[STAGES[s]] = kept_bytes(
             row, written(low.cut.graphs[s], staged.stages[s].plan) if compiled else None, fused
         )
-        weights = {i.name: i.placed.local(part.program.mesh).numel for part in row for i in part.program.inputs
-                   if i.kind == "param"}  # fmt: skip
+        weights = {
+            i.name: i.placed.local(part.program.mesh).numel
+            for part in row
+            for i in part.program.inputs
+            if i.kind == "param"
+        }
         params[STAGES[s]] = sum(weights.values())
         if s == 1:
             tensors = len(weights)

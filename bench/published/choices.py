@@ -53,13 +53,22 @@ def shape_of(row: Row, chosen: Chosen, does: Features) -> Shape:
     heads = -(-row.heads // whole) * whole  # heads that don't divide are padded, as the vocabulary is
     groups = row.kv_heads if heads == row.heads and heads % row.kv_heads == 0 else heads
     return Shape(
-        hidden=row.hidden, heads=heads, kv_heads=groups, width=max(2, row.hidden // row.heads // 2 * 2),
-        ffn=-(-row.ffn // whole) * whole, vocab=-(-row.vocab // pad) * pad,
-        tokens=max(1, row.seq // row.cp), batch=chosen.mbs, gated=row.gated, causal=row.causal,
-        fused_attention=does.fused_attention or row.cp > 1, dropout=does.dropout, biases=row.biases,
+        hidden=row.hidden,
+        heads=heads,
+        kv_heads=groups,
+        width=max(2, row.hidden // row.heads // 2 * 2),
+        ffn=-(-row.ffn // whole) * whole,
+        vocab=-(-row.vocab // pad) * pad,
+        tokens=max(1, row.seq // row.cp),
+        batch=chosen.mbs,
+        gated=row.gated,
+        causal=row.causal,
+        fused_attention=does.fused_attention or row.cp > 1,
+        dropout=does.dropout,
+        biases=row.biases,
         wide_loss=not does.fused_loss,
         dtype="f16" if row.precision == "f16" else "f32" if row.precision in ("f32", "tf32") else "bf16",
-    )  # fmt: skip
+    )
 
 
 def spread_layers(layers: int, stages: int) -> list[int]:

@@ -45,8 +45,12 @@ def predicted(rows: Sequence[Row | tuple[int, str]]) -> dict[str, Any]:
         else:
             step = step_of(row, prices.of_kind(row.gpu, known))
             measured = row.measured_s
-            found |= {"line": row.line, "predicted_s": step.seconds, "measured_s": measured,
-                      "peak_bytes": step.peak_bytes}  # fmt: skip
+            found |= {
+                "line": row.line,
+                "predicted_s": step.seconds,
+                "measured_s": measured,
+                "peak_bytes": step.peak_bytes,
+            }
             if measured:
                 errors.append(abs(step.seconds / measured - 1))
         out.append(found)
@@ -92,8 +96,10 @@ def told(rows: Sequence[Row | tuple[int, str]]) -> dict[str, Any]:
         print(f"all    {len(errors):4} rows: {summary(errors)}")
     order, memory = ranking(judged), memory_errors(judged)
     if order:
-        print(f"plans of one model: tau {order['tau']} over {order['pairs']} pairs of {order['families']} families, "
-              f"worst regret {order['worst_regret']:.1%}")  # fmt: skip
+        print(
+            f"plans of one model: tau {order['tau']} over {order['pairs']} pairs of {order['families']} families, "
+            f"worst regret {order['worst_regret']:.1%}"
+        )
     if memory:
         print(f"stated peaks of memory, {len(memory)} rows: {summary(memory)}")
     return {
@@ -115,8 +121,10 @@ def fitted(rows: Sequence[Row | tuple[int, str]]) -> dict[str, Any]:
     for f in found:
         print(f"{f.kind}: in sample {summary(list(f.inside.values()))}")
         print(f"{f.kind}: model left out {summary(list(f.outside.values()))}")
-        out["kinds"][f.kind] = {"in_sample": figures(list(f.inside.values())),
-                                "model_left_out": figures(list(f.outside.values()))}  # fmt: skip
+        out["kinds"][f.kind] = {
+            "in_sample": figures(list(f.inside.values())),
+            "model_left_out": figures(list(f.outside.values())),
+        }
         for line, error in f.outside.items():
             blocks.setdefault(by_line[line].block, []).append(error)
     for block, errors in blocks.items():
@@ -143,15 +151,20 @@ def without_names(rows: Sequence[Row | tuple[int, str]]) -> dict[str, Any]:
         whole = figures(list({**errors, **mine}.values()))
         related[group] = {"rows": len(mine), **figures(list(mine.values())), "all": whole}
         if mine:
-            print(f"{group}, {len(mine)} rows left out together: {summary(list(mine.values()))}; "
-                  f"as one system, all rows: median {whole['median']:.1%}, mean {whole['mean']:.1%}")  # fmt: skip
+            print(
+                f"{group}, {len(mine)} rows left out together: {summary(list(mine.values()))}; "
+                f"as one system, all rows: median {whole['median']:.1%}, mean {whole['mean']:.1%}"
+            )
     hidden = unnamed.name_hidden(known)
     print(f"no system left out, only names hidden: {summary(hidden)}")
     return {
-        "rows": len(errors), **figures(list(errors.values())), "related": related, "name_hidden": figures(hidden),
+        "rows": len(errors),
+        **figures(list(errors.values())),
+        "related": related,
+        "name_hidden": figures(hidden),
         "systems": {system: {"rows": len(v), **figures(list(v.values()))} for system, v in found.items()},
         "errors": {str(line): round(e, 4) for line, e in errors.items()},
-    }  # fmt: skip
+    }
 
 
 def record(what: str, result: dict[str, Any], seconds: float) -> None:
@@ -159,10 +172,15 @@ def record(what: str, result: dict[str, Any], seconds: float) -> None:
     from bench.common import commit
 
     line = {
-        "bench": "published", "what": what, **result, "seconds": round(seconds, 1),
+        "bench": "published",
+        "what": what,
+        **result,
+        "seconds": round(seconds, 1),
         "command": "python -m bench.published " + " ".join(Path(a).name if "/" in a else a for a in sys.argv[1:]),
-        "python": platform.python_version(), "machine": platform.machine(), "commit": commit(),
-    }  # fmt: skip
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "commit": commit(),
+    }
     RESULTS.mkdir(exist_ok=True)
     with open(RESULTS / "published.jsonl", "a") as file:
         file.write(json.dumps(line) + "\n")

@@ -73,10 +73,16 @@ PRACTICES: dict[str, Features] = {
     "sharded": Features(attention="flash2", stops_early=True),
     # Megatron-Core with Transformer Engine: fused kernels, tokens split between products, every exchange overlapped.
     "overlapped": Features(
-        attention="hopper", fused_ops=True, split_norms=True, grad_overlap=True, param_overlap=True,
-        tensor_overlap=True, send_overlap=True, fused_sums=True,
+        attention="hopper",
+        fused_ops=True,
+        split_norms=True,
+        grad_overlap=True,
+        param_overlap=True,
+        tensor_overlap=True,
+        send_overlap=True,
+        fused_sums=True,
     ),
-}  # fmt: skip
+}
 STAGE = {"classic": 0, "sharded": 3, "overlapped": 1}
 """ZeRO's stage where a row does not say."""
 
@@ -115,9 +121,12 @@ def _known(pattern: str, source: str, practice: str = "", **differs: str | bool)
 KNOWN: tuple[Known, ...] = (
     _known("bloom|bigscience|megatron-deepspeed|vtrain", "Megatron-DeepSpeed 2021-22", "classic"),
     _known(
-        "libai|oneflow", "LiBai 2022: softmax and dropout in one kernel, static graph with overlapped reductions; four "
+        "libai|oneflow",
+        "LiBai 2022: softmax and dropout in one kernel, static graph with overlapped reductions; four "
         "stages take 11/8 of a quarter of one device's time, so they are balanced",
-        fused_dropout=True, grad_overlap=True, balanced=True,
+        fused_dropout=True,
+        grad_overlap=True,
+        balanced=True,
     ),
     _known("megatron-core|mcore", "Megatron-Core r0.8 README: all of the practice"),
     _known("nemo.*24\\.03|nemo.*long", "NeMo 24.03: Transformer Engine with FlashAttention 2", attention="flash2"),
@@ -125,19 +134,31 @@ KNOWN: tuple[Known, ...] = (
     _known("megatron-bridge", "Megatron-Bridge performance guide; its FSDP is Megatron's", "overlapped"),
     _known("megatron", "Megatron-LM 2021-22 (SC21, Korthikanti): products add to gradients", fused_sums=True),
     _known(
-        "torchtitan", "torchtitan: sequence parallel, reductions in float32, float8 scaled dynamically, and PyTorch's "
-        "context parallelism", split_norms=True, wide_grads=True, dynamic_eight=True, merged_apart=True,
+        "torchtitan",
+        "torchtitan: sequence parallel, reductions in float32, float8 scaled dynamically, and PyTorch's "
+        "context parallelism",
+        split_norms=True,
+        wide_grads=True,
+        dynamic_eight=True,
+        merged_apart=True,
     ),
     _known(
-        "nanotron", "nanotron: stages cut by cost, FlashAttention 2, exchanges not overlapped, gradients in float32",
-        attention="flash2", tensor_overlap=False, param_overlap=False, wide_grads=True, balanced=True,
+        "nanotron",
+        "nanotron: stages cut by cost, FlashAttention 2, exchanges not overlapped, gradients in float32",
+        attention="flash2",
+        tensor_overlap=False,
+        param_overlap=False,
+        wide_grads=True,
+        balanced=True,
     ),
     _known(
-        "llm-foundry|mosaic|composer", "llm-foundry 2023: `attn_impl: triton` (flash-attn 1.0.3), fused cross-entropy",
-        attention="triton", fused_loss=True,
+        "llm-foundry|mosaic|composer",
+        "llm-foundry 2023: `attn_impl: triton` (flash-attn 1.0.3), fused cross-entropy",
+        attention="triton",
+        fused_loss=True,
     ),
     _known("ibm|fms|litgpt|lightning", "FSDP with a compiler", fused_ops=True, compiled=True),
-)  # fmt: skip
+)
 """The first whose pattern fits."""
 
 

@@ -43,8 +43,9 @@ class _List:
 
 
 @lru_cache(maxsize=1 << 14)
-def reduced_s(ahead: float, forward: float, backward: float, behind: float, layers: int, reduce_s: float,
-               end_s: float) -> float:  # fmt: skip
+def reduced_s(
+    ahead: float, forward: float, backward: float, behind: float, layers: int, reduce_s: float, end_s: float
+) -> float:
     """The last micro-batch, its gradients reduced layer by layer while backward goes on."""
 
     def run(layers: int) -> float:
@@ -61,9 +62,15 @@ def reduced_s(ahead: float, forward: float, backward: float, behind: float, laye
 
 @lru_cache(maxsize=1 << 14)
 def in_pieces_s(
-    forward: tuple[float, float, float], backward: tuple[float, float, float], layers: int, micro_batches: int,
-    gather_s: float, reduce_s: float, end_gather_s: float, end_reduce_s: float,
-) -> float:  # fmt: skip
+    forward: tuple[float, float, float],
+    backward: tuple[float, float, float],
+    layers: int,
+    micro_batches: int,
+    gather_s: float,
+    reduce_s: float,
+    end_gather_s: float,
+    end_reduce_s: float,
+) -> float:
     """Micro-batches with weights in pieces: one layer's weights on their way while the one before is used."""
 
     def run(layers: int) -> float:

@@ -1,7 +1,7 @@
 """Devices and clusters behind published rows: facts, each with its source. Nothing here is fitted.
 
-Peaks, memory and links come from `laminar.ir.devices`; this adds what that does not tell (multiprocessors, rate of
-exponentials, a lower power limit) and how the machines of each table are wired.
+Peaks, memory and links come from `laminar.ir.clusters.devices`; this adds what that does not tell (multiprocessors,
+rate of exponentials, a lower power limit) and how the machines of each table are wired.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import re
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from laminar.ir.cluster import Cluster, Figure
-from laminar.ir.devices import DEVICES
+from laminar.ir.clusters.cluster import Cluster, Figure
+from laminar.ir.clusters.devices import DEVICES
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Gpu:
     """One kind of device as rows name it."""
 
     name: str
-    """In `laminar.ir.devices`."""
+    """In `laminar.ir.clusters.devices`."""
     kind: str
     """Whose constants it has."""
     processors: int
@@ -65,8 +65,10 @@ B200 = Gpu("b200", "b200", 148, 16 * 148 * 1.85e9, 0.776, 0.763, source="best pr
 
 GPUS: tuple[tuple[str, Gpu], ...] = (
     # Assumed: power goes with the cube of the clock, a third of it static: ((500 - 233) / (700 - 233)) ** (1 / 3).
-    (r"h100.*(96g|hbm2e|500w)", replace(H100, memory_bytes=96e9, bytes_per_s=2.4e12, clock=0.83,
-                                        source="96 GB of HBM2e at 2.4 TB/s, 500 W")),
+    (
+        r"h100.*(96g|hbm2e|500w)",
+        replace(H100, memory_bytes=96e9, bytes_per_s=2.4e12, clock=0.83, source="96 GB of HBM2e at 2.4 TB/s, 500 W"),
+    ),
     (r"gh200", replace(H100, memory_bytes=96e9, bytes_per_s=4.0e12)),
     (r"h200", replace(H100, name="h200", source="as H100 with 141 GB at 4.8 TB/s")),
     (r"h100|h800", H100),
@@ -77,7 +79,7 @@ GPUS: tuple[tuple[str, Gpu], ...] = (
     (r"a100|a800", A100),
     (r"v100.*16", replace(V100, name="v100-16g")),
     (r"v100", V100),
-)  # fmt: skip
+)
 
 
 def gpu_of(text: str) -> Gpu | None:
@@ -144,8 +146,11 @@ def attention_rate(kernel: str, gpu: Gpu) -> float:
 def cluster(gpu: Gpu, gpus: int, wires: Wiring, node: float, across: float) -> Cluster:
     """Devices in nodes, nodes by their cards; `node` and `across` are the shares of both links that are reached."""
     nodes = -(-gpus // gpu.node)
-    made = Cluster.preset(f"{nodes}x{gpu.node}x{gpu.name}@nvlink+ib{wires.gbit}/{wires.shared}" if nodes > 1
-                          else f"{min(gpus, gpu.node)}x{gpu.name}@nvlink")  # fmt: skip
+    made = Cluster.preset(
+        f"{nodes}x{gpu.node}x{gpu.name}@nvlink+ib{wires.gbit}/{wires.shared}"
+        if nodes > 1
+        else f"{min(gpus, gpu.node)}x{gpu.name}@nvlink"
+    )
     inner = made.levels[0]
     levels = [replace(inner, bytes_per_s=Figure(node * SPEC[gpu.kind], "measured", "fitted"), switch_bytes_per_s=None)]
     for level in made.levels[1:]:

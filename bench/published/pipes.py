@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from laminar.lower.pipeline_net import Layout, Stage, chain
-from laminar.lower.schedules import interleaved, one_f_one_b
+from laminar.lower.stages.pipeline_net import Layout, Stage, chain
+from laminar.lower.stages.schedules import interleaved, one_f_one_b
 
 SETTLED = 2
 """Rounds of as many micro-batches as there are places, after which a pipe repeats itself."""

@@ -6,12 +6,12 @@ every rank, or split by token where a stack splits its norms ("sequence parallel
 
 from __future__ import annotations
 
-from laminar.ir.codec import Ref
 from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh
 from laminar.ir.ops import FREE
-from laminar.ir.plan import Plan
+from laminar.ir.plans.plan import Plan
 from laminar.ir.sbp import B, Split
+from laminar.ir.serial.codec import Ref
 from laminar.placement.complete import Pins, completed
 from laminar.placement.presets import PRODUCTS, residual_stream
 

@@ -56,10 +56,17 @@ class Constants:
 
 
 LIMITS: dict[str, tuple[float, float]] = {
-    "matmul": (0.3, 0.869), "depth": (0.0, 1500.0), "matmul8": (0.2, 0.763), "attention": (0.1, 1.0),
-    "memory": (0.3, 0.95), "kernel_s": (0.5e-6, 12e-6), "launch_s": (1e-6, 80e-6), "node": (0.1, 0.83),
-    "across": (0.1, 0.97), "jitter": (0.0, 0.03),
-}  # fmt: skip
+    "matmul": (0.3, 0.869),
+    "depth": (0.0, 1500.0),
+    "matmul8": (0.2, 0.763),
+    "attention": (0.1, 1.0),
+    "memory": (0.3, 0.95),
+    "kernel_s": (0.5e-6, 12e-6),
+    "launch_s": (1e-6, 80e-6),
+    "node": (0.1, 0.83),
+    "across": (0.1, 0.97),
+    "jitter": (0.0, 0.03),
+}
 """Physical limits; those of products are the device's own (`Gpu.matmul_most`)."""
 
 
@@ -73,8 +80,10 @@ def load(path: Path = FILE) -> dict[str, Constants]:
     if not path.exists():
         return {}
     names = {f.name for f in fields(Constants)}
-    return {kind: Constants(**{k: v for k, v in found.items() if k in names})
-            for kind, found in json.loads(path.read_text())["kinds"].items()}  # fmt: skip
+    return {
+        kind: Constants(**{k: v for k, v in found.items() if k in names})
+        for kind, found in json.loads(path.read_text())["kinds"].items()
+    }
 
 
 KIN = {"v100": A100, "a100": A100, "h100": H100, "b200": H100}
@@ -89,12 +98,18 @@ def of_kind(gpu: Gpu, known: dict[str, Constants]) -> Constants:
             most = limits(gpu)
             if kin is not gpu:  # as near to the best product seen as the kin comes
                 own = limits(kin)
-                known = {kind: replace(known[kind], **{
-                    name: getattr(known[kind], name) * most[name][1] / own[name][1] for name in ("matmul", "matmul8")
-                })}  # fmt: skip
-            return replace(known[kind], **{
-                k: min(max(v, most[k][0]), most[k][1]) for k, v in asdict(known[kind]).items()
-            })  # fmt: skip
+                known = {
+                    kind: replace(
+                        known[kind],
+                        **{
+                            name: getattr(known[kind], name) * most[name][1] / own[name][1]
+                            for name in ("matmul", "matmul8")
+                        },
+                    )
+                }
+            return replace(
+                known[kind], **{k: min(max(v, most[k][0]), most[k][1]) for k, v in asdict(known[kind]).items()}
+            )
     return Constants()
 
 

@@ -55,8 +55,12 @@ def ranking(judged: Iterable[Judged]) -> dict[str, float]:
         regrets.append(min(times)[1] / min(t for _, t in times) - 1)
     if not regrets:
         return {}
-    return {"tau": round(agree / max(1, pairs), 3), "pairs": pairs, "families": len(regrets),
-            "worst_regret": round(max(regrets), 4)}  # fmt: skip
+    return {
+        "tau": round(agree / max(1, pairs), 3),
+        "pairs": pairs,
+        "families": len(regrets),
+        "worst_regret": round(max(regrets), 4),
+    }
 
 
 def memory_errors(judged: Iterable[Judged]) -> list[float]:

@@ -64,17 +64,23 @@ class _Assembly:
         self.mesh = Mesh({"pp": row.pp, "dp": row.dp, "cp": row.cp, "tp": row.tp})
         whole = chosen.recompute == "full" and not self.does.stops_early
         self.bills: Bills = bills.made(
-            shape_of(row, chosen, self.does), row.tp, recompute="none" if whole else chosen.recompute,
-            split_norms=self.split and (row.seq // row.cp) % row.tp == 0, fused=self.does.fused_ops,
+            shape_of(row, chosen, self.does),
+            row.tp,
+            recompute="none" if whole else chosen.recompute,
+            split_norms=self.split and (row.seq // row.cp) % row.tp == 0,
+            fused=self.does.fused_ops,
             compiled=self.does.compiled,
-        )  # fmt: skip
+        )
         self.whole = self.bills
         if self.chosen.recompute == "full" and not whole:
             self.whole = bills.made(
-                shape_of(row, chosen, self.does), row.tp, recompute="none",
-                split_norms=self.split and (row.seq // row.cp) % row.tp == 0, fused=self.does.fused_ops,
+                shape_of(row, chosen, self.does),
+                row.tp,
+                recompute="none",
+                split_norms=self.split and (row.seq // row.cp) % row.tp == 0,
+                fused=self.does.fused_ops,
                 compiled=self.does.compiled,
-            )  # fmt: skip
+            )
         if whole:  # what is kept of a block is what came in
             self.bills = replace(self.bills, kept_bytes={**self.bills.kept_bytes, "block": self.bills.sent_bytes})
         self.micro_batches = max(1, round(row.gbs / (row.dp * chosen.mbs)))
@@ -231,8 +237,15 @@ class _Assembly:
         # Where tensor-parallel ranks are nodes apart, both kinds of exchange want the same cards.
         if self.does.grad_overlap and row.tp <= row.gpu.node:
             reduce_s, end_s = self._reduce_s(self.bills.params["block"]), self._reduce_s(ends)
-            last = reduced_s(p["Fembed"] + p["Fhead"] + p["Bhead"], p["Fblock"], p["Bblock"], p["Bembed"], row.layers,
-                              reduce_s, end_s)  # fmt: skip
+            last = reduced_s(
+                p["Fembed"] + p["Fhead"] + p["Bhead"],
+                p["Fblock"],
+                p["Bblock"],
+                p["Bembed"],
+                row.layers,
+                reduce_s,
+                end_s,
+            )
             seconds = (many - 1) * once + last
         else:
             seconds = many * once + self._reduce_s(ends + row.layers * self.bills.params["block"])
@@ -254,9 +267,15 @@ class _Assembly:
         ends = self._gather_s(b["embed"])
         block_gather, block_reduce = self._gather_s(b["block"]), self._reduce_s(b["block"])
         return in_pieces_s(
-            (p["Fembed"], p["Fblock"], p["Fhead"]), (p["Bembed"], p["Bblock"], p["Bhead"]), self.row.layers,
-            micro_batches, block_gather, block_reduce, ends, self._reduce_s(b["embed"]),
-        )  # fmt: skip
+            (p["Fembed"], p["Fblock"], p["Fhead"]),
+            (p["Bembed"], p["Bblock"], p["Bhead"]),
+            self.row.layers,
+            micro_batches,
+            block_gather,
+            block_reduce,
+            ends,
+            self._reduce_s(b["embed"]),
+        )
 
     def _staged(self) -> float:
         row, p = self.row, self.part_s

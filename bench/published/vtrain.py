@@ -34,13 +34,42 @@ def read(path: str | Path) -> list[Row]:
                 continue  # the header
             out.append(
                 Row(
-                    line=number, block="vtrain", system="vTrain single node", model=f"{hidden}x{layers}", layers=layers,
-                    hidden=hidden, heads=heads, kv_heads=heads, ffn=4 * hidden, vocab=GPT2_VOCABULARY, seq=seq,
-                    gated=False, biases=True, causal=True, tied=True, gbs=gbs, mbs=mbs, gpu=A100, gpus=gpus, tp=tp,
-                    pp=pp, dp=dp, cp=1, vp=1, zero=0, hybrid=False, recompute="none", split_norms=False,
-                    precision="f16", pure=False, metric="ms/iter", value=float(cells[10]), extra={}, stated={},
+                    line=number,
+                    block="vtrain",
+                    system="vTrain single node",
+                    model=f"{hidden}x{layers}",
+                    layers=layers,
+                    hidden=hidden,
+                    heads=heads,
+                    kv_heads=heads,
+                    ffn=4 * hidden,
+                    vocab=GPT2_VOCABULARY,
+                    seq=seq,
+                    gated=False,
+                    biases=True,
+                    causal=True,
+                    tied=True,
+                    gbs=gbs,
+                    mbs=mbs,
+                    gpu=A100,
+                    gpus=gpus,
+                    tp=tp,
+                    pp=pp,
+                    dp=dp,
+                    cp=1,
+                    vp=1,
+                    zero=0,
+                    hybrid=False,
+                    recompute="none",
+                    split_norms=False,
+                    precision="f16",
+                    pure=False,
+                    metric="ms/iter",
+                    value=float(cells[10]),
+                    extra={},
+                    stated={},
                 )
-            )  # fmt: skip
+            )
     return out
 
 

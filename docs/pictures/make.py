@@ -32,8 +32,21 @@ ROOT = HERE.parents[1]
 RESULTS = ROOT / "bench" / "results"
 MEASURED = HERE / "measured.json"
 PEERS = (("ddp", "DDP", "#2f6f9f"), ("fsdp", "FSDP2", "#e07b39"), ("dtensor", "DTensor", "#7a6fb0"))
-NAMES = {"gpt": "GPT", "cnn": "CNN", "mlp": "wide MLP", "dlrm": "DLRM", "llama": "Llama", "bert": "BERT", "vit": "ViT",
-         "t5": "T5", "moe": "MoE", "unet": "U-Net", "lstm": "LSTM", "gnn": "GNN", "dlrm_sgd": "DLRM,\nSGD"}  # fmt: skip
+NAMES = {
+    "gpt": "GPT",
+    "cnn": "CNN",
+    "mlp": "wide MLP",
+    "dlrm": "DLRM",
+    "llama": "Llama",
+    "bert": "BERT",
+    "vit": "ViT",
+    "t5": "T5",
+    "moe": "MoE",
+    "unet": "U-Net",
+    "lstm": "LSTM",
+    "gnn": "GNN",
+    "dlrm_sgd": "DLRM,\nSGD",
+}
 COLOURS = 255
 """Of a picture's palette: flat colours and grey text need no more, and a file is a third as large."""
 

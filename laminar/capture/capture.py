@@ -10,18 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from laminar.capture.batch_sizes import Predictor, Sample, as_json
-from laminar.capture.batches import flatten, refuse_empty, unflatten
-from laminar.capture.convert import convert
-from laminar.capture.eager_search import runs_as_it_is, shown, traced
-from laminar.capture.lazy_layers import initialise
-from laminar.capture.losses import Loss as Loss
-from laminar.capture.losses import read_loss as read_loss
-from laminar.capture.model_tensors import slots_of
-from laminar.capture.simplify import simplify
-from laminar.capture.torch_ops import spec_of
-from laminar.capture.trace import trace
-from laminar.capture.unwrap import unwrapped
+from laminar.capture.eager.eager_search import runs_as_it_is, shown, traced
+from laminar.capture.graph.batch_sizes import Predictor, Sample, as_json
+from laminar.capture.graph.convert import convert
+from laminar.capture.graph.simplify import simplify
+from laminar.capture.model.batches import flatten, refuse_empty, unflatten
+from laminar.capture.model.lazy_layers import initialise
+from laminar.capture.model.losses import Loss as Loss
+from laminar.capture.model.losses import read_loss as read_loss
+from laminar.capture.model.model_tensors import slots_of
+from laminar.capture.model.unwrap import unwrapped
+from laminar.capture.ops.torch_ops import spec_of
+from laminar.capture.tracing.trace import trace
 from laminar.errors import BatchError, CaptureError
 from laminar.ir.graph import SCALE, Graph
 

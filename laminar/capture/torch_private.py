@@ -157,8 +157,13 @@ def checkpoints(again: Callable[[Any], Any]) -> Iterator[None]:
         module._is_compiling = compiling
 
 
-_TALKERS = ("torch._subclasses.fake_tensor", "torch._subclasses.fake_impls", "torch.fx.experimental.proxy_tensor",
-            "torch.fx.experimental.symbolic_shapes", "torch._dynamo")  # fmt: skip
+_TALKERS = (
+    "torch._subclasses.fake_tensor",
+    "torch._subclasses.fake_impls",
+    "torch.fx.experimental.proxy_tensor",
+    "torch.fx.experimental.symbolic_shapes",
+    "torch._dynamo",
+)
 
 
 @contextlib.contextmanager

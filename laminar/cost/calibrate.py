@@ -39,8 +39,18 @@ COUNTS = ("lines", "exchanges", "wires", "pieces", "steps")
 """Things that each cost a fixed time on top."""
 DDP_COUNTS = ("eager_lines", "eager_parameters", "eager_steps")
 DDP_PARTS = ("eager_exchange", "eager_copies", "eager_overlap")
-TYPICAL = {"lines": 1e-6, "exchanges": 5e-5, "wires": 2e-4, "pieces": 5e-6, "steps": 5e-4, "waits": 0.2,
-           "eager_lines": 6e-6, "eager_parameters": 5e-6, "eager_steps": 2e-3, "eager_overlap": 0.3}  # fmt: skip
+TYPICAL = {
+    "lines": 1e-6,
+    "exchanges": 5e-5,
+    "wires": 2e-4,
+    "pieces": 5e-6,
+    "steps": 5e-4,
+    "waits": 0.2,
+    "eager_lines": 6e-6,
+    "eager_parameters": 5e-6,
+    "eager_steps": 2e-3,
+    "eager_overlap": 0.3,
+}
 """Where fixed times, in seconds, and the shares of waits and overlap are drawn to; multipliers are drawn to 1. From
 single recorded steps on two shared cores."""
 LOOSE = dict.fromkeys(("compute", "memory", "update"), 0.1) | dict.fromkeys(("exchange", "wire", "eager_exchange"), 0.2)

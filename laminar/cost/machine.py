@@ -24,12 +24,12 @@ from laminar.cost.ops.strides import follow
 from laminar.cost.ops.table import local_call
 from laminar.cost.schedule import OFFLOAD, Exchange, Groups, Price, Prices
 from laminar.cost.sim.tasks import Drag
-from laminar.ir.cluster import Cluster
-from laminar.ir.codec import Ref
+from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.mesh import Mesh
 from laminar.ir.ops import COLLECTIVE_OPS, FREE, HOST_COPIES
 from laminar.ir.program import Instr, Program, ProgramOutput
 from laminar.ir.sbp import Split
+from laminar.ir.serial.codec import Ref
 from laminar.ir.tensor import TensorSpec
 from laminar.rules.notation import Call
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from laminar.cost.sim.no_gc import uncollected
 from laminar.cost.sim.tasks import Drag, Lane, Load, Task
-from laminar.ir.cluster import Cluster
+from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.ops import COLLECTIVE_OPS, FREE
 from laminar.ir.program import Instr, Placed, Program
 from laminar.ir.sbp import Split, local_shape

@@ -47,9 +47,15 @@ def draw(timelines: Sequence[Timeline], path: str | Path, ranks: int = RANKS) ->
     figure = Figure(figsize=(14, height), dpi=100)
     FigureCanvasAgg(figure)
     grid = figure.add_gridspec(
-        len(heights), 1, height_ratios=heights, hspace=0.55 / (sum(heights) / len(heights)),
-        left=0.12, right=0.985, top=1 - 0.42 / height, bottom=(bottom + 0.15) / height,
-    )  # fmt: skip
+        len(heights),
+        1,
+        height_ratios=heights,
+        hspace=0.55 / (sum(heights) / len(heights)),
+        left=0.12,
+        right=0.985,
+        top=1 - 0.42 / height,
+        bottom=(bottom + 0.15) / height,
+    )
     axes: list[Any] = []
     for k in range(len(heights)):
         axes.append(figure.add_subplot(grid[k], sharex=axes[0] if axes else None))

@@ -7,10 +7,10 @@ from laminar.cost.machine import Machine, features
 from laminar.cost.ops.families import COMPUTES
 from laminar.cost.schedule import OFFLOAD, Price
 from laminar.ir.graph import Graph
-from laminar.ir.plan import Plan
+from laminar.ir.plans.plan import Plan
 from laminar.ir.program import Program
 from laminar.lower.kernels import kernels
-from laminar.lower.mincut_recompute import recompute, written_out
+from laminar.lower.memory.mincut_recompute import recompute, written_out
 from laminar.lower.step import step_programs
 from laminar.rewrite.variants import rewritten
 

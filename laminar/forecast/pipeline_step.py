@@ -19,21 +19,21 @@ from laminar.cost.schedule import Price, Schedule, schedule
 from laminar.cost.sim.pipeline import Execution, execute
 from laminar.cost.sim.simulate import simulate
 from laminar.forecast.step import machine, section_of, sigma_of
-from laminar.ir.account import PlacePeak, PredictedStep
-from laminar.ir.cluster import Cluster
+from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh
 from laminar.ir.net import Net
-from laminar.ir.plan import Plan
+from laminar.ir.plans.account import PlacePeak, PredictedStep
+from laminar.ir.plans.plan import Plan
+from laminar.ir.plans.staged import Staged
 from laminar.ir.program import Program, placed
-from laminar.ir.staged import Staged
 from laminar.ir.timeline import Timeline
+from laminar.lower.boxing.reshard import Move, moves
 from laminar.lower.kernels import kernels
-from laminar.lower.loaders import with_loads
-from laminar.lower.mincut_recompute import written_out
-from laminar.lower.reshard import Move, moves
-from laminar.lower.stage_net import Piped, piped
-from laminar.lower.stage_programs import stages
+from laminar.lower.memory.mincut_recompute import written_out
+from laminar.lower.stages.loaders import with_loads
+from laminar.lower.stages.stage_net import Piped, piped
+from laminar.lower.stages.stage_programs import stages
 from laminar.rewrite.variants import rewritten
 
 STEADY = 4
@@ -100,10 +100,11 @@ class StagedPrediction:
         """For the account of the plan."""
         low, high = self.interval_s
         places = (
-            PlacePeak(part=part.name, device=part.device.name, peak_bytes=peak,
-                      memory_bytes=part.device.memory_bytes.value)
+            PlacePeak(
+                part=part.name, device=part.device.name, peak_bytes=peak, memory_bytes=part.device.memory_bytes.value
+            )
             for part, peak in zip(self.homes, self.peaks, strict=True)
-        )  # fmt: skip
+        )
         return PredictedStep(
             step_s=self.seconds,
             step_low_s=low,
@@ -187,8 +188,9 @@ def predict_staged(
     # On GPUs what is loaded ahead waits in pinned memory of the host for the rank's share to be cut.
     net = with_loads(pipe.net, whole if cluster.kind == "cpu" else 0, prefetch)
     # By the part itself: two that have the same name may be different machines.
-    ranks = {id(h): len({r for p, at in zip(staged.places, homes, strict=True) if at is h for r in p.ranks})
-             for h in homes}  # fmt: skip
+    ranks = {
+        id(h): len({r for p, at in zip(staged.places, homes, strict=True) if at is h for r in p.ranks}) for h in homes
+    }
     worlds = {id(h): machine(h, Mesh({"ranks": ranks[id(h)]}), optimizer) for h in homes}
     insides = {id(h): inside(h, ranks[id(h)], optimizer) for h in homes}
     part_s: dict[str, float] = {}

@@ -18,15 +18,15 @@ from laminar.cost.memory.peak import Memory, memory
 from laminar.cost.ops.table import cpu_section
 from laminar.cost.schedule import Exchange, Schedule, schedule
 from laminar.cost.sim.simulate import Times, simulate, timeline
-from laminar.ir.account import PredictedStep
-from laminar.ir.cluster import Cluster
+from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh
-from laminar.ir.plan import Plan
+from laminar.ir.plans.account import PredictedStep
+from laminar.ir.plans.plan import Plan
 from laminar.ir.program import Program
 from laminar.ir.timeline import Span, Timeline
 from laminar.lower.kernels import kernels
-from laminar.lower.mincut_recompute import recompute, written_out
+from laminar.lower.memory.mincut_recompute import recompute, written_out
 from laminar.lower.step import step_programs
 from laminar.rewrite.variants import rewritten
 
@@ -202,8 +202,14 @@ def held_by(program: Program, groups: tuple[tuple[int, ...], ...] | None, cluste
     """What a rank holds while it runs a program that `timed` gave."""
     kind = "cuda" if cluster.device.kind == "gpu" else "cpu"
     kept = int(cluster.profile.get("workspace_bytes", WORKSPACE_BYTES)) if kind == "cuda" else 0
-    return memory(program, optimizer=UPDATES[optimizer], allocator=kind, backend=cluster.backend, groups=groups,
-                  workspace_bytes=kept)  # fmt: skip
+    return memory(
+        program,
+        optimizer=UPDATES[optimizer],
+        allocator=kind,
+        backend=cluster.backend,
+        groups=groups,
+        workspace_bytes=kept,
+    )
 
 
 # --- plans with stages

@@ -16,8 +16,8 @@ from functools import cached_property
 from typing import Any
 
 from laminar.errors import GraphError
-from laminar.ir.codec import Dtype, Ref, canonical, decode, decode_ref, encode
-from laminar.ir.reading import Part
+from laminar.ir.serial.codec import Dtype, Ref, canonical, decode, decode_ref, encode
+from laminar.ir.serial.reading import Part
 from laminar.ir.tensor import TensorSpec
 
 INPUT_KINDS = ("param", "buffer", "batch", "rng", "scale", "given")

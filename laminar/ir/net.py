@@ -8,7 +8,8 @@ free for what it gives. A register is taken when its producer begins to fire, an
 finished the firing that read it. Queues are first in, first out: firing k of an actor comes after its firing k - 1.
 
 No register belongs to two queues and no queue has two producers, so firing one actor never stops another
-from firing: whether all of them finish does not depend on who goes first. That is what `lower/deadlock.py` builds on.
+from firing: whether all of them finish does not depend on who goes first. That is what `lower/stages/deadlock.py`
+builds on.
 
 A place does one thing at a time. Its order says which firing comes where in a step, and the window how far an actor
 may run ahead of the first unfinished place in the order: 0 is a fixed schedule, `None` means whoever is ready goes, the

@@ -15,7 +15,7 @@ COLLECTIVE_OPS = frozenset(f"box.{kind}" for kind in COLLECTIVES)
 
 HOST_SEND, HOST_BRING = "host.send", "host.bring"
 """Lines that copy values to the host's memory, and back to the device. Both give what they are given, value by value;
-what a line reads beyond that only says what must have arrived before it starts (see `lower/offload.py`)."""
+what a line reads beyond that only says what must have arrived before it starts (see `lower/memory/offload.py`)."""
 HOST_COPIES = frozenset((HOST_SEND, HOST_BRING))
 ASYNC_OPS = COLLECTIVE_OPS | HOST_COPIES
 """Lines that go on beside what follows them."""

@@ -12,14 +12,14 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from laminar.errors import PlanError
-from laminar.ir.account import CollectiveRow, ProgramTraffic
-from laminar.ir.codec import Ref, content_hash, decode, decode_ref, encode
 from laminar.ir.graph import Constant, refs_in
 from laminar.ir.mesh import Mesh
 from laminar.ir.ops import COLLECTIVES, HOST_COPIES
-from laminar.ir.patterns import Picked
-from laminar.ir.reading import Part
+from laminar.ir.plans.account import CollectiveRow, ProgramTraffic
+from laminar.ir.plans.patterns import Picked
 from laminar.ir.sbp import NdSbp, local_spec, parse_nd, show
+from laminar.ir.serial.codec import Ref, content_hash, decode, decode_ref, encode
+from laminar.ir.serial.reading import Part
 from laminar.ir.tensor import TensorSpec
 
 VERSION = 1

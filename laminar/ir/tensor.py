@@ -6,9 +6,25 @@ import math
 from dataclasses import dataclass
 
 ITEM_BYTES = {
-    "f64": 8, "f32": 4, "f16": 2, "bf16": 2, "f8e4m3": 1, "f8e5m2": 1, "c32": 4, "c64": 8, "c128": 16,
-    "i64": 8, "i32": 4, "i16": 2, "i8": 1, "u8": 1, "u16": 2, "u32": 4, "u64": 8, "bool": 1,
-}  # fmt: skip
+    "f64": 8,
+    "f32": 4,
+    "f16": 2,
+    "bf16": 2,
+    "f8e4m3": 1,
+    "f8e5m2": 1,
+    "c32": 4,
+    "c64": 8,
+    "c128": 16,
+    "i64": 8,
+    "i32": 4,
+    "i16": 2,
+    "i8": 1,
+    "u8": 1,
+    "u16": 2,
+    "u32": 4,
+    "u64": 8,
+    "bool": 1,
+}
 """Every dtype a graph may hold, and its size."""
 
 FLOATS = ("f64", "f32", "f16", "bf16", "f8e4m3", "f8e5m2")

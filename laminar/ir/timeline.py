@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from laminar.errors import TimelineError
-from laminar.ir.reading import MOST, Part
+from laminar.ir.serial.reading import MOST, Part
 
 FORMAT = "laminar.timeline"
 VERSION = 1
@@ -174,8 +174,9 @@ class Timeline:
         """
         if not self.spans:
             return []
-        at = max(range(len(self.spans)), key=lambda i: (not self.spans[i].beside, self.spans[i].end,
-                                                        self.spans[i].start, i))  # fmt: skip
+        at = max(
+            range(len(self.spans)), key=lambda i: (not self.spans[i].beside, self.spans[i].end, self.spans[i].start, i)
+        )
         path, seen = [at], {at}
         step_back = self._known_reason if self.kind == "simulated" else self._likely_reason
         while (at := step_back(at, seen)) >= 0:

@@ -104,9 +104,14 @@ def describe(error: BaseException, step: int | None) -> dict[str, Any]:
     elif isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
     return {
-        "failure": kind_of(error), "type": type(error).__name__, "message": str(error), "step": step, "code": code,
-        "traceback": "".join(traceback.format_exception(error)), "shown": shown(error),
-    }  # fmt: skip
+        "failure": kind_of(error),
+        "type": type(error).__name__,
+        "message": str(error),
+        "step": step,
+        "code": code,
+        "traceback": "".join(traceback.format_exception(error)),
+        "shown": shown(error),
+    }
 
 
 def shown(error: BaseException) -> str:
@@ -127,11 +132,16 @@ def shown(error: BaseException) -> str:
 def from_event(rank: int, time: float, fields: dict[str, Any]) -> Failure:
     """A failure from what `describe` wrote."""
     return Failure(
-        rank=rank, time=time, kind=str(fields.get("failure", "raised")), type=str(fields.get("type", "")),
-        message=str(fields.get("message", "")), traceback=str(fields.get("traceback", "")),
+        rank=rank,
+        time=time,
+        kind=str(fields.get("failure", "raised")),
+        type=str(fields.get("type", "")),
+        message=str(fields.get("message", "")),
+        traceback=str(fields.get("traceback", "")),
         shown=str(fields.get("shown", "")),
-        step=fields.get("step"), code=int(fields.get("code", 0)),
-    )  # fmt: skip
+        step=fields.get("step"),
+        code=int(fields.get("code", 0)),
+    )
 
 
 def from_exit(rank: int, time: float, code: int, step: int | None) -> Failure:
@@ -192,8 +202,9 @@ def verdict(failure: Failure, world: int, others: Sequence[Failure], stopped: Se
         error = RankError(f"{who} {what}, {when}", **lines, next="see its log")
         trace = failure.traceback
     elif failure.kind == "peer":
-        error = RankError(f"{who} lost the others {when}", said=_first_line(failure), **lines,
-                          next="see the logs of all ranks")  # fmt: skip
+        error = RankError(
+            f"{who} lost the others {when}", said=_first_line(failure), **lines, next="see the logs of all ranks"
+        )
     elif failure.kind == "silent":
         error = RankError(f"{who} {failure.message}", **lines, next="see the logs: they hold where every rank stood")
     else:

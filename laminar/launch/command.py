@@ -21,8 +21,8 @@ from typing import Any
 
 from laminar import events
 from laminar.errors import MeshError, PlanError, RecipeError, StateError
-from laminar.ir.cluster import Cluster
-from laminar.ir.staged import Staged, load_plan
+from laminar.ir.clusters.cluster import Cluster
+from laminar.ir.plans.staged import Staged, load_plan
 from laminar.launch import rundir
 from laminar.launch.blame import Verdict
 from laminar.launch.display import display, summary
@@ -62,30 +62,64 @@ def options(p: argparse.ArgumentParser) -> None:
     whole, positive, amount = _at_least(1, int), _at_least(0, int), _at_least(0, float)
     add = p.add_argument_group("where and how").add_argument
     add("--workers", type=whole, metavar="N", help="ranks on this machine (default: as many as the mesh has, or 1)")
-    add("--plan", type=plan_name, default="auto", metavar="PLAN",
-        help=", ".join(PLANS) + ", or a plan file (default: auto)")  # fmt: skip
-    add("--cluster", metavar="CLUSTER",
+    add(
+        "--plan",
+        type=plan_name,
+        default="auto",
+        metavar="PLAN",
+        help=", ".join(PLANS) + ", or a plan file (default: auto)",
+    )
+    add(
+        "--cluster",
+        metavar="CLUSTER",
         help="with --plan auto: search the fastest plan for this cluster, a file from `laminar profile` or a name such "
-        "as 8xh100")  # fmt: skip
-    add("--measure", action=argparse.BooleanOptionalAction, default=True,
+        "as 8xh100",
+    )
+    add(
+        "--measure",
+        action=argparse.BooleanOptionalAction,
+        default=True,
         help="with --cluster: run the best candidates on these ranks for up to 15 s and take the fastest (default: "
-        "yes, where copies of the model fit)")  # fmt: skip
+        "yes, where copies of the model fit)",
+    )
     add("--mesh", metavar="MESH", help="axes and sizes, such as dp=2,tp=2 (default: dp=N, or tp=N for --plan tensor)")
     add("--device", choices=["cpu", "cuda"], help="default: cuda if there is a GPU for each rank")
     add("--precision", default=DEFAULTS.precision, choices=PRECISIONS, help="default: %(default)s")
     add("--compile", action=argparse.BooleanOptionalAction, help="compile the step (default: on GPUs only)")
-    add("--check", action=argparse.BooleanOptionalAction, default=DEFAULTS.check,
-        help="compare the first batch with the model in plain PyTorch (default: yes)")  # fmt: skip
+    add(
+        "--check",
+        action=argparse.BooleanOptionalAction,
+        default=DEFAULTS.check,
+        help="compare the first batch with the model in plain PyTorch (default: yes)",
+    )
     add = p.add_argument_group("training").add_argument
-    add("--steps", type=positive, metavar="N",
-        help="total steps, counting those before --resume (default: the recipe's)")  # fmt: skip
-    add("--seed", type=positive, default=DEFAULTS.seed, metavar="N",
-        help="random seed of weights, dropout and data (default: %(default)s)")  # fmt: skip
-    add("--micro-batches", type=whole, default=DEFAULTS.micro_batches, metavar="M",
-        help="micro-batches per batch, run one after the other (default: %(default)s)")  # fmt: skip
+    add(
+        "--steps",
+        type=positive,
+        metavar="N",
+        help="total steps, counting those before --resume (default: the recipe's)",
+    )
+    add(
+        "--seed",
+        type=positive,
+        default=DEFAULTS.seed,
+        metavar="N",
+        help="random seed of weights, dropout and data (default: %(default)s)",
+    )
+    add(
+        "--micro-batches",
+        type=whole,
+        default=DEFAULTS.micro_batches,
+        metavar="M",
+        help="micro-batches per batch, run one after the other (default: %(default)s)",
+    )
     hidden(p, "--microbatches", "--micro-batches", type=whole)
-    add("--prefetch", type=positive, metavar="N",
-        help="batches to load ahead while steps run; 0: none (default: 2; 0 for --plan ddp)")  # fmt: skip
+    add(
+        "--prefetch",
+        type=positive,
+        metavar="N",
+        help="batches to load ahead while steps run; 0: none (default: 2; 0 for --plan ddp)",
+    )
     add("--clip-norm", type=amount, metavar="X", help="clip gradients to this global norm")
     add("--clip-value", type=amount, metavar="X", help="clip each gradient value to this size")
     add(
@@ -99,21 +133,55 @@ def options(p: argparse.ArgumentParser) -> None:
     )
     add = p.add_argument_group("the run").add_argument
     add("--run-dir", metavar="DIR", help="directory for logs, events and results (default: runs/RECIPE-TIME)")
-    add("--checkpoint", metavar="DIR",
-        help="save weights and optimizer state here at the end (default: checkpoint in the run directory)")  # fmt: skip
-    add("--checkpoint-every", type=positive, default=0, metavar="N",
-        help="also every N steps, written in the background (default: 0, only at the end)")  # fmt: skip
-    add("--resume", nargs="?", const="must", default="", choices=["must", "auto"], metavar="auto",
-        help="continue from --checkpoint; with `auto`, only if there is one")  # fmt: skip
-    add("--timeline", nargs="?", const="", metavar="FILE",
-        help="record what every rank does in a step (default FILE: timeline.json in the run directory)")  # fmt: skip
-    add("--timeline-steps", type=whole, default=3, metavar="N",
-        help="steps to record once warmed up; the median one is kept (default: 3)")  # fmt: skip
-    add("--log-every", type=whole, metavar="K",
-        help="read the losses from the device every K steps (default: 1 on CPU, 10 on GPU)")  # fmt: skip
+    add(
+        "--checkpoint",
+        metavar="DIR",
+        help="save weights and optimizer state here at the end (default: checkpoint in the run directory)",
+    )
+    add(
+        "--checkpoint-every",
+        type=positive,
+        default=0,
+        metavar="N",
+        help="also every N steps, written in the background (default: 0, only at the end)",
+    )
+    add(
+        "--resume",
+        nargs="?",
+        const="must",
+        default="",
+        choices=["must", "auto"],
+        metavar="auto",
+        help="continue from --checkpoint; with `auto`, only if there is one",
+    )
+    add(
+        "--timeline",
+        nargs="?",
+        const="",
+        metavar="FILE",
+        help="record what every rank does in a step (default FILE: timeline.json in the run directory)",
+    )
+    add(
+        "--timeline-steps",
+        type=whole,
+        default=3,
+        metavar="N",
+        help="steps to record once warmed up; the median one is kept (default: 3)",
+    )
+    add(
+        "--log-every",
+        type=whole,
+        metavar="K",
+        help="read the losses from the device every K steps (default: 1 on CPU, 10 on GPU)",
+    )
     add("--master-port", type=positive, default=0, metavar="P", help="port at which ranks meet (default: a free one)")
-    add("--timeout", type=amount, default=TIMEOUT_S, metavar="S",
-        help=f"stop if no rank makes progress for S seconds (default: {TIMEOUT_S:.0f})")  # fmt: skip
+    add(
+        "--timeout",
+        type=amount,
+        default=TIMEOUT_S,
+        metavar="S",
+        help=f"stop if no rank makes progress for S seconds (default: {TIMEOUT_S:.0f})",
+    )
 
 
 def _at_least(least: int, kind: type) -> Callable[[str], Any]:
@@ -137,8 +205,10 @@ def run(args: argparse.Namespace, train: Callable[..., Any], load_recipe: Callab
     if not function or not Path(path).is_file():
         load_recipe(args.recipe)  # says what is wrong with the name
     if args.resume and not args.checkpoint and not args.run_dir:
-        raise RecipeError("--resume needs --checkpoint DIR, the place to resume from",
-                          next="or --run-dir DIR, a run that kept its own")  # fmt: skip
+        raise RecipeError(
+            "--resume needs --checkpoint DIR, the place to resume from",
+            next="or --run-dir DIR, a run that kept its own",
+        )
     if args.checkpoint and (place is None or place.rank == 0):
         refuse_unwritable(Path(args.checkpoint))
     if args.timeline and not Path(args.timeline).absolute().parent.is_dir():
@@ -156,8 +226,9 @@ def refuse_unwritable(checkpoint: Path) -> None:
         probe.touch()
         probe.unlink()
     except OSError as error:
-        raise StateError(f"--checkpoint {checkpoint} can't be written: {error.strerror}",
-                         next="name a folder that can") from None  # fmt: skip
+        raise StateError(
+            f"--checkpoint {checkpoint} can't be written: {error.strerror}", next="name a folder that can"
+        ) from None
 
 
 def world_of(args: argparse.Namespace, place: Place | None) -> int:
@@ -178,8 +249,10 @@ def world_of(args: argparse.Namespace, place: Place | None) -> int:
     if args.workers and args.workers != world:
         raise MeshError(f"--workers {args.workers} among {world} ranks", next="leave out --workers under torchrun")
     if mesh is not None and mesh.ranks != world:
-        raise MeshError(f"{mesh} has {mesh.ranks} ranks, and there are {world} workers",
-                        next=f"use --workers {mesh.ranks}, or a mesh of {world}")  # fmt: skip
+        raise MeshError(
+            f"{mesh} has {mesh.ranks} ranks, and there are {world} workers",
+            next=f"use --workers {mesh.ranks}, or a mesh of {world}",
+        )
     return int(world)
 
 
@@ -218,14 +291,32 @@ def be_a_rank(args: argparse.Namespace, place: Place, train: Callable[..., Any])
 
     def body() -> None:
         outcome = train(
-            args.recipe, steps=args.steps, seed=args.seed, log_every=args.log_every, checkpoint=checkpoint,
-            resume=resume, plan_file=where.plan, plan=args.plan, cluster=args.cluster, mesh=args.mesh,
-            device=args.device, precision=args.precision, micro_batches=args.micro_batches, clip_norm=args.clip_norm,
-            clip_value=args.clip_value, ema=args.ema, compile=args.compile, detect_anomaly=args.detect_anomaly,
-            timeout_s=max(args.timeout, 1.0), timeline_steps=args.timeline_steps,
-            prefetch=args.prefetch, checkpoint_every=args.checkpoint_every, check=args.check, measure=args.measure,
+            args.recipe,
+            steps=args.steps,
+            seed=args.seed,
+            log_every=args.log_every,
+            checkpoint=checkpoint,
+            resume=resume,
+            plan_file=where.plan,
+            plan=args.plan,
+            cluster=args.cluster,
+            mesh=args.mesh,
+            device=args.device,
+            precision=args.precision,
+            micro_batches=args.micro_batches,
+            clip_norm=args.clip_norm,
+            clip_value=args.clip_value,
+            ema=args.ema,
+            compile=args.compile,
+            detect_anomaly=args.detect_anomaly,
+            timeout_s=max(args.timeout, 1.0),
+            timeline_steps=args.timeline_steps,
+            prefetch=args.prefetch,
+            checkpoint_every=args.checkpoint_every,
+            check=args.check,
+            measure=args.measure,
             timeline=None if args.timeline is None else Path(args.timeline or where.timeline),
-        )  # fmt: skip
+        )
         ended.update(asdict(outcome))
 
     found = run_rank(body, place, where)

@@ -222,9 +222,13 @@ class Bar:
 
         self.state = State()
         self.progress = Progress(
-            SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=24),
-            TextColumn("{task.fields[info]}"), console=console or Console(), refresh_per_second=8,
-        )  # fmt: skip
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[info]}"),
+            console=console or Console(),
+            refresh_per_second=8,
+        )
         self.task = self.progress.add_task("starting", total=None, info="")
         self.progress.start()
 
@@ -239,8 +243,13 @@ class Bar:
         state = self.state
         if state.phase == "training":
             eta = "" if state.eta_s is None else f"  eta {clock(state.eta_s)}"
-            self.progress.update(self.task, description=f"step {state.done}/{state.steps}", total=state.steps,
-                                 completed=state.done, info=state.numbers() + eta)  # fmt: skip
+            self.progress.update(
+                self.task,
+                description=f"step {state.done}/{state.steps}",
+                total=state.steps,
+                completed=state.done,
+                info=state.numbers() + eta,
+            )
         else:
             passed = time.monotonic() - state.phase_since
             self.progress.update(self.task, description=state.phase, info=f"{passed:.0f} s")

@@ -140,12 +140,21 @@ class Rank:
 def environment(rank: int, world: int, port: int) -> dict[str, str]:
     """What a rank finds in its environment: the same as under torchrun."""
     own = {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world),
-        "GROUP_RANK": "0", LAUNCHED: "1", "PYTHONUNBUFFERED": "1",
-    }  # fmt: skip
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+        "GROUP_RANK": "0",
+        LAUNCHED: "1",
+        "PYTHONUNBUFFERED": "1",
+    }
     if world > 1:
-        own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True",
-                "TORCHELASTIC_RESTART_COUNT": "0"}  # fmt: skip
+        own |= {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+        }
     threads = {"OMP_NUM_THREADS": str(max(1, cores() // world))}
     return {**threads, **os.environ, **own}
 
@@ -169,8 +178,14 @@ class Launch:
         for rank in range(self.world):
             follower = Follower(self.run.events(rank), from_end=True)
             with self.run.log(rank).open("ab") as log:
-                process = subprocess.Popen(self.command, stdin=subprocess.PIPE, stdout=log, stderr=log,
-                                           env=environment(rank, self.world, port), start_new_session=True)  # fmt: skip
+                process = subprocess.Popen(
+                    self.command,
+                    stdin=subprocess.PIPE,
+                    stdout=log,
+                    stderr=log,
+                    env=environment(rank, self.world, port),
+                    start_new_session=True,
+                )
             self.ranks.append(Rank(rank, process, follower))
         if self.store:
             self.store.start()
@@ -270,8 +285,13 @@ class Launch:
                 r.signal(signal.SIGUSR1)  # every thread's stack into the log
             time.sleep(SETTLE_S)
             if len(mute) == 1:
-                chosen = Failure(rank=mute[0].rank, time=time.time(), kind="silent", step=mute[0].step,
-                                 message=f"is alive but did not answer the others ({_where(mute[0])})")  # fmt: skip
+                chosen = Failure(
+                    rank=mute[0].rank,
+                    time=time.time(),
+                    kind="silent",
+                    step=mute[0].step,
+                    message=f"is alive but did not answer the others ({_where(mute[0])})",
+                )
         stopped = self.stop()
         others = [f for f in before if f is not chosen]
         stopped += [f.rank for f in others if not f.real]
@@ -288,9 +308,11 @@ class Launch:
         where = "   ".join(f"rank {r.rank} {_where(r)}" for r in self.ranks)
         self.stop()
         error = RankError(
-            f"no rank has made progress for {self.timeout_s:.0f} s", at=where, log=str(Path(self.run.root) / "logs"),
+            f"no rank has made progress for {self.timeout_s:.0f} s",
+            at=where,
+            log=str(Path(self.run.root) / "logs"),
             next="the end of each log says where the rank stood; --timeout allows for longer steps",
-        )  # fmt: skip
+        )
         return Verdict(error, FAILED)
 
     def interrupted(self) -> Verdict:
@@ -314,9 +336,14 @@ def _where(r: Rank) -> str:
 
 
 def launch(
-    arguments: Sequence[str], world: int, run: RunDir, listener: socket.socket | None, show: Callable[[Event], None],
-    tick: Callable[[], None], timeout_s: float,
-) -> dict[str, Any] | Verdict:  # fmt: skip
+    arguments: Sequence[str],
+    world: int,
+    run: RunDir,
+    listener: socket.socket | None,
+    show: Callable[[Event], None],
+    tick: Callable[[], None],
+    timeout_s: float,
+) -> dict[str, Any] | Verdict:
     """Run `python -m laminar ARGUMENTS` as every rank of `world` until it is over. No process is left.
 
     `listener` comes from `reserve`; one rank alone needs none.

@@ -1,7 +1,7 @@
 """Plans run against each other on this machine: the measured fastest wins, whatever was predicted.
 
 The launcher writes the plans down, starts as many ranks as they have, and reads what rank 0 found out. The ranks make
-jobs of them that take turns (`train/interleaved_timing.py`), from the recipe's own weights and batches.
+jobs of them that take turns (`train/auto/interleaved_timing.py`), from the recipe's own weights and batches.
 
 The ranks are those of this machine. A plan for a cluster that isn't here can't be measured, and is refused before
 anything is started.
@@ -18,9 +18,9 @@ from typing import Any
 
 from laminar.errors import ClusterError, LaminarError, PlanError, RecipeError
 from laminar.events import emit
-from laminar.ir.cluster import Cluster
-from laminar.ir.plan import Plan
-from laminar.ir.staged import Staged, load_plan
+from laminar.ir.clusters.cluster import Cluster
+from laminar.ir.plans.plan import Plan
+from laminar.ir.plans.staged import Staged, load_plan
 from laminar.launch.blame import Verdict
 from laminar.launch.rank import Place, leave, run_rank
 from laminar.launch.rundir import RunDir
@@ -110,7 +110,7 @@ def _turns(at: Path, recipe: Any, name: str, parallelize: Callable[..., Any]) ->
     """Seconds of a step, by plan and round; or why a plan is out."""
     import torch
 
-    from laminar.train.interleaved_timing import turns
+    from laminar.train.auto.interleaved_timing import turns
     from laminar.train.world import World
 
     asked = json.loads((at / ASKED).read_text())
@@ -121,13 +121,20 @@ def _turns(at: Path, recipe: Any, name: str, parallelize: Callable[..., Any]) ->
     def job(k: int) -> Any:
         torch.manual_seed(asked["seed"])
         plan = load_plan(at / f"plan{k}.json")
-        return parallelize(recipe.model(), recipe.loss, recipe.optimizer, batch=batches[0], plan=plan,
-                           seed=asked["seed"])  # fmt: skip
+        return parallelize(
+            recipe.model(), recipe.loss, recipe.optimizer, batch=batches[0], plan=plan, seed=asked["seed"]
+        )
 
     world = World(timeout_s=TIMEOUT_S)
     makes = [partial(job, k) for k in range(asked["plans"])]
-    rows = turns(makes, batches, world.gather_objects, limit_s=LIMIT_S, rounds=asked["rounds"],
-                 tick=lambda number: emit("step", step=number))  # fmt: skip
+    rows = turns(
+        makes,
+        batches,
+        world.gather_objects,
+        limit_s=LIMIT_S,
+        rounds=asked["rounds"],
+        tick=lambda number: emit("step", step=number),
+    )
     world.close()
     return rows
 
@@ -140,10 +147,11 @@ def taken(
     refuse_elsewhere(plan.origin.cluster)
     sides = finalists(plan)
     if not sides:
-        raise PlanError("this plan lies outside of what was searched, and has no runners-up",
-                        next="laminar plan without --measure")  # fmt: skip
-    from laminar.train.ddp_fits import why_not  # and torch with it
-    from laminar.train.precision import Precision
+        raise PlanError(
+            "this plan lies outside of what was searched, and has no runners-up", next="laminar plan without --measure"
+        )
+    from laminar.train.auto.ddp_fits import why_not  # and torch with it
+    from laminar.train.optimizer.precision import Precision
 
     why = why_not(plan.origin.graph, Precision.of("f32"))
     ddp = None if why else as_ddp(plan)

@@ -14,8 +14,18 @@ from typing import Any
 from laminar.placement.presets import SPELLINGS
 
 PRECISIONS = ("f32", "bf16", "fp16", "bf16-kahan", "bf16-stochastic", "bf16-pure")
-_UNITS = {"": 1.0, "B": 1.0, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12,
-         "KIB": 2.0**10, "MIB": 2.0**20, "GIB": 2.0**30, "TIB": 2.0**40}  # fmt: skip
+_UNITS = {
+    "": 1.0,
+    "B": 1.0,
+    "KB": 1e3,
+    "MB": 1e6,
+    "GB": 1e9,
+    "TB": 1e12,
+    "KIB": 2.0**10,
+    "MIB": 2.0**20,
+    "GIB": 2.0**30,
+    "TIB": 2.0**40,
+}
 GIGABYTES_BELOW = 1e6
 """A bare number below this was typed in GB when there was no unit, and is still read so: no device has so few bytes."""
 MEMORY = "bytes: 40GB (10^9), 40GiB (2^30) or 40e9"
@@ -43,5 +53,6 @@ def couple_word(text: str) -> str:
 
 def hidden(group: Any, old: str, shown: str, **options: Any) -> None:
     """The older spelling of an option that `group` has: it works, and `--help` does not show it."""
-    group.add_argument(old, dest=shown.strip("-").replace("-", "_"), default=argparse.SUPPRESS, help=argparse.SUPPRESS,
-                       **options)  # fmt: skip
+    group.add_argument(
+        old, dest=shown.strip("-").replace("-", "_"), default=argparse.SUPPRESS, help=argparse.SUPPRESS, **options
+    )

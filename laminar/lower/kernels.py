@@ -26,7 +26,7 @@ from laminar.cost.ops.interned import Forms, forms_of
 from laminar.cost.sim.no_gc import uncollected
 from laminar.ir.ops import ASYNC_OPS, FREE
 from laminar.ir.program import Instr, Program
-from laminar.lower.mincut_recompute import BACKWARD, ELEMENTWISE, FUSES, ROWWISE, SMALL
+from laminar.lower.memory.mincut_recompute import BACKWARD, ELEMENTWISE, FUSES, ROWWISE, SMALL
 
 POINTWISE = frozenset(
     f"aten.{name}"
@@ -35,8 +35,14 @@ POINTWISE = frozenset(
     native_dropout_backward full_like zeros_like ones_like empty_like new_zeros new_full avg_pool2d
     max_pool2d_with_indices bernoulli.p rand normal_functional _adaptive_avg_pool2d upsample_nearest2d flip roll
     clamp_min.Tensor clamp_max.Tensor argmax argmin any all prod prod.dim_int var.correction""".split()
-) | {"laminar.gather_at", "laminar.nll_at", "laminar.nll_backward_at", "laminar.embedding_at",
-     "laminar.batch_norm_moments", "laminar.batch_norm"}  # fmt: skip
+) | {
+    "laminar.gather_at",
+    "laminar.nll_at",
+    "laminar.nll_backward_at",
+    "laminar.embedding_at",
+    "laminar.batch_norm_moments",
+    "laminar.batch_norm",
+}
 """Ops besides those `recompute` knows that a compiler writes itself."""
 WRITES_ITSELF = ELEMENTWISE | BACKWARD | FUSES | ROWWISE | SMALL | POINTWISE
 REDUCES = (

@@ -15,23 +15,23 @@ from functools import lru_cache
 from typing import Any
 
 from laminar.errors import LaminarError, PlacementError
-from laminar.ir.codec import Ref
 from laminar.ir.graph import Graph, Node, map_refs
 from laminar.ir.mesh import Mesh
 from laminar.ir.ops import FREE
-from laminar.ir.patterns import pick
-from laminar.ir.plan import Plan
+from laminar.ir.plans.patterns import pick
+from laminar.ir.plans.plan import Plan
 from laminar.ir.program import READ_VALUES, Instr, MoveCause, Placed, Program, ProgramInput, ProgramOutput, placed
 from laminar.ir.sbp import B, NdSbp, Partial, check, show
+from laminar.ir.serial.codec import Ref
 from laminar.ir.tensor import TensorSpec
-from laminar.lower.boxing_lines import boxing_line
-from laminar.lower.buckets import BUCKET_BYTES, merged
-from laminar.lower.offload import offloaded
-from laminar.lower.overlap import drop_unused, overlap
-from laminar.lower.planned_recompute import made_again
-from laminar.rules.boxing import Step, boxing, chain_s
-from laminar.rules.expand import LAZY, expand
+from laminar.lower.boxing.boxing_lines import boxing_line
+from laminar.lower.boxing.buckets import BUCKET_BYTES, merged
+from laminar.lower.boxing.overlap import drop_unused, overlap
+from laminar.lower.memory.offload import offloaded
+from laminar.lower.memory.planned_recompute import made_again
+from laminar.rules.boxing.boxing import Step, boxing, chain_s
 from laminar.rules.notation import Call, call_of, calls_in
+from laminar.rules.ops.expand import LAZY, expand
 from laminar.rules.signing import Probed, follow, probed_signatures, resolve
 
 LOCAL_DIM: dict[str, Callable[[Any, Any, Any], tuple[str, int, int]]] = {
@@ -39,6 +39,8 @@ LOCAL_DIM: dict[str, Callable[[Any, Any, Any], tuple[str, int, int]]] = {
     "laminar.embedding_backward_at": lambda args, ins, outs: ("out", 0, 0),
     "laminar.grouped_mm_at": lambda args, ins, outs: ("in", 0, 0),
     "laminar.grouped_outer_at": lambda args, ins, outs: ("in", 0, 0),
+    "laminar.attention_at": lambda args, ins, outs: ("in", 0, 2),
+    "laminar.attention_backward_at": lambda args, ins, outs: ("in", 1, 2),
     "laminar.gather_at": lambda args, ins, outs: ("in", 0, args[1] % len(ins[0].shape)),
     "laminar.nll_at": lambda args, ins, outs: ("in", 0, min(len(ins[0].shape) - 1, 1)),
     "laminar.nll_backward_at": lambda args, ins, outs: ("out", 0, min(len(outs[0].shape) - 1, 1)),
@@ -93,8 +95,11 @@ class _Writer:
             (src,) = at
             chain = boxing(spec, src, want, sizes)
         else:
-            chains = [(chain_s(c, spec, sizes), len(c), i, src, c)
-                      for i, src in enumerate(at) for c in (boxing(spec, src, want, sizes),)]  # fmt: skip
+            chains = [
+                (chain_s(c, spec, sizes), len(c), i, src, c)
+                for i, src in enumerate(at)
+                for c in (boxing(spec, src, want, sizes),)
+            ]
             *_, src, chain = min(chains)
         now = at[src]
         for step in chain:

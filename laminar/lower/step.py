@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from laminar.ir.graph import Graph
-from laminar.ir.plan import Plan
+from laminar.ir.plans.plan import Plan
 from laminar.ir.program import Program
 from laminar.ir.sbp import NdSbp
+from laminar.lower.boxing.reshard import Move, moves
 from laminar.lower.lower import lower
-from laminar.lower.reshard import Move, moves
 
 
 def owners(graph: Graph, plan: Plan) -> dict[str, NdSbp]:

@@ -18,19 +18,19 @@ import numpy as np
 
 from laminar.cost.ops.roofline import op_s
 from laminar.errors import NoRuleError, PlanError
-from laminar.ir.account import Account, CompletionCost, WholeOp
-from laminar.ir.codec import Ref
 from laminar.ir.graph import Graph, Node
 from laminar.ir.mesh import Mesh
-from laminar.ir.plan import Choice, Plan
+from laminar.ir.plans.account import Account, CompletionCost, WholeOp
+from laminar.ir.plans.plan import Choice, Plan
 from laminar.ir.sbp import B, NdSbp, Partial, Sbp, Split, check, local_spec, split_size
+from laminar.ir.serial.codec import Ref
 from laminar.ir.tensor import TensorSpec
 from laminar.placement.minsum import MinSum
-from laminar.rules.boxing import WIRE, Step, boxing, chain_s
-from laminar.rules.expand import LAZY, expand
+from laminar.rules.boxing.boxing import WIRE, Step, boxing, chain_s
 from laminar.rules.notation import Call, Signature, calls_in, circulating_blocks, localise
+from laminar.rules.ops.expand import LAZY, expand
+from laminar.rules.ops.table import rule_for
 from laminar.rules.signing import Blocks, follow, options, probed_signatures
-from laminar.rules.table import rule_for
 
 SHARED = 6
 """A value with more readers than this is taken to be shared between blocks."""
@@ -319,8 +319,10 @@ class _Axis:
                     self.problem.add((var, v), table)
         solution = self.problem.solve()
         if not np.isfinite(solution.cost):
-            raise NoRuleError(f"no plan holds all placements asked for on axis {self.axis}={self.parts}",
-                              next="drop one of the seeds; plan with fewer to see which")  # fmt: skip
+            raise NoRuleError(
+                f"no plan holds all placements asked for on axis {self.axis}={self.parts}",
+                next="drop one of the seeds; plan with fewer to see which",
+            )
         return Solved(
             {n.name: signatures[n.name][solution.values[self.vars[n.name]]] for n in self.graph.nodes},
             {name: domain[solution.values[self.vars[name]]] for name, domain in stored.items()},

@@ -22,11 +22,11 @@ from typing import Any
 
 import numpy as np
 
-from laminar.ir.account import Account
-from laminar.ir.codec import Ref
 from laminar.ir.graph import Graph, Node, map_refs
-from laminar.ir.plan import Plan
+from laminar.ir.plans.account import Account
+from laminar.ir.plans.plan import Plan
 from laminar.ir.sbp import NdSbp
+from laminar.ir.serial.codec import Ref
 from laminar.rules.notation import calls_in
 
 LEAST = 3

@@ -14,9 +14,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from laminar.errors import PlanError
-from laminar.ir.codec import Ref
 from laminar.ir.graph import Graph, Node
 from laminar.ir.sbp import B, Partial, Sbp, Split, local_spec
+from laminar.ir.serial.codec import Ref
 from laminar.rules.notation import Call, Signature, calls_in, localise
 from laminar.rules.samples import samples_of
 from laminar.rules.signing import blocks_in, closest, options, probed_signatures
@@ -71,9 +71,11 @@ class _Cut:
                 if lies == B and isinstance(want, Split) and self._tell(ref, want):
                     return False
                 raise PlanError(
-                    f"{node.op} needs samples of other micro-batches", tensor=f"%{node.name}", at=node.where,
+                    f"{node.op} needs samples of other micro-batches",
+                    tensor=f"%{node.name}",
+                    at=node.where,
                     next="run the batch in one part",
-                )  # fmt: skip
+                )
             self.chosen[node.name] = found
             for i, p in enumerate(found.outs):
                 self.lies[Ref(node.name, i)] = B if isinstance(p, Partial) else p

@@ -133,8 +133,12 @@ class MinSum:
         values = [0] * n
         for v, scope, best, then in reversed(steps):
             # Where no value was lost, a value stands at its own number.
-            at = tuple([values[u] if len(kept) == self.sizes[u] else int(np.searchsorted(kept, values[u]))
-                        for u, kept in zip(scope, then, strict=False)])  # fmt: skip
+            at = tuple(
+                [
+                    values[u] if len(kept) == self.sizes[u] else int(np.searchsorted(kept, values[u]))
+                    for u, kept in zip(scope, then, strict=False)
+                ]
+            )
             values[v] = int(then[-1][best[at]])
         return Solution(values, constant, exact)
 

@@ -219,10 +219,12 @@ class Capped:
             if left_s <= 0:
                 break
             found = milp(
-                weights, integrality=np.arange(count) < first[-1], bounds=Bounds(0.0, top),
+                weights,
+                integrality=np.arange(count) < first[-1],
+                bounds=Bounds(0.0, top),
                 constraints=[*limits, LinearConstraint(csr_matrix(used / unit[:, None]), -np.inf, caps)],
                 options={"time_limit": left_s, "mip_rel_gap": 0.0},
-            )  # fmt: skip
+            )
             if found.status == 2 and not again and known.values is None:
                 return Answer(None, math.inf, (), math.inf, True, "programmed")
             if not again and found.mip_dual_bound is not None:

@@ -10,7 +10,7 @@ import random
 
 from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh
-from laminar.ir.plan import Choice, Plan
+from laminar.ir.plans.plan import Choice, Plan
 from laminar.ir.sbp import B, NdSbp, Partial, Sbp, Split, chunk, split_size
 from laminar.ir.tensor import TensorSpec
 from laminar.rules.notation import Signature, call_of, localise

@@ -1,7 +1,7 @@
 """What a plan is asked, answered: `plan.explain()`, `plan.why(...)`, `plan.what_if(...)` and the like end here.
 
-`laminar/__init__.py` names this module to `ir/answers.py`. Each answer loads what it takes, so that a plan is explained
-without loading a search.
+`laminar/__init__.py` names this module to `ir/plans/answers.py`. Each answer loads what it takes, so that a plan is
+explained without loading a search.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from laminar.ir.cluster import Cluster
+from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.graph import Graph
-from laminar.ir.plan import Plan
-from laminar.ir.planned import Answers, Planned
-from laminar.ir.staged import Staged
+from laminar.ir.plans.plan import Plan
+from laminar.ir.plans.planned import Answers, Planned
+from laminar.ir.plans.staged import Staged
 
 
 class PlannerAnswers:

@@ -16,7 +16,7 @@ from typing import Any
 from laminar.cost.calibrate import Calibration, Timing, fit
 from laminar.forecast.features import ddp_features, step_features
 from laminar.forecast.step import machine, section_of
-from laminar.ir.cluster import Cluster
+from laminar.ir.clusters.cluster import Cluster
 from laminar.profile.trials import DDP, PLANS, TRIALS, Trial, all_timed, captured, mesh_of
 from laminar.runtime.check.processes import on_ranks
 

@@ -32,13 +32,13 @@ from torch import Tensor, nn
 from laminar.cost.calibrate import Timing, fit
 from laminar.forecast.features import step_features
 from laminar.forecast.step import machine, section_of
-from laminar.ir.cluster import Cluster
+from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh
-from laminar.ir.plan import Plan
+from laminar.ir.plans.plan import Plan
 from laminar.profile.time_op import workspace_bytes
 from laminar.profile.trials import Trial, _classes, _clicks, _labelled, _next, _Tables, _Words, _words, adamw
-from laminar.train.job import Job
+from laminar.train.job.job import Job
 from laminar.train.options import JobOptions
 
 STARTING_S = 90.0
@@ -196,10 +196,17 @@ def whole_step(
         alone.append(time.perf_counter() - began)
         memory.wait()
     found = {
-        "seconds": statistics.median(times), "spread": max(times) / min(times) - 1, "turns": times,
-        "host_s": statistics.median(host), "host_alone_s": statistics.median(alone), "allocated": allocated,
-        "reserved": reserved, "first_s": first_s, "skipped": skipped, "replayed": bool(step.replays),
-    }  # fmt: skip
+        "seconds": statistics.median(times),
+        "spread": max(times) / min(times) - 1,
+        "turns": times,
+        "host_s": statistics.median(host),
+        "host_alone_s": statistics.median(alone),
+        "allocated": allocated,
+        "reserved": reserved,
+        "first_s": first_s,
+        "skipped": skipped,
+        "replayed": bool(step.replays),
+    }
     return found, job
 
 
@@ -257,9 +264,14 @@ def timed(seconds: float, keep: Path) -> list[dict[str, Any]]:
     with tempfile.TemporaryFile() as log:
         try:
             done = subprocess.run(
-                command, env={**os.environ, "PYTHONPATH": found_at}, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                timeout=seconds + STARTING_S, check=False,
-            )  # fmt: skip
+                command,
+                env={**os.environ, "PYTHONPATH": found_at},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                timeout=seconds + STARTING_S,
+                check=False,
+            )
             died = f"ended with exit code {done.returncode}" if done.returncode else ""
         except subprocess.TimeoutExpired:
             died = "did not end in time"

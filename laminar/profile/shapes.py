@@ -236,8 +236,14 @@ def _convolutions(t: str, r: Range) -> Iterator[tuple[int, int, Make]]:
 
         return one
 
-    for worth, area, stride, depthwise in ((36, 3, 1, False), (12, 3, 2, False), (9, 1, 1, False), (4, 1, 2, False),
-                                           (4, 5, 1, False), (4, 3, 1, True)):  # fmt: skip
+    for worth, area, stride, depthwise in (
+        (36, 3, 1, False),
+        (12, 3, 2, False),
+        (9, 1, 1, False),
+        (4, 1, 2, False),
+        (4, 5, 1, False),
+        (4, 3, 1, True),
+    ):
         yield worth, 4, make(area, stride, depthwise, False)
         yield worth, 4, make(area, stride, depthwise, True)
     for back in (False, True):
@@ -246,25 +252,52 @@ def _convolutions(t: str, r: Range) -> Iterator[tuple[int, int, Make]]:
 
 
 CHEAP = {
-    "aten.add.Tensor({x},{x},1)->{x}": 7, "aten.mul.Tensor({x},{x})->{x}": 6, "aten.add.Tensor({x},{v},1)->{x}": 6,
-    "aten.mul.Tensor({x},{v})->{x}": 3, "aten.mul.Tensor({x},~)->{x}": 3, "aten.mul.Scalar({x},~)->{x}": 3,
-    "aten.div.Scalar({x},8)->{x}": 4, "aten.sub.Tensor({x},{x},1)->{x}": 3, "aten.div.Tensor({x},{x})->{x}": 3,
-    "aten.relu({x})->{x}": 6, "aten.threshold_backward({x},{x},0)->{x}": 6, "aten.neg({x})->{x}": 3,
-    "aten.mul.Tensor({x},{x}{turned})->{x}": 4, "aten.add.Tensor({x}{turned},{x}{turned},1)->{x}": 3,
-    "aten.where.self({b},{x},{x})->{x}": 3, "aten.masked_fill.Scalar({x},{b},~)->{x}": 3,
-    "aten.ge.Scalar({x},~)->{b}": 3, "aten._to_copy({b},:{t},-,-,-,F,-)->{x}": 3,
+    "aten.add.Tensor({x},{x},1)->{x}": 7,
+    "aten.mul.Tensor({x},{x})->{x}": 6,
+    "aten.add.Tensor({x},{v},1)->{x}": 6,
+    "aten.mul.Tensor({x},{v})->{x}": 3,
+    "aten.mul.Tensor({x},~)->{x}": 3,
+    "aten.mul.Scalar({x},~)->{x}": 3,
+    "aten.div.Scalar({x},8)->{x}": 4,
+    "aten.sub.Tensor({x},{x},1)->{x}": 3,
+    "aten.div.Tensor({x},{x})->{x}": 3,
+    "aten.relu({x})->{x}": 6,
+    "aten.threshold_backward({x},{x},0)->{x}": 6,
+    "aten.neg({x})->{x}": 3,
+    "aten.mul.Tensor({x},{x}{turned})->{x}": 4,
+    "aten.add.Tensor({x}{turned},{x}{turned},1)->{x}": 3,
+    "aten.where.self({b},{x},{x})->{x}": 3,
+    "aten.masked_fill.Scalar({x},{b},~)->{x}": 3,
+    "aten.ge.Scalar({x},~)->{b}": 3,
+    "aten._to_copy({b},:{t},-,-,-,F,-)->{x}": 3,
     "aten._to_copy({x},:f64,-,-,-,F,-)->{w}": 2,
-    "aten._to_copy({x},:bf16,-,-,-,F,-)->{h}": 2, "aten._to_copy({h},:{t},-,-,-,F,-)->{x}": 2,
-    "aten.full([{dims}],~,:{t},-,-,-)->{x}": 3, "aten.reciprocal({x})->{x}": 2, "aten.maximum({x},{x})->{x}": 2,
-    "aten.add.Tensor({x},{x}{s},1)->{x}": 3, "aten.div.Scalar({x}{{e}},4)->{x}": 3,
-}  # fmt: skip
+    "aten._to_copy({x},:bf16,-,-,-,F,-)->{h}": 2,
+    "aten._to_copy({h},:{t},-,-,-,F,-)->{x}": 2,
+    "aten.full([{dims}],~,:{t},-,-,-)->{x}": 3,
+    "aten.reciprocal({x})->{x}": 2,
+    "aten.maximum({x},{x})->{x}": 2,
+    "aten.add.Tensor({x},{x}{s},1)->{x}": 3,
+    "aten.div.Scalar({x}{{e}},4)->{x}": 3,
+}
 DEAR = {
-    "aten.gelu({x},$none)->{x}": 4, "aten.gelu({x},$tanh)->{x}": 5, "aten.gelu_backward({x},{x},$none)->{x}": 4,
-    "aten.gelu_backward({x},{x},$tanh)->{x}": 5, "aten.silu({x})->{x}": 4, "aten.silu_backward({x},{x})->{x}": 4,
-    "aten.tanh({x})->{x}": 3, "aten.tanh_backward({x},{x})->{x}": 3, "aten.exp({x})->{x}": 3, "aten.log({x})->{x}": 2,
-    "aten.sigmoid({x})->{x}": 3, "aten.pow.Tensor_Scalar({x},2.0)->{x}": 4, "aten.pow.Tensor_Scalar({x},3.0)->{x}": 2,
-    "aten.erf({x})->{x}": 2, "aten.rsqrt({x})->{x}": 4, "aten.sqrt({x})->{x}": 2, "aten.cos({x})->{x}": 2,
-}  # fmt: skip
+    "aten.gelu({x},$none)->{x}": 4,
+    "aten.gelu({x},$tanh)->{x}": 5,
+    "aten.gelu_backward({x},{x},$none)->{x}": 4,
+    "aten.gelu_backward({x},{x},$tanh)->{x}": 5,
+    "aten.silu({x})->{x}": 4,
+    "aten.silu_backward({x},{x})->{x}": 4,
+    "aten.tanh({x})->{x}": 3,
+    "aten.tanh_backward({x},{x})->{x}": 3,
+    "aten.exp({x})->{x}": 3,
+    "aten.log({x})->{x}": 2,
+    "aten.sigmoid({x})->{x}": 3,
+    "aten.pow.Tensor_Scalar({x},2.0)->{x}": 4,
+    "aten.pow.Tensor_Scalar({x},3.0)->{x}": 2,
+    "aten.erf({x})->{x}": 2,
+    "aten.rsqrt({x})->{x}": 4,
+    "aten.sqrt({x})->{x}": 2,
+    "aten.cos({x})->{x}": 2,
+}
 
 
 def _tensors(text: str, t: str, low: int, high: int, least: int = 16) -> Make:
@@ -276,10 +309,22 @@ def _tensors(text: str, t: str, low: int, high: int, least: int = 16) -> Make:
         rows = max(1, round(low / size * (high / low) ** p[0] / columns))
         dims = f"{rows},{columns}"
         return text.format(
-            x=f"{t}[{dims}]", v=f"{t}[{columns}]", b=f"bool[{dims}]", w=f"f64[{dims}]", h=f"bf16[{dims}]", t=t,
-            dims=dims, rows=rows, columns=columns, turned="'", s="{s}", one=f"{t}[{rows},1]", r=f"{t}[{rows}]",
-            ids=f"i64[{rows}]", table=f"{t}[{max(8, 40 * columns)},{columns}]",
-        )  # fmt: skip
+            x=f"{t}[{dims}]",
+            v=f"{t}[{columns}]",
+            b=f"bool[{dims}]",
+            w=f"f64[{dims}]",
+            h=f"bf16[{dims}]",
+            t=t,
+            dims=dims,
+            rows=rows,
+            columns=columns,
+            turned="'",
+            s="{s}",
+            one=f"{t}[{rows},1]",
+            r=f"{t}[{rows}]",
+            ids=f"i64[{rows}]",
+            table=f"{t}[{max(8, 40 * columns)},{columns}]",
+        )
 
     return make
 
@@ -292,17 +337,23 @@ def _elementwise(t: str, r: Range) -> Iterator[tuple[int, int, Make]]:
 
 def _reductions(t: str, r: Range) -> Iterator[tuple[int, int, Make]]:
     texts = {
-        "aten.sum.dim_IntList({x},[0],F,-)->{v}": 7, "aten.sum.dim_IntList({x},[0],T,-)->{t}[1,{columns}]": 6,
-        "aten.sum.dim_IntList({x},[1],T,-)->{one}": 6, "aten.mean.dim({x},[-1],T,-)->{one}": 6,
-        "aten.sum({x},-)->{t}[]": 4, "aten.amax({x},[-1],T)->{one}": 3,
+        "aten.sum.dim_IntList({x},[0],F,-)->{v}": 7,
+        "aten.sum.dim_IntList({x},[0],T,-)->{t}[1,{columns}]": 6,
+        "aten.sum.dim_IntList({x},[1],T,-)->{one}": 6,
+        "aten.mean.dim({x},[-1],T,-)->{one}": 6,
+        "aten.sum({x},-)->{t}[]": 4,
+        "aten.amax({x},[-1],T)->{one}": 3,
         "aten.sum.dim_IntList({x}{s},[0],T,-)->{t}[1,{columns}]": 3,
-        "aten._softmax({x},-1,F)->{x}": 7, "aten._softmax_backward_data({x},{x},-1,:{t})->{x}": 7,
-        "aten._log_softmax({x},1,F)->{x}": 6, "aten._log_softmax_backward_data({x},{x},1,:{t})->{x}": 6,
+        "aten._softmax({x},-1,F)->{x}": 7,
+        "aten._softmax_backward_data({x},{x},-1,:{t})->{x}": 7,
+        "aten._log_softmax({x},1,F)->{x}": 6,
+        "aten._log_softmax_backward_data({x},{x},1,:{t})->{x}": 6,
         "aten.native_layer_norm({x},[{columns}],{v},{v},~)->{x},{one},{one}": 8,
         "aten.native_layer_norm_backward({x},{x},[{columns}],{one},{one},{v},{v},[T,T,T])->{x},{v},{v}": 8,
         "aten.nll_loss_forward({x},{ids},-,1,-100)->{t}[],{t}[]": 4,
-        "aten.nll_loss_backward({t}[],{x},{ids},-,1,-100,{t}[])->{x}": 4, "aten.cumsum({x},1,-)->{x}": 2,
-    }  # fmt: skip
+        "aten.nll_loss_backward({t}[],{x},{ids},-,1,-100,{t}[])->{x}": 4,
+        "aten.cumsum({x},1,-)->{x}": 2,
+    }
     for text, worth in texts.items():
         yield worth + 2, 2, _tensors(text, t, r.bytes[0], r.bytes[1] // 2, least=6)
 
@@ -312,9 +363,20 @@ def _pictures(text: str, t: str, high: int) -> Make:
         n, c = sized(p[0], 4, 64), 8 * max(1, channels(p[1], high) // 8)
         side = 2 * (1, 2, 3, 4, 7, 8, 14, 16)[int(p[2] * 8)]
         half = f"[{n},{c},{side // 2},{side // 2}]"
-        return text.format(x=f"{t}[{n},{c},{side},{side}]", c=f"{t}[{c}]", w=f"f64[{c}]", h=t + half, i="i64" + half,
-                           count=n * side * side, n=n, ch=c, area=side * side,
-                           g=f"{t}[{n},{max(1, c // 8)}]", groups=max(1, c // 8), p=f"{t}[{n},{c},1,1]")  # fmt: skip
+        return text.format(
+            x=f"{t}[{n},{c},{side},{side}]",
+            c=f"{t}[{c}]",
+            w=f"f64[{c}]",
+            h=t + half,
+            i="i64" + half,
+            count=n * side * side,
+            n=n,
+            ch=c,
+            area=side * side,
+            g=f"{t}[{n},{max(1, c // 8)}]",
+            groups=max(1, c // 8),
+            p=f"{t}[{n},{c},1,1]",
+        )
 
     return make
 
@@ -323,33 +385,46 @@ def _channels(t: str, r: Range) -> Iterator[tuple[int, int, Make]]:
     texts = {
         "laminar.batch_norm({x},{c},{c},~)->{x},{c},{c}": 8,
         "laminar.batch_norm_backward({x},{x},{c},{c},{c})->{x},{c},{c}": 8,
-        "laminar.batch_norm_apply({x},{c},{c},{c},{c},~)->{x}": 8, "laminar.batch_norm_moments({x})->{w},{w}": 8,
+        "laminar.batch_norm_apply({x},{c},{c},{c},{c},~)->{x}": 8,
+        "laminar.batch_norm_moments({x})->{w},{w}": 8,
         "laminar.batch_norm_sums({x},{x},{c},{c})->{c},{c}": 8,
         "laminar.batch_norm_grad({x},{x},{c},{c},{c},{c},{c},{count})->{x}": 8,
         "aten.max_pool2d_with_indices({x},[3,3],[2,2],[1,1],[1,1],F)->{h},{i}": 4,
         "aten.max_pool2d_with_indices_backward({h},{x},[3,3],[2,2],[1,1],[1,1],F,{i})->{x}": 4,
         "aten.native_group_norm({x},{c},{c},{n},{ch},{area},{groups},~)->{x},{g},{g}": 4,
         "aten.native_group_norm_backward({x},{x},{g},{g},{c},{n},{ch},{area},{groups},[T,T,T])->{x},{c},{c}": 4,
-        "aten.mean.dim({x},[-1,-2],T,-)->{p}": 3, "aten.add.Tensor({x},{x},1)->{x}": 3, "aten.relu({x})->{x}": 2,
-    }  # fmt: skip
+        "aten.mean.dim({x},[-1,-2],T,-)->{p}": 3,
+        "aten.add.Tensor({x},{x},1)->{x}": 3,
+        "aten.relu({x})->{x}": 2,
+    }
     for text, worth in texts.items():
         yield worth, 3, _pictures(text, t, 1024 if r is RANGES["gpu"] else 256)
 
 
 def _moves(t: str, r: Range) -> Iterator[tuple[int, int, Make]]:
     texts = {
-        "aten.clone({x},-)->{x}": 4, "aten.clone({x}{turned},-)->{x}": 3,
-        "aten.cat([{x},{x}],0)->{t}[{rows2},{columns}]": 4, "aten.cat([{x},{x},{x}],1)->{t}[{rows},{columns3}]": 5,
+        "aten.clone({x},-)->{x}": 4,
+        "aten.clone({x}{turned},-)->{x}": 3,
+        "aten.cat([{x},{x}],0)->{t}[{rows2},{columns}]": 4,
+        "aten.cat([{x},{x},{x}],1)->{t}[{rows},{columns3}]": 5,
         "aten.slice_backward({x},[{rows2},{columns}],0,0,{rows},1)->{t}[{rows2},{columns}]": 4,
         "aten.constant_pad_nd({x},[0,1],~)->{t}[{rows},{columns1}]": 3,
-    }  # fmt: skip
+    }
 
     def more(text: str) -> Make:
         def make(p: tuple[float, ...]) -> str:
             columns = sized(p[1], 16, 1024)
             rows = max(1, round(r.bytes[0] / 4 * (r.bytes[1] / 2 / r.bytes[0]) ** p[0] / columns))
-            return text.format(x=f"{t}[{rows},{columns}]", t=t, turned="'", rows=rows, columns=columns, rows2=2 * rows,
-                               columns3=3 * columns, columns1=columns + 1)  # fmt: skip
+            return text.format(
+                x=f"{t}[{rows},{columns}]",
+                t=t,
+                turned="'",
+                rows=rows,
+                columns=columns,
+                rows2=2 * rows,
+                columns3=3 * columns,
+                columns1=columns + 1,
+            )
 
         return make
 
@@ -373,16 +448,18 @@ def _indexing(t: str, r: Range) -> Iterator[tuple[int, int, Make]]:
         return one
 
     texts = {
-        "aten.embedding({table},{ids},-1,F,F)->{got}": 9, "aten.index_select({table},0,{ids})->{got}": 4,
+        "aten.embedding({table},{ids},-1,F,F)->{got}": 9,
+        "aten.index_select({table},0,{ids})->{got}": 4,
         "aten.embedding_dense_backward({got},{ids},{rows},-1,F)->{table}": 6,
         "aten.embedding_dense_backward({got},{ids},{rows},-1,F)->{table}!": 12,
         "laminar.embedding_at({table},{ids},-1,F,F,$offset,$in,0,0)->{got}": 3,
         "laminar.embedding_backward_at({got},{ids},{rows},-1,F,$offset,$out,0,0)->{table}": 3,
-        "aten.gather({got},1,i64[{n},1],F)->{t}[{n},1]": 3, "aten.index.Tensor({table},[{ids}])->{got}": 3,
+        "aten.gather({got},1,i64[{n},1],F)->{t}[{n},1]": 3,
+        "aten.index.Tensor({table},[{ids}])->{got}": 3,
         "aten.index.Tensor({t}[{n},10,10],[-,i64[45],i64[45]])->{t}[{n},45]": 3,
         "aten.index_put({t}[{n},10,10],[-,i64[45],i64[45]],{t}[{n},45],T)->{t}[{n},10,10]": 3,
         "aten.scatter_add({got},1,i64[{n},8],{t}[{n},8])->{got}": 3,
-    }  # fmt: skip
+    }
     for text, worth in texts.items():
         if not (large > 1 and "embedding_dense_backward" in text):  # compiled, it is another kernel: `runtime.fused`
             yield worth, 3, make(text)
@@ -429,13 +506,19 @@ def _others(r: Range) -> Iterator[tuple[int, int, Make]]:
 
 
 VIEWS = (
-    "aten.view(f32[64,32],[8,8,32])->f32[8,8,32]", "aten.view(f32[8,8,32],[64,32])->f32[64,32]",
-    "aten.t(f32[64,32])->f32[32,64]", "aten.transpose.int(f32[4,16,32],1,2)->f32[4,32,16]",
-    "aten.permute(f32[4,8,16],[2,0,1])->f32[16,4,8]", "aten.unsqueeze(f32[8,16],1)->f32[8,1,16]",
-    "aten.expand(f32[8,1],[8,16],F)->f32[8,16]", "aten.slice.Tensor(f32[64,32],0,0,32,1)->f32[32,32]",
-    "aten.select.int(f32[64,32],0,3)->f32[32]", "aten.split.Tensor(f32[64,96],32,1)->f32[64,32],f32[64,32],f32[64,32]",
-    "aten.unbind.int(f32[3,64,32],0)->f32[64,32],f32[64,32],f32[64,32]", "aten.squeeze.dim(f32[8,1,16],1)->f32[8,16]",
-)  # fmt: skip
+    "aten.view(f32[64,32],[8,8,32])->f32[8,8,32]",
+    "aten.view(f32[8,8,32],[64,32])->f32[64,32]",
+    "aten.t(f32[64,32])->f32[32,64]",
+    "aten.transpose.int(f32[4,16,32],1,2)->f32[4,32,16]",
+    "aten.permute(f32[4,8,16],[2,0,1])->f32[16,4,8]",
+    "aten.unsqueeze(f32[8,16],1)->f32[8,1,16]",
+    "aten.expand(f32[8,1],[8,16],F)->f32[8,16]",
+    "aten.slice.Tensor(f32[64,32],0,0,32,1)->f32[32,32]",
+    "aten.select.int(f32[64,32],0,3)->f32[32]",
+    "aten.split.Tensor(f32[64,96],32,1)->f32[64,32],f32[64,32],f32[64,32]",
+    "aten.unbind.int(f32[3,64,32],0)->f32[64,32],f32[64,32],f32[64,32]",
+    "aten.squeeze.dim(f32[8,1,16],1)->f32[8,16]",
+)
 
 
 def _views() -> Iterator[tuple[int, int, Make]]:

@@ -35,7 +35,7 @@ from laminar.cost.ops.price import OpCost
 from laminar.cost.ops.strides import layouts
 from laminar.cost.ops.table import Entry, Section, Table, cpu_section, key_of, local_call
 from laminar.errors import LaminarError
-from laminar.ir.cluster import Cluster, Figure
+from laminar.ir.clusters.cluster import Cluster, Figure
 from laminar.ir.program import Program
 from laminar.profile import shapes
 
@@ -382,9 +382,13 @@ def _device_name(device: Any) -> str:
 
 
 def profile(
-    cluster: Cluster, *, ranks: Sequence[int] | None = None, budget_s: float = 150.0, programs: Iterable[Program] = (),
+    cluster: Cluster,
+    *,
+    ranks: Sequence[int] | None = None,
+    budget_s: float = 150.0,
+    programs: Iterable[Program] = (),
     progress: Progress | None = None,
-) -> Cluster:  # fmt: skip
+) -> Cluster:
     """The cluster with what was measured on this machine: a profile, and figures of its own marked "measured".
 
     `ranks`: how many processes measure at once, one section each; by default 1, 2, 4, ... up to the cores (or GPUs).
@@ -395,8 +399,10 @@ def profile(
         import torch
 
         if not torch.cuda.is_available():
-            raise LaminarError(f"cluster {cluster.name} has GPUs, this machine has none",
-                               next='profile Cluster.detect() or Cluster.preset("2xcpu")')  # fmt: skip
+            raise LaminarError(
+                f"cluster {cluster.name} has GPUs, this machine has none",
+                next='profile Cluster.detect() or Cluster.preset("2xcpu")',
+            )
         available = torch.cuda.device_count()
     else:
         available = cores()

@@ -24,12 +24,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from laminar.capture.torch_ops import DTYPES
+from laminar.capture.ops.torch_ops import DTYPES
 from laminar.ir.mesh import Mesh
 from laminar.ir.program import Program
 from laminar.ir.sbp import PSUM, B, S
 from laminar.ir.tensor import TensorSpec
-from laminar.lower.reshard import moves
+from laminar.lower.boxing.reshard import moves
 from laminar.profile.time_op import LEAST_ROUNDS, More, Run, Timer
 from laminar.runtime.comm.transport import Groups
 
@@ -116,9 +116,15 @@ def measure_exchanges(
         taken = (time.monotonic() - began) if entry.seconds * LEAST_ROUNDS > limit_s else 0.0
         slow[way, kind, resident] = max(slow.get((way, kind, resident), (0, 0.0)), (nbytes, taken))
         yield {
-            "backend": way, "kind": kind, "ranks": ranks, "bytes": held, "seconds": entry.seconds,
-            "spread": round(entry.spread, 5), "threads": threads, **({"resident": True} if resident else {}),
-        }  # fmt: skip
+            "backend": way,
+            "kind": kind,
+            "ranks": ranks,
+            "bytes": held,
+            "seconds": entry.seconds,
+            "spread": round(entry.spread, 5),
+            "threads": threads,
+            **({"resident": True} if resident else {}),
+        }
 
 
 def _run(kind: str, nbytes: int, groups: Groups, resident: bool) -> tuple[Run, torch.Tensor | None, int]:
@@ -190,7 +196,9 @@ def measure_overlap(device: torch.device, nbytes: int = 1 << 24, rounds: int = 5
         left.append(made * one / took)
         beside.append(took)
     return {
-        "backend": dist.get_backend(), "ranks": dist.get_world_size(), "bytes": nbytes,
+        "backend": dist.get_backend(),
+        "ranks": dist.get_world_size(),
+        "bytes": nbytes,
         "compute_left": min(1.0, max(0.05, statistics.median(left))),
         "transfer_left": min(1.0, max(0.05, whole / statistics.median(beside))),
-    }  # fmt: skip
+    }

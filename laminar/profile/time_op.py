@@ -31,14 +31,14 @@ import torch
 from torch import Tensor
 
 from laminar.capture import torch_private
-from laminar.capture.torch_ops import DTYPES
+from laminar.capture.ops.torch_ops import DTYPES
 from laminar.cost.ops.strides import strides_of
 from laminar.cost.ops.table import CUT, Entry, parse_key
-from laminar.ir.codec import Ref
 from laminar.ir.mesh import Mesh
 from laminar.ir.ops import DRAWS
 from laminar.ir.program import Instr, Placed
 from laminar.ir.sbp import B, S
+from laminar.ir.serial.codec import Ref
 from laminar.ir.tensor import TensorSpec
 from laminar.rules.notation import Call
 from laminar.runtime.code.eager_step import OUT_VARIANTS
@@ -103,8 +103,18 @@ def _instr(call: Call) -> tuple[Instr, Mesh]:
         args, mesh = args[:-1], Mesh({"one": 2})
         shape = call.out.shape
         outs = (Placed(TensorSpec((2 * shape[0], *shape[1:]), call.out.dtype), (S(0),)),)
+    op, args = _last_stretch(call, args)
     refs = tuple(Ref("", i) for i in range(len(call.ins)))
-    return Instr("op", call.op, args, refs, tuple(Placed(s, (B,)) for s in call.ins), outs), mesh
+    return Instr("op", op, args, refs, tuple(Placed(s, (B,)) for s in call.ins), outs), mesh
+
+
+def _last_stretch(call: Call, args: tuple[Any, ...]) -> tuple[str, tuple[Any, ...]]:
+    """Causal attention of fewer queries than keys is priced as the last stretch of them, so that is what runs."""
+    back = call.op == "laminar.attention_backward"
+    if not (back or call.op == "laminar.attention") or not call.args[7 if back else 4]:
+        return call.op, args
+    rows, keys = call.ins[int(back)].shape[2], call.ins[1 + int(back)].shape[2]
+    return (f"{call.op}_at", (*args, keys - rows)) if rows < keys else (call.op, args)
 
 
 def operand(spec: TensorSpec, mark: str, device: torch.device, below: int = 2) -> Tensor:
@@ -174,7 +184,7 @@ def _fill(arg: Any, given: Sequence[Tensor]) -> Any:
 
 
 def _update(call: Call, device: torch.device) -> list[Run]:
-    """A whole update of `tensors` parameters with `elements` in all, as `train/optimizer.py` has it run."""
+    """A whole update of `tensors` parameters with `elements` in all, as `train/optimizer/optimizer.py` has it run."""
     tensors, elements = call.args
     params = [
         torch.nn.Parameter(operand(TensorSpec((elements // tensors,), "f32"), "", device)) for _ in range(tensors)

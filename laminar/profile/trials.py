@@ -25,11 +25,11 @@ from torch.nn.parallel import DistributedDataParallel
 from laminar.capture.capture import capture
 from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh
-from laminar.ir.plan import Plan
+from laminar.ir.plans.plan import Plan
 from laminar.placement import presets
 from laminar.placement.random_plan import random_plan
 from laminar.runtime.check.probe_rules import probe
-from laminar.train.job import Job
+from laminar.train.job.job import Job
 from laminar.train.options import JobOptions
 
 DDP = "ddp"

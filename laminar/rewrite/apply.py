@@ -18,10 +18,10 @@ from typing import Any
 
 from laminar.cost.ops.roofline import flops, op_s
 from laminar.errors import RuleError
-from laminar.ir.codec import Ref, content_hash
 from laminar.ir.graph import Graph, Node, map_refs
 from laminar.ir.ops import FREE
-from laminar.ir.rewrites import Applied
+from laminar.ir.plans.rewrites import Applied
+from laminar.ir.serial.codec import Ref, content_hash
 from laminar.ir.tensor import TensorSpec
 from laminar.rewrite.edit import Lookup, NoFit, Writer, is_packed
 from laminar.rewrite.forms import FORMS, FUNCTIONS, Seen
@@ -274,16 +274,24 @@ class Work:
     """By the roofline of `cost/ops/roofline.py`."""
 
     def __sub__(self, other: Work) -> Work:
-        return Work(self.flops - other.flops, self.moved_bytes - other.moved_bytes, self.ops - other.ops,
-                    self.seconds - other.seconds)  # fmt: skip
+        return Work(
+            self.flops - other.flops,
+            self.moved_bytes - other.moved_bytes,
+            self.ops - other.ops,
+            self.seconds - other.seconds,
+        )
 
 
 def work_of(graph: Graph | Lookup) -> Work:
     """What a graph does on one device."""
     look = graph if isinstance(graph, Lookup) else Lookup(graph)
     each = [_work_here(look, name) for name in look.notes]
-    return Work(sum(w.flops for w in each), sum(w.moved_bytes for w in each), sum(w.ops for w in each),
-                sum(w.seconds for w in each))  # fmt: skip
+    return Work(
+        sum(w.flops for w in each),
+        sum(w.moved_bytes for w in each),
+        sum(w.ops for w in each),
+        sum(w.seconds for w in each),
+    )
 
 
 def _work_here(look: Lookup, name: str) -> Work:
@@ -313,8 +321,10 @@ def _gain(look: Lookup, writer: Writer, new: dict[Ref, Ref], also: Sequence[str]
         if node is None or name in gone:
             continue
         mine = [Ref(name, i) for i, o in enumerate(node.outs) if o is not None]
-        if all(r in new or (r not in needed and r not in look.kept
-               and all(u.name in gone for u in look.users.get(r, ()))) for r in mine):  # fmt: skip
+        if all(
+            r in new or (r not in needed and r not in look.kept and all(u.name in gone for u in look.users.get(r, ())))
+            for r in mine
+        ):
             gone.add(name)
             todo += [r.name for r in look.notes[name].reads]
     half = {r.name for r in new} - gone  # backward convolutions of which one result is replaced
@@ -337,8 +347,11 @@ def _params(look: Lookup, match: Match) -> frozenset[frozenset[str]]:
                     found |= {item.name} if item.kind == "param" else set()
         matrices = {p for p in found if len(look.inputs[p].spec.shape) > 1}
         owners = {p.rpartition(".")[0] for p in found} if not matrices else set()
-        matrices |= {i.name for i in look.graph.inputs if i.kind == "param" and len(i.spec.shape) > 1
-                     and i.name.rpartition(".")[0] in owners}  # fmt: skip
+        matrices |= {
+            i.name
+            for i in look.graph.inputs
+            if i.kind == "param" and len(i.spec.shape) > 1 and i.name.rpartition(".")[0] in owners
+        }
         out.add(frozenset(matrices))
     return frozenset(out)
 

@@ -15,10 +15,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from laminar.ir.codec import Ref
 from laminar.ir.graph import Graph, Node, map_refs
+from laminar.ir.serial.codec import Ref
 from laminar.ir.tensor import TensorSpec
-from laminar.rules.expand import Sheet
+from laminar.rules.ops.expand import Sheet
 
 TURNS = ("aten.t", "aten.transpose.int", "aten.permute")
 VIEWS = ("aten.view", "aten._unsafe_view", "aten.reshape")

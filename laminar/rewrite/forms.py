@@ -13,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from laminar.ir.codec import Ref
 from laminar.ir.graph import Node, refs_in
+from laminar.ir.serial.codec import Ref
 from laminar.ir.tensor import FLOATS, ITEM_BYTES, TensorSpec
 from laminar.rewrite.edit import TURNS, VIEWS, Lookup, NoFit, Shape, Writer, compose, turn_of
 
@@ -336,26 +336,43 @@ FORMS: dict[str, Form] = {
     "each": Form(tuple(sorted(EACH)), _each, _write_each),
     "take": Form(TAKES, _take, _write_take),
     "expand": _op("aten.expand", lambda look, n: n.args[:2], _expanded),
-    "power": _op("aten.pow.Tensor_Scalar", lambda look, n: n.args[:2],
-                 lambda w, a, e: w.point("pow.Tensor_Scalar", a, e)),
+    "power": _op(
+        "aten.pow.Tensor_Scalar", lambda look, n: n.args[:2], lambda w, a, e: w.point("pow.Tensor_Scalar", a, e)
+    ),
     "mul": _pair("mul.Tensor"),
     "add": _pair("add.Tensor"),
     "cast": Form(("aten._to_copy",), _cast(False), lambda w, a, d: w.cast(a, d)),
     "widen": Form(("aten._to_copy",), _cast(True), lambda w, a, d: w.cast(a, d)),
-    "rsum": _op("aten.sum.dim_IntList", lambda look, n: (n.args[0], (n.args[1], n.args[2]))
-                if n.args[1] and len(n.args) > 2 and n.args[3:] in ((), (None,)) else None, _reduced),
-    "rowsum": _op("aten.sum.dim_IntList", lambda look, n: n.args[:1] if n.args[1:] == ((0,), False, None) else None,
-                  lambda w, a: _reduced(w, a, ((0,), False))),
+    "rsum": _op(
+        "aten.sum.dim_IntList",
+        lambda look, n: (
+            (n.args[0], (n.args[1], n.args[2]))
+            if n.args[1] and len(n.args) > 2 and n.args[3:] in ((), (None,))
+            else None
+        ),
+        _reduced,
+    ),
+    "rowsum": _op(
+        "aten.sum.dim_IntList",
+        lambda look, n: n.args[:1] if n.args[1:] == ((0,), False, None) else None,
+        lambda w, a: _reduced(w, a, ((0,), False)),
+    ),
     "embedding": _op("aten.embedding", lambda look, n: (*n.args[:2], n.args[2:]), _write_embedding),
-    "embedding_grad": _op("aten.embedding_dense_backward",
-                          lambda look, n: None if n.args[4] else (*n.args[:2], n.args[2:]), _write_embedding_gradient),
+    "embedding_grad": _op(
+        "aten.embedding_dense_backward",
+        lambda look, n: None if n.args[4] else (*n.args[:2], n.args[2:]),
+        _write_embedding_gradient,
+    ),
     "conv": _op("aten.convolution", _convolution(False), _write_convolution),
-    "convb": _op("aten.convolution", _convolution(True),
-                 lambda w, x, weight, bias, how: _write_convolution(w, x, weight, how, bias)),
+    "convb": _op(
+        "aten.convolution",
+        _convolution(True),
+        lambda w, x, weight, bias, how: _write_convolution(w, x, weight, how, bias),
+    ),
     "conv_dx": _convolution_gradient(0),
     "conv_dw": _convolution_gradient(1),
     "conv_db": _convolution_gradient(2),
-}  # fmt: skip
+}
 """Every word of the language, but `sum` and `part`, which are about members (`match.py`)."""
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {"times": lambda r, s: r * s, "then": compose}

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from laminar.ir.codec import Ref
 from laminar.ir.graph import Graph, map_refs
+from laminar.ir.serial.codec import Ref
 from laminar.rewrite.apply import Rule, rewrite
 from laminar.rewrite.edit import Lookup
 from laminar.rewrite.rules import RULES

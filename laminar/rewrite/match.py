@@ -19,9 +19,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from laminar.ir.codec import Ref
 from laminar.ir.graph import Node
 from laminar.ir.ops import FREE
+from laminar.ir.serial.codec import Ref
 from laminar.rewrite.edit import SPLITS, VIEWS, Lookup, NoFit, Shape, Writer, split_dim
 from laminar.rewrite.forms import FORMS, FUNCTIONS, Seen
 from laminar.rewrite.language import Pattern, Term, Var, starred, words

@@ -82,8 +82,11 @@ class Loaded:
 
 
 PARALLEL, LACKS, MISFIT, FAILS = (
-    "about placement, not algebra", "the right side reads what the left side does not have", "no sizes fit both sides",
-    "the two sides differ")  # fmt: skip
+    "about placement, not algebra",
+    "the right side reads what the left side does not have",
+    "no sizes fit both sides",
+    "the two sides differ",
+)
 UNREADABLE, UNKNOWN, TOO_LARGE = "can't be read", "an op that is not known", "too large"
 NOT_LOADED = (PARALLEL, UNREADABLE, UNKNOWN, TOO_LARGE)
 """Reasons, as they begin, for which a rule is not even tried."""
@@ -339,10 +342,15 @@ class _Spoken:
 
 _WORDS = {"OP_RELU": "relu", "OP_EW_ADD": "add", "OP_EW_MUL": "mul"}
 _SPOKEN: dict[str, Callable[..., Any]] = {
-    "mm": np.matmul, "bmm": np.matmul, "add": np.add, "mul": np.multiply, "relu": lambda a: np.maximum(a, 0),
-    "t": lambda a: a.swapaxes(-1, -2), "bt": lambda a: a.swapaxes(-1, -2),
+    "mm": np.matmul,
+    "bmm": np.matmul,
+    "add": np.add,
+    "mul": np.multiply,
+    "relu": lambda a: np.maximum(a, 0),
+    "t": lambda a: a.swapaxes(-1, -2),
+    "bt": lambda a: a.swapaxes(-1, -2),
     "join": lambda a, b, d: np.concatenate([a, b], d),
-}  # fmt: skip
+}
 """What the words of a translation mean."""
 
 

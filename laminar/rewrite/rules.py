@@ -5,7 +5,7 @@ ranks by themselves; which is better hangs on the placement, so the planner deci
 on placement, and are applied first wherever they save time. Every line is proved on random numbers by
 `tests/rewrite/test_proved_rules.py`, gradients included, on the models in which it finds something to do. Not here,
 because it is done elsewhere: equal ops on equal values (capture shares them, and so does what rules write), a
-cross-entropy over a split vocabulary (`rules/expand.py` writes the softmax out where a plan splits the classes, and
+cross-entropy over a split vocabulary (`rules/ops/expand.py` writes the softmax out where a plan splits the classes, and
 `nll_at` reads the targets of a rank's own classes).
 """
 

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from laminar.ir.codec import Ref
 from laminar.ir.graph import Graph, Input, Node, Output, map_refs
+from laminar.ir.serial.codec import Ref
 from laminar.ir.tensor import TensorSpec
 from laminar.rewrite.apply import Rule
 from laminar.rewrite.edit import Lookup, Writer

@@ -26,15 +26,29 @@ from typing import TypeVar
 
 from laminar.errors import PlanError
 from laminar.ir.graph import Graph
-from laminar.ir.plan import Plan
-from laminar.ir.rewrites import Applied, Steps
-from laminar.ir.staged import Staged
+from laminar.ir.plans.plan import Plan
+from laminar.ir.plans.rewrites import Applied, Steps
+from laminar.ir.plans.staged import Staged
 from laminar.rewrite.apply import Rule, Site, Work, rewrite, work_of
 from laminar.rewrite.edit import Lookup
 from laminar.rewrite.rules import RULES
 
-__all__ = ["RULES", "Applied", "Rule", "Site", "Variant", "Variants", "Work", "carrying", "replay", "replayed",
-           "rewritten", "tidied", "variants", "work_of"]  # fmt: skip
+__all__ = [
+    "RULES",
+    "Applied",
+    "Rule",
+    "Site",
+    "Variant",
+    "Variants",
+    "Work",
+    "carrying",
+    "replay",
+    "replayed",
+    "rewritten",
+    "tidied",
+    "variants",
+    "work_of",
+]
 
 SLACK = 1.1
 """Moves that a roofline expects to make a step slower than this times the best are not made. Chosen: splitting every

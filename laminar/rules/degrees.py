@@ -22,8 +22,8 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from laminar.ir.codec import Ref
 from laminar.ir.graph import Graph, Node
+from laminar.ir.serial.codec import Ref
 
 Degree = float | None
 """None: of a zero."""
@@ -45,7 +45,7 @@ def _names(text: str) -> frozenset[str]:
 
 FREE = _names("""sign sgn signbit isnan isinf isfinite isneginf isposinf angle argmax argmin argsort count_nonzero
     count_nonzero.dim_IntList any any.dim any.dims all all.dim all.dims logical_not logical_and logical_or logical_xor
-    heaviside""")  # fmt: skip
+    heaviside""")
 """What does not change if all it reads becomes c times as large."""
 SAME = _names("""add.Tensor sub.Tensor rsub.Tensor add.Scalar sub.Scalar rsub.Scalar cat stack where.self
     index_put scatter.src scatter.value scatter_add scatter_reduce.two slice_scatter select_scatter
@@ -53,18 +53,40 @@ SAME = _names("""add.Tensor sub.Tensor rsub.Tensor add.Scalar sub.Scalar rsub.Sc
     complex masked_fill.Tensor masked_fill.Scalar index_add index_copy index_fill.int_Scalar
     index_fill.int_Tensor index_reduce masked_scatter put clamp clamp.Tensor clip clip.Tensor clamp_min
     clamp_max clamp_min.Tensor clamp_max.Tensor hardtanh threshold constant_pad_nd fmod.Tensor remainder.Tensor
-    fmod.Scalar remainder.Scalar""")  # fmt: skip
+    fmod.Scalar remainder.Scalar""")
 """What needs equal degrees of the numbers and tensors it reads, and keeps them."""
-NUMBERS = {"lerp.Scalar": (), "constant_pad_nd": (2,), "index_put": (), "scatter.value": (3,), "hardtanh": (1, 2),
-           "threshold": (1, 2), "clamp": (1, 2), "clip": (1, 2), "clamp_min": (1,), "clamp_max": (1,),
-           "masked_fill.Scalar": (2,), "index_fill.int_Scalar": (3,), "fmod.Scalar": (1,), "remainder.Scalar": (1,),
-           "add.Scalar": (1,), "sub.Scalar": (1,), "rsub.Scalar": (1,), "add.Tensor": (0, 1), "sub.Tensor": (0, 1),
-           "rsub.Tensor": (0, 1), "maximum": (0, 1), "minimum": (0, 1), "where.self": (1, 2)}  # fmt: skip
+NUMBERS = {
+    "lerp.Scalar": (),
+    "constant_pad_nd": (2,),
+    "index_put": (),
+    "scatter.value": (3,),
+    "hardtanh": (1, 2),
+    "threshold": (1, 2),
+    "clamp": (1, 2),
+    "clip": (1, 2),
+    "clamp_min": (1,),
+    "clamp_max": (1,),
+    "masked_fill.Scalar": (2,),
+    "index_fill.int_Scalar": (3,),
+    "fmod.Scalar": (1,),
+    "remainder.Scalar": (1,),
+    "add.Scalar": (1,),
+    "sub.Scalar": (1,),
+    "rsub.Scalar": (1,),
+    "add.Tensor": (0, 1),
+    "sub.Tensor": (0, 1),
+    "rsub.Tensor": (0, 1),
+    "maximum": (0, 1),
+    "minimum": (0, 1),
+    "where.self": (1, 2),
+}
 """Where those of them that take numbers have them."""
 PLACED = _names("cat stack index_put slice_scatter select_scatter copy")
 ADDED = _names("addmm baddbmm addbmm addmv addr addcmul")
-COMPARED = _names("eq.Tensor ne.Tensor lt.Tensor le.Tensor gt.Tensor ge.Tensor eq.Scalar ne.Scalar lt.Scalar le.Scalar "
-                  "gt.Scalar ge.Scalar isin.Tensor_Tensor atan2 div.Tensor_mode floor_divide")  # fmt: skip
+COMPARED = _names(
+    "eq.Tensor ne.Tensor lt.Tensor le.Tensor gt.Tensor ge.Tensor eq.Scalar ne.Scalar lt.Scalar le.Scalar "
+    "gt.Scalar ge.Scalar isin.Tensor_Tensor atan2 div.Tensor_mode floor_divide"
+)
 TIMES = {"aten.sqrt": 0.5, "aten.rsqrt": -0.5, "aten.reciprocal": -1.0, "aten.square": 2.0, "aten.var.correction": 2.0}
 """Degrees are so many times those of the input."""
 PRODUCTS = _names("mul.Tensor mul.Scalar mm bmm mv dot vdot outer _trilinear convolution linalg_cross")
@@ -88,7 +110,7 @@ UNSTEADY = _names("""equal float_power.Scalar float_power.Tensor_Scalar float_po
     prod.dim_int cumprod renorm bucketize.Tensor searchsorted.Tensor histc bincount native_layer_norm
     native_group_norm linalg_inv_ex linalg_cholesky_ex _linalg_det _linalg_slogdet mse_loss smooth_l1_loss
     huber_loss soft_margin_loss binary_cross_entropy binary_cross_entropy_with_logits nll_loss_forward
-    nll_loss2d_forward _fused_rms_norm""")  # fmt: skip
+    nll_loss2d_forward _fused_rms_norm""")
 """What has a degree only if its inputs are of degree 0; and all that is called `special_`."""
 
 

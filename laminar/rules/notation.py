@@ -27,9 +27,9 @@ from functools import cache, cached_property
 from typing import Any
 
 from laminar.errors import CaptureError
-from laminar.ir.codec import Ref
 from laminar.ir.graph import Graph, Node
 from laminar.ir.sbp import PSUM, B, Partial, Sbp, Split, no_rank_empty, split_size
+from laminar.ir.serial.codec import Ref
 from laminar.ir.tensor import TensorSpec
 
 
@@ -444,15 +444,37 @@ def _convolution_backward(call: Call, ins: Any, outs: Any) -> tuple[Any, ...]:
 
 
 SIZED: dict[str, Callable[[Call, Any, Any], tuple[Any, ...]]] = {
-    **{f"aten.{name}": _size(1) for name in ("view", "_unsafe_view", "reshape", "view_copy", "expand",
-                                              "select_backward",
-                                            "diagonal_backward", "unfold_backward")},
+    **{
+        f"aten.{name}": _size(1)
+        for name in (
+            "view",
+            "_unsafe_view",
+            "reshape",
+            "view_copy",
+            "expand",
+            "select_backward",
+            "diagonal_backward",
+            "unfold_backward",
+        )
+    },
     **{name: _size(0) for name in ("aten.full", "aten.zeros", "aten.ones", "laminar.uniform", "laminar.normal")},
-    **{f"aten.{k}_backward": _size(2) for k in ("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d",
-                                                "upsample_linear1d", "upsample_bilinear2d", "upsample_bicubic2d",
-                                                "upsample_trilinear3d", "_upsample_nearest_exact1d",
-                                                "_upsample_nearest_exact2d", "_upsample_nearest_exact3d",
-                                                "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa")},
+    **{
+        f"aten.{k}_backward": _size(2)
+        for k in (
+            "upsample_nearest1d",
+            "upsample_nearest2d",
+            "upsample_nearest3d",
+            "upsample_linear1d",
+            "upsample_bilinear2d",
+            "upsample_bicubic2d",
+            "upsample_trilinear3d",
+            "_upsample_nearest_exact1d",
+            "_upsample_nearest_exact2d",
+            "_upsample_nearest_exact3d",
+            "_upsample_bilinear2d_aa",
+            "_upsample_bicubic2d_aa",
+        )
+    },
     "aten.slice.Tensor": _slice(0, 1),
     "aten.slice_backward": _slice(1, 2),
     "aten.slice_scatter": _slice(0, 2),
@@ -464,7 +486,7 @@ SIZED: dict[str, Callable[[Call, Any, Any], tuple[Any, ...]]] = {
     "aten.native_group_norm_backward": _group_norm_backward,
     "aten.convolution": _convolution,
     "aten.convolution_backward": _convolution_backward,
-}  # fmt: skip
+}
 """Ops whose arguments repeat a size, and how to rewrite it."""
 
 RuleFn = Callable[[Call], Rule]

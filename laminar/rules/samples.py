@@ -21,10 +21,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from laminar.errors import PlanError
-from laminar.ir.codec import Ref
 from laminar.ir.graph import Graph, Node
 from laminar.ir.ops import DRAWS
 from laminar.ir.sbp import B, Partial, Sbp, Split
+from laminar.ir.serial.codec import Ref
 from laminar.ir.tensor import TensorSpec
 from laminar.rules.notation import Signature, call_of
 from laminar.rules.signing import Blocks, Probed, blocks_in, options, probed_signatures
@@ -75,8 +75,11 @@ def compared(graph: Graph, larger: Graph, known: Places) -> dict[int, Split | No
     for node in doubtful(graph, known):
         other = there.get(node.args[2])
         if other is None or len(other.args[0]) != len(node.args[0]):
-            raise PlanError(f"%{node.name} draws other numbers when there are {many} samples", at=node.where,
-                            next="run the batch in one part")  # fmt: skip
+            raise PlanError(
+                f"%{node.name} draws other numbers when there are {many} samples",
+                at=node.where,
+                next="run the batch in one part",
+            )
         grown = [d for d, (a, b) in enumerate(zip(node.args[0], other.args[0], strict=True)) if a != b]
         if not grown:
             continue
@@ -112,8 +115,11 @@ def in_parts(graph: Graph, known: Places) -> Graph:
             return node
         shape = node.args[0]
         if shape[lies.dim] % (lies.blocks * n):
-            raise PlanError(f"%{node.name} draws {list(shape)}, which is not so many for each of {n} samples",
-                            at=node.where, next="run the batch in one part")  # fmt: skip
+            raise PlanError(
+                f"%{node.name} draws {list(shape)}, which is not so many for each of {n} samples",
+                at=node.where,
+                next="run the batch in one part",
+            )
         between = shape[lies.dim] // (lies.blocks * n) * math.prod(shape[lies.dim + 1 :])
         return replace(node, args=(*node.args[:4], (n, between)))
 

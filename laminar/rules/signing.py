@@ -12,10 +12,10 @@ from functools import lru_cache
 from typing import Any
 
 from laminar.errors import NoRuleError
-from laminar.ir.codec import Ref
 from laminar.ir.graph import Graph, Node
 from laminar.ir.mesh import Mesh
 from laminar.ir.sbp import B, NdSbp, Partial, Sbp, Split, no_rank_empty, parse, show
+from laminar.ir.serial.codec import Ref
 from laminar.ir.tensor import TensorSpec
 from laminar.rules.notation import (
     Call,
@@ -27,7 +27,7 @@ from laminar.rules.notation import (
     replicated,
     signatures,
 )
-from laminar.rules.table import rule_for
+from laminar.rules.ops.table import rule_for
 
 Blocks = tuple[tuple[int, tuple[int, ...]], ...]
 """For each dim size, the block counts in circulation: hashable, so that options can be cached."""
@@ -142,9 +142,12 @@ class Placing:
 
 
 def follow(
-    nodes: Sequence[Node], given: Mapping[Ref, NdSbp], specs: Mapping[Ref, TensorSpec], sizes: tuple[int, ...],
+    nodes: Sequence[Node],
+    given: Mapping[Ref, NdSbp],
+    specs: Mapping[Ref, TensorSpec],
+    sizes: tuple[int, ...],
     eager: bool = False,
-) -> list[Placing]:  # fmt: skip
+) -> list[Placing]:
     """Place nodes in order so that each fits its inputs; partial values are reduced where nothing passes them.
 
     Eagerly: a partial value is reduced as soon as it arises, so that all its readers share one reduction.

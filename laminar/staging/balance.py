@@ -11,10 +11,10 @@ import numpy as np
 
 from laminar.cost.ops.roofline import op_s
 from laminar.errors import PlanError
-from laminar.ir.codec import Ref
 from laminar.ir.graph import Graph, Node
 from laminar.ir.ops import FREE
-from laminar.lower.split_stages import light_ops
+from laminar.ir.serial.codec import Ref
+from laminar.lower.stages.split_stages import light_ops
 from laminar.rules.notation import calls_in
 from laminar.staging.balance_places import evened
 from laminar.staging.coupled_samples import PRODUCTS

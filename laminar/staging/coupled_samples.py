@@ -12,25 +12,40 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from laminar.errors import PlanError
-from laminar.ir.codec import Ref
 from laminar.ir.graph import Graph, Node
 from laminar.ir.mesh import Mesh
 from laminar.ir.ops import FREE
 from laminar.ir.sbp import B, Partial, Sbp
+from laminar.ir.serial.codec import Ref
 from laminar.lower.lower import written
 from laminar.placement import presets
 from laminar.rules.degrees import breaks
 from laminar.rules.notation import call_of
+from laminar.rules.ops.table import RULES
 from laminar.rules.samples import samples_of
 from laminar.rules.signing import blocks_in, options, probed_signatures
-from laminar.rules.table import RULES
 
-MEANS = ("aten.nll_loss_forward", "aten.nll_loss2d_forward", "aten.mean", "aten.mean.dim", "aten.sum",
-         "aten.sum.dim_IntList", "aten.mse_loss", "aten.div.Tensor")  # fmt: skip
+MEANS = (
+    "aten.nll_loss_forward",
+    "aten.nll_loss2d_forward",
+    "aten.mean",
+    "aten.mean.dim",
+    "aten.sum",
+    "aten.sum.dim_IntList",
+    "aten.mse_loss",
+    "aten.div.Tensor",
+)
 """Sums and means over samples, and a sum over its count, if they are numbers: a step's loss is the mean over its
 micro-batches. Where counts differ (ignored labels), `laminar.Loss(total, weight)` is exact."""
-LINEAR = FREE | {"aten.add.Tensor", "aten.sub.Tensor", "aten.mul.Scalar", "aten.div.Scalar", "aten.neg",
-                 "aten._to_copy", "aten.clone"}  # fmt: skip
+LINEAR = FREE | {
+    "aten.add.Tensor",
+    "aten.sub.Tensor",
+    "aten.mul.Scalar",
+    "aten.div.Scalar",
+    "aten.neg",
+    "aten._to_copy",
+    "aten.clone",
+}
 """What may be done to such a mean on its way to the loss."""
 PRODUCTS = ("aten.mm", "aten.bmm", "aten.mv")
 """What torch makes of a linear layer whose bias it adds apart."""

@@ -23,16 +23,16 @@ from typing import Any
 
 from laminar.cost.ops.roofline import op_s
 from laminar.errors import PlanError
-from laminar.ir.account import Account, StageWork
-from laminar.ir.codec import Ref
 from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh, Place
-from laminar.ir.patterns import as_patterns, known
-from laminar.ir.plan import Choice, Plan
+from laminar.ir.plans.account import Account, StageWork
+from laminar.ir.plans.patterns import as_patterns, known
+from laminar.ir.plans.plan import Choice, Plan
+from laminar.ir.plans.staged import Staged, StagePlan
 from laminar.ir.sbp import B, NdSbp, Partial
-from laminar.ir.staged import Staged, StagePlan
-from laminar.lower.offload import refuse_stages
-from laminar.lower.split_stages import Split, light_ops, split
+from laminar.ir.serial.codec import Ref
+from laminar.lower.memory.offload import refuse_stages
+from laminar.lower.stages.split_stages import Split, light_ops, split
 from laminar.placement import presets
 from laminar.rules.notation import calls_in
 from laminar.staging.balance import _work, balanced, work_s
@@ -191,8 +191,9 @@ def _by_pattern(graph: Graph, patterns: Mapping[str, int]) -> dict[str, int]:
             if before:
                 out[node.name] = max(before)
     for node in reversed(ops):
-        after = [out[u.name] for i in range(len(node.outs)) for u in graph.users.get(Ref(node.name, i), ())
-                 if u.name in out]  # fmt: skip
+        after = [
+            out[u.name] for i in range(len(node.outs)) for u in graph.users.get(Ref(node.name, i), ()) if u.name in out
+        ]
         out.setdefault(node.name, min(after, default=0))
     return out
 

@@ -8,9 +8,9 @@ waits for everything queued before it. So results are kept, and read in groups o
 newest `LAG` left alone: every loss is still looked at and every step has its event, in order, with
 its own number. A loss that is not finite ends the run with an error that names the first such step.
 
-Batches are loaded beside the steps where `prefetch` says so (`train/prefetch.py`), in the same order and with the same
-results. Before anything is evaluated the loader comes to rest: data that draws from torch's global generator, and an
-evaluation that does too, then take turns at the same place in every run.
+Batches are loaded beside the steps where `prefetch` says so (`train/batch/prefetch.py`), in the same order and with the
+same results. Before anything is evaluated the loader comes to rest: data that draws from torch's global generator, and
+an evaluation that does too, then take turns at the same place in every run.
 
 Data that runs out begins anew, as a next epoch. Throughput counts tokens where the first integer leaf
 of a batch has two dims (batch x tokens), else samples: the length of the first leaf. The first step is
@@ -31,8 +31,8 @@ from typing import Any
 from laminar.errors import NonFiniteError, RecipeError
 from laminar.events import emit
 from laminar.runtime.pipeline.loader import EPOCH
-from laminar.train.async_checkpoint import Saver
 from laminar.train.protocol import TrainingJob
+from laminar.train.saving.async_checkpoint import Saver
 
 LAG = 2
 """Steps queued on a GPU beyond the newest one whose loss is read; none on a CPU, where nothing is queued."""
@@ -245,9 +245,17 @@ class Reader:
                     " a lower learning rate or --clip-norm 1 often helps",
                 )
             self.loss, self.metrics = loss, metrics
-            emit("step", step=step, loss=loss, grad_norm=norm, lr=lr, seconds=passed / len(group),
-                 per_s=units / passed if passed > 0 else None, unit=unit,
-                 **({"metrics": metrics} if metrics else {}))  # fmt: skip
+            emit(
+                "step",
+                step=step,
+                loss=loss,
+                grad_norm=norm,
+                lr=lr,
+                seconds=passed / len(group),
+                per_s=units / passed if passed > 0 else None,
+                unit=unit,
+                **({"metrics": metrics} if metrics else {}),
+            )
 
     def _skip(self, step: int, loss: float | None, norm: float | None) -> None:
         self.skipped, self.in_a_row = self.skipped + 1, self.in_a_row + 1
@@ -413,11 +421,16 @@ def loop(
         if loader is not None:
             loader.close(LEAVE_S)
     outcome = Outcome(
-        steps=step, loss=reader.loss, evaluation=None if evaluation is None else float(evaluation),
-        metrics=dict(getattr(evaluation, "metrics", {})) or reader.metrics, unit=unit, skipped=reader.skipped,
-        seconds=time.perf_counter() - begun, timeline=recorder.saved,
+        steps=step,
+        loss=reader.loss,
+        evaluation=None if evaluation is None else float(evaluation),
+        metrics=dict(getattr(evaluation, "metrics", {})) or reader.metrics,
+        unit=unit,
+        skipped=reader.skipped,
+        seconds=time.perf_counter() - begun,
+        timeline=recorder.saved,
         per_s=reader.timed_units / reader.timed_s if reader.timed_s else None,
-    )  # fmt: skip
+    )
     if checkpoint is not None:
         emit("phase", name="saving")
         if saver is not None:

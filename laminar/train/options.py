@@ -50,8 +50,11 @@ class JobOptions:
 
     def refuse_for_stages(self) -> None:
         """What a plan with stages has decided already is refused by name."""
-        asked = {"mesh": self.mesh is not None, "micro_batches": self.micro_batches != DEFAULTS.micro_batches,
-                 "detect_anomaly": self.detect_anomaly}  # fmt: skip
+        asked = {
+            "mesh": self.mesh is not None,
+            "micro_batches": self.micro_batches != DEFAULTS.micro_batches,
+            "detect_anomaly": self.detect_anomaly,
+        }
         for name, given in asked.items():
             if given:
                 raise LaminarError(f"{name} does not go with a plan that has stages", next="leave it out")

@@ -14,16 +14,16 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from laminar.capture.losses import Metrics
+from laminar.capture.model.losses import Metrics
 from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh
-from laminar.ir.plan import Plan
+from laminar.ir.plans.plan import Plan
+from laminar.ir.plans.staged import Staged
 from laminar.ir.program import Program
-from laminar.ir.staged import Staged
 from laminar.runtime.pipeline.loader import Loader
-from laminar.train.metrics import Evaluation, Result
-from laminar.train.prefetch import Prefetcher
-from laminar.train.state import JobState
+from laminar.train.batch.metrics import Evaluation, Result
+from laminar.train.batch.prefetch import Prefetcher
+from laminar.train.state.state import JobState
 from laminar.train.timeline import Recording, StepRecorder
 from laminar.train.world import World
 
@@ -64,6 +64,14 @@ class HasState(Protocol):
 
     def load_average(self, given: Mapping[str, Tensor]) -> None:
         """Take the moving average of the weights from whole tensors."""
+        ...
+
+    def saved_identity(self) -> dict[str, Any] | None:
+        """What a checkpoint keeps of how this run's bits come about; nothing outside of exact mode."""
+        ...
+
+    def refuse_saved(self, identity: dict[str, Any] | None) -> None:
+        """Refuse to go on with a checkpoint whose bits came about in another way, where bits count."""
         ...
 
 

@@ -98,8 +98,10 @@ class World:
     def _join(self, device: torch.device | str | None, timeout_s: float) -> None:
         missing = [k for k in ("RANK", "MASTER_ADDR", "MASTER_PORT") if k not in os.environ]
         if missing:
-            raise MeshError(f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but {', '.join(missing)} is not set",
-                            next="start with torchrun or laminar train")  # fmt: skip
+            raise MeshError(
+                f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but {', '.join(missing)} is not set",
+                next="start with torchrun or laminar train",
+            )
         if os.environ["MASTER_ADDR"] in ("localhost", "127.0.0.1"):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         emit("phase", name="meeting the other ranks")

@@ -25,12 +25,12 @@ from typing import Any, TypeVar
 from laminar.errors import LaminarError
 from laminar.forecast.pipeline_step import StagedPrediction, predict_staged
 from laminar.forecast.step import Prediction, predict
-from laminar.ir.account import Account
 from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh
-from laminar.ir.plan import Plan
-from laminar.ir.rewrites import Steps
-from laminar.ir.staged import Staged
+from laminar.ir.plans.account import Account
+from laminar.ir.plans.plan import Plan
+from laminar.ir.plans.rewrites import Steps
+from laminar.ir.plans.staged import Staged
 from laminar.placement import presets
 from laminar.planner.bounds.cell_bound import Bounds
 from laminar.planner.estimate.candidates import Score

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import laminar
-from laminar.ir.cluster import Cluster, Figure
+from laminar.ir.clusters.cluster import Cluster, Figure
 from laminar.ir.graph import Graph
 from tests.support.zoo import EXAMPLES, NAMES, specimen
 
@@ -39,8 +39,12 @@ class Products(nn.Module):
         return x.square().mean()
 
 
-PRODUCTS = {"even": (1024, 1024, 1024, 1024), "wide": (8192, 8192, 8192), "front": (4096, 4096, 256, 64, 64),
-            "back": (64, 64, 256, 4096, 4096)}  # fmt: skip
+PRODUCTS = {
+    "even": (1024, 1024, 1024, 1024),
+    "wide": (8192, 8192, 8192),
+    "front": (4096, 4096, 256, 64, 64),
+    "back": (64, 64, 256, 4096, 4096),
+}
 TOWERS = {"towers": (1024, (3, 3), 64, False), "forked": (512, (3, 1, 2), 48, True)}
 """Width, depths, samples, and whether there is a stem before them."""
 DEEP = ("3", "5", "7")
@@ -90,15 +94,27 @@ def slow_link(spec: str, bytes_per_s: float) -> Cluster:
 
 
 MACHINES: dict[str, Callable[[], Cluster]] = {
-    **{spec: (lambda spec=spec: Cluster.preset(spec)) for spec in (  # type: ignore[misc]
-        "2xcpu", "3xcpu", "4xcpu", "8xcpu", "2x4xcpu", "4xh100", "8xh100@pcie", "2x2xa100", "4x2xh100@nvlink+eth50",
-        "2xh100+2xa100")},
+    **{
+        spec: (lambda spec=spec: Cluster.preset(spec))
+        for spec in (  # type: ignore[misc]
+            "2xcpu",
+            "3xcpu",
+            "4xcpu",
+            "8xcpu",
+            "2x4xcpu",
+            "4xh100",
+            "8xh100@pcie",
+            "2x2xa100",
+            "4x2xh100@nvlink+eth50",
+            "2xh100+2xa100",
+        )
+    },
     "2xcpu far": lambda: slow_link("2xcpu", 1e7),
     "4xcpu far": lambda: slow_link("4xcpu", 1e8),
     "2+1 cpu": lambda: Cluster.preset("2x2xcpu").without([3]),
     "4+2 h100": lambda: Cluster.preset("2x4xh100").without([6, 7]),
     "measured": lambda: Cluster.load(PROFILE),
-}  # fmt: skip
+}
 MEMORY = (0.6, 0.8, None)
 """What a rank may fill: so much of what data parallel holds, where nothing fits in that more, or all there is."""
 

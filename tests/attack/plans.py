@@ -26,12 +26,12 @@ from functools import cached_property
 from typing import Any
 
 from laminar.errors import LaminarError, PlanError
-from laminar.ir.account import Account
 from laminar.ir.graph import Graph, Node
 from laminar.ir.mesh import Mesh
-from laminar.ir.patterns import WITHOUT_PRODUCTS
-from laminar.ir.plan import Plan
-from laminar.ir.staged import Staged
+from laminar.ir.plans.account import Account
+from laminar.ir.plans.patterns import WITHOUT_PRODUCTS
+from laminar.ir.plans.plan import Plan
+from laminar.ir.plans.staged import Staged
 from laminar.placement import presets
 from laminar.placement.micro_batch import micro
 from laminar.placement.random_plan import random_plan

@@ -43,8 +43,8 @@ from laminar.errors import LaminarError
 from laminar.forecast.step import WORKSPACE_BYTES, predict
 from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh
-from laminar.ir.plan import Plan
-from laminar.ir.staged import Staged
+from laminar.ir.plans.plan import Plan
+from laminar.ir.plans.staged import Staged
 from laminar.placement import presets
 from laminar.planner.search.best_first.search import promised
 from laminar.planner.space.plan_space import Space
@@ -215,8 +215,13 @@ def main() -> int:
                     file.write(json.dumps(one.to_json()) + "\n")
             if one.wrong or done % 20 == 0:
                 memory = f", {one.memory_bytes / 1e6:.3g} MB" if one.memory_bytes else ""
-                print(f"{done}/{len(some)} {one.model} on {one.machine}{memory}: {one.simulated} plans, "
-                      f"closest {one.closest:.4f}", *one.wrong[:4], sep="\n    ", flush=True)  # fmt: skip
+                print(
+                    f"{done}/{len(some)} {one.model} on {one.machine}{memory}: {one.simulated} plans, "
+                    f"closest {one.closest:.4f}",
+                    *one.wrong[:4],
+                    sep="\n    ",
+                    flush=True,
+                )
     print(f"{simulated} plans judged, {inside} of them in a space, {wrong} of {len(some)} pairs contradicted")
     return 1 if wrong else 0
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import laminar
-from laminar.capture.as_strided import seen
 from laminar.capture.capture import capture
+from laminar.capture.graph.as_strided import seen
 from laminar.errors import CaptureError
 from tests.support.capture_check import Fn, draw, same, square
 
@@ -59,19 +59,28 @@ def _resized(m: Any, x: Tensor) -> Tensor:
 
 
 CASES: dict[str, tuple[Callable[[Any, Tensor], Tensor], Callable[[], nn.Module], Tensor]] = {
-    "pooled channels last": (lambda m, x: nn.AdaptiveAvgPool2d(1)(m.inner(x)), conv, PICTURES.contiguous(
-        memory_format=torch.channels_last)),
-    "pooled transposed": (lambda m, x: nn.AdaptiveAvgPool1d(1)(m.inner(x)[None].transpose(1, 2)),
-                          lambda: nn.Linear(8, 8), X),
-    "pooled permuted": (lambda m, x: nn.AdaptiveAvgPool2d(1)(m.inner(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)),
-                        lambda: nn.Linear(4, 8), PICTURES),
+    "pooled channels last": (
+        lambda m, x: nn.AdaptiveAvgPool2d(1)(m.inner(x)),
+        conv,
+        PICTURES.contiguous(memory_format=torch.channels_last),
+    ),
+    "pooled transposed": (
+        lambda m, x: nn.AdaptiveAvgPool1d(1)(m.inner(x)[None].transpose(1, 2)),
+        lambda: nn.Linear(8, 8),
+        X,
+    ),
+    "pooled permuted": (
+        lambda m, x: nn.AdaptiveAvgPool2d(1)(m.inner(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)),
+        lambda: nn.Linear(4, 8),
+        PICTURES,
+    ),
     "diagonal in place": (_diagonal, lambda: nn.Linear(8, 8), X),
     "windows": (_windows_of_a_product, lambda: nn.Linear(8, 8), X),
     "from an offset": (_from_an_offset, lambda: nn.Linear(8, 8), X),
     "scattered": (_scattered, lambda: nn.Linear(8, 8), X),
     "turned": (_turned, lambda: nn.Linear(8, 8), X),
     "resized": (_resized, lambda: nn.Linear(8, 8), X),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CASES)

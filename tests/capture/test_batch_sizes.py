@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import laminar
-from laminar.capture.batch_sizes import Predictor, fit, solved
 from laminar.capture.capture import capture
+from laminar.capture.graph.batch_sizes import Predictor, fit, solved
 
 SMALL = ((8, 12), (8, 8), (8, 10), (8, 6), (6, 12), (6, 10), (4, 7), (2, 11))
 """Samples and tokens of batches, in the order in which they come."""

@@ -21,7 +21,7 @@ from transformers import BatchEncoding, BatchFeature
 from transformers.modeling_outputs import BaseModelOutput
 
 import laminar
-from laminar.capture.batches import flatten, mapped, unflatten
+from laminar.capture.model.batches import flatten, mapped, unflatten
 from laminar.errors import BatchError
 from tests.support.capture_check import same
 

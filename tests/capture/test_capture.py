@@ -39,12 +39,24 @@ def test_inputs_keep_the_names_of_the_model_and_the_batch() -> None:
         {"x": draw(5, 3), "more": [draw(5, 4)]},
     )
     assert [i.name for i in graph.inputs] == [
-        "scale", "inner.weight", "inner.bias", "norm.weight", "norm.bias", "norm.running_mean", "norm.running_var",
-        "norm.num_batches_tracked", "batch.x", "batch.more.0",
-    ]  # fmt: skip
+        "scale",
+        "inner.weight",
+        "inner.bias",
+        "norm.weight",
+        "norm.bias",
+        "norm.running_mean",
+        "norm.running_var",
+        "norm.num_batches_tracked",
+        "batch.x",
+        "batch.more.0",
+    ]
     assert {o.name for o in graph.outputs if o.kind == "grad"} == {
-        "scale", "inner.weight", "inner.bias", "norm.weight", "norm.bias",
-    }  # fmt: skip
+        "scale",
+        "inner.weight",
+        "inner.bias",
+        "norm.weight",
+        "norm.bias",
+    }
 
 
 def test_tied_weights_are_one_input_with_one_summed_gradient() -> None:
@@ -215,8 +227,10 @@ def test_batch_norm_statistics_and_counter_are_outputs() -> None:
 
     graph = same(make, square, draw(3, 2, 6, 6), tol=1e-5)
     assert {o.name for o in graph.outputs if o.kind == "buffer"} == {
-        "1.running_mean", "1.running_var", "1.num_batches_tracked",
-    }  # fmt: skip
+        "1.running_mean",
+        "1.running_var",
+        "1.num_batches_tracked",
+    }
 
 
 @pytest.mark.parametrize(
@@ -351,11 +365,22 @@ def _inputs_view(m: Any, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     "forward",
     [
-        _relu_, _masked_fill, _index_put, _bool_put, _column, _zero, _scatter, _many, _accumulate, _types, _out,
-        _inputs_view, _lists,
+        _relu_,
+        _masked_fill,
+        _index_put,
+        _bool_put,
+        _column,
+        _zero,
+        _scatter,
+        _many,
+        _accumulate,
+        _types,
+        _out,
+        _inputs_view,
+        _lists,
     ],
     ids=lambda f: f.__name__.strip("_"),
-)  # fmt: skip
+)
 def test_in_place_ops_become_functional(forward: Callable[[Any, Tensor], Tensor]) -> None:
     """A rank's program owns no memory by name, so nothing in a graph may write."""
     graph = same(lambda: Fn(forward, a=nn.Linear(3, 2)), square, draw(6, 3))
@@ -469,8 +494,13 @@ def test_tensors_in_lists_and_dicts_are_inputs_by_name() -> None:
 
     graph = same(Lists, square, draw(4, 3))
     assert [i.name for i in graph.inputs if i.kind in ("param", "buffer")] == [
-        "tables.0", "tables.1", "seen.mean", "parts.0", "parts.1", "named.w",
-    ]  # fmt: skip
+        "tables.0",
+        "tables.1",
+        "seen.mean",
+        "parts.0",
+        "parts.1",
+        "named.w",
+    ]
     assert [o.name for o in graph.outputs if o.kind == "buffer"] == ["seen.mean"]
     assert not any(i.aliases for i in graph.inputs)
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import laminar
 from laminar.api import load_recipe
-from laminar.capture.canonical import Canonical
+from laminar.capture.canonical.canonical import Canonical
 from laminar.capture.capture import capture, check_batch, state_of
 from laminar.ir.graph import RNG, Graph
 from tests.support.capture_check import EXAMPLES, KEY, Step, draw, graph_outputs, made, same, square

@@ -198,7 +198,8 @@ def _first(module: nn.Module) -> Make:
 
 LAYERS: dict[str, tuple[Make, Any]] = {
     "multihead attention": (
-        lambda: Fn(lambda m, x: m.a(x, x, x)[0], a=nn.MultiheadAttention(8, 2, batch_first=True)), draw(2, 5, 8),
+        lambda: Fn(lambda m, x: m.a(x, x, x)[0], a=nn.MultiheadAttention(8, 2, batch_first=True)),
+        draw(2, 5, 8),
     ),
     "multihead attention with weights and masks": (
         lambda: Fn(
@@ -208,14 +209,18 @@ LAYERS: dict[str, tuple[Make, Any]] = {
         (draw(2, 5, 8), ids(2, 2, 5).bool() & (torch.arange(5) > 0), torch.triu(torch.ones(5, 5), 1).bool()),
     ),
     "transformer encoder layer": (
-        lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True), draw(2, 5, 8),
+        lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True),
+        draw(2, 5, 8),
     ),
     "transformer encoder layer, norm first": (
-        lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True, norm_first=True), draw(2, 5, 8),
+        lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True, norm_first=True),
+        draw(2, 5, 8),
     ),
     "transformer decoder layer": (
-        lambda: Fn(lambda m, b: m.a(*b, tgt_is_causal=True, tgt_mask=torch.full((5, 5), -torch.inf).triu(1)),
-                   a=nn.TransformerDecoderLayer(8, 2, 16, dropout=0.1, batch_first=True)),
+        lambda: Fn(
+            lambda m, b: m.a(*b, tgt_is_causal=True, tgt_mask=torch.full((5, 5), -torch.inf).triu(1)),
+            a=nn.TransformerDecoderLayer(8, 2, 16, dropout=0.1, batch_first=True),
+        ),
         (draw(2, 5, 8), draw(2, 4, 8, seed=2)),
     ),
     "gru": (lambda: Fn(lambda m, x: m.a(x)[0], a=nn.GRU(4, 3)), draw(5, 2, 4)),
@@ -226,7 +231,8 @@ LAYERS: dict[str, tuple[Make, Any]] = {
     "rnn": (lambda: Fn(lambda m, x: m.a(x)[1], a=nn.RNN(4, 3, 2, nonlinearity="relu")), draw(5, 2, 4)),
     "lstm": (lambda: Fn(lambda m, x: m.a(x)[0], a=nn.LSTM(4, 3)), draw(5, 2, 4)),
     "lstm, its last states": (
-        lambda: Fn(lambda m, x: torch.cat(m.a(x)[1]), a=nn.LSTM(4, 3, 2, bias=False, batch_first=True)), draw(2, 5, 4),
+        lambda: Fn(lambda m, x: torch.cat(m.a(x)[1]), a=nn.LSTM(4, 3, 2, bias=False, batch_first=True)),
+        draw(2, 5, 4),
     ),
     "lstm, all its options": (
         lambda: Fn(lambda m, x: m.a(x)[0], a=nn.LSTM(4, 3, 2, batch_first=True, dropout=0.4, bidirectional=True)),
@@ -246,20 +252,31 @@ LAYERS: dict[str, tuple[Make, Any]] = {
         (ids(7, 9), torch.tensor([0, 2, 2, 6])),
     ),
     "embedding bag with offsets, sums": (
-        lambda: Fn(lambda m, b: m.a(*b), a=nn.EmbeddingBag(7, 4, mode="sum")), (ids(7, 9), torch.tensor([0, 2, 2, 6])),
+        lambda: Fn(lambda m, b: m.a(*b), a=nn.EmbeddingBag(7, 4, mode="sum")),
+        (ids(7, 9), torch.tensor([0, 2, 2, 6])),
     ),
     "embedding bag with offsets, means": (
         lambda: Fn(lambda m, b: m.a(*b), a=nn.EmbeddingBag(7, 4, include_last_offset=True)),
         (ids(7, 9), torch.tensor([0, 2, 2, 6, 9])),
     ),
     "embedding bag with weights": (
-        lambda: Fn(lambda m, b: m.a(b[0], b[1], per_sample_weights=m.w * b[2]), a=nn.EmbeddingBag(7, 4, mode="sum"),
-                   w=nn.Parameter(torch.linspace(0.5, 1.5, 9))),
+        lambda: Fn(
+            lambda m, b: m.a(b[0], b[1], per_sample_weights=m.w * b[2]),
+            a=nn.EmbeddingBag(7, 4, mode="sum"),
+            w=nn.Parameter(torch.linspace(0.5, 1.5, 9)),
+        ),
         (ids(7, 9), torch.tensor([0, 2, 2, 6]), draw(9)),
     ),
     "convolutions": (
-        lambda: nn.Sequential(nn.Conv2d(2, 4, 3, padding=1, stride=2), nn.GroupNorm(2, 4), nn.SiLU(), nn.MaxPool2d(2),
-                              nn.ConvTranspose2d(4, 2, 2), nn.InstanceNorm2d(2), nn.AdaptiveAvgPool2d(2)),
+        lambda: nn.Sequential(
+            nn.Conv2d(2, 4, 3, padding=1, stride=2),
+            nn.GroupNorm(2, 4),
+            nn.SiLU(),
+            nn.MaxPool2d(2),
+            nn.ConvTranspose2d(4, 2, 2),
+            nn.InstanceNorm2d(2),
+            nn.AdaptiveAvgPool2d(2),
+        ),
         draw(2, 2, 9, 9),
     ),
     "1-d and 3-d convolutions": (
@@ -267,90 +284,165 @@ LAYERS: dict[str, tuple[Make, Any]] = {
         draw(2, 2, 8),
     ),
     "padding modes and upsampling": (
-        lambda: nn.Sequential(nn.Conv2d(2, 3, 3, padding=1, padding_mode="reflect"), nn.Upsample(scale_factor=2),
-                              nn.Conv2d(3, 2, 3, padding="same", padding_mode="circular"), nn.PixelShuffle(1)),
+        lambda: nn.Sequential(
+            nn.Conv2d(2, 3, 3, padding=1, padding_mode="reflect"),
+            nn.Upsample(scale_factor=2),
+            nn.Conv2d(3, 2, 3, padding="same", padding_mode="circular"),
+            nn.PixelShuffle(1),
+        ),
         draw(2, 2, 5, 5),
     ),
     "activations": (
-        lambda: Fn(lambda m, x: sum(f(m.a(x)) for f in (F.gelu, F.silu, F.elu, F.selu, F.mish, F.softplus, F.hardswish,
-                                                         F.leaky_relu, F.logsigmoid, F.tanhshrink, F.relu6)),
-                   a=nn.Linear(3, 4)),
+        lambda: Fn(
+            lambda m, x: sum(
+                f(m.a(x))
+                for f in (
+                    F.gelu,
+                    F.silu,
+                    F.elu,
+                    F.selu,
+                    F.mish,
+                    F.softplus,
+                    F.hardswish,
+                    F.leaky_relu,
+                    F.logsigmoid,
+                    F.tanhshrink,
+                    F.relu6,
+                )
+            ),
+            a=nn.Linear(3, 4),
+        ),
         draw(6, 3),
     ),
     "prelu, glu and softmax": (
-        lambda: Fn(lambda m, x: F.softmax(F.glu(m.p(m.a(x))), -1) + F.log_softmax(m.a(x)[:, :2], 0),
-                   a=nn.Linear(3, 4), p=nn.PReLU(4)),
+        lambda: Fn(
+            lambda m, x: F.softmax(F.glu(m.p(m.a(x))), -1) + F.log_softmax(m.a(x)[:, :2], 0),
+            a=nn.Linear(3, 4),
+            p=nn.PReLU(4),
+        ),
         draw(6, 3),
     ),
     "norms": (
-        lambda: nn.Sequential(nn.Linear(3, 8), nn.LayerNorm(8), nn.RMSNorm(8), nn.Unflatten(1, (2, 4)),
-                              nn.LocalResponseNorm(2)),
+        lambda: nn.Sequential(
+            nn.Linear(3, 8), nn.LayerNorm(8), nn.RMSNorm(8), nn.Unflatten(1, (2, 4)), nn.LocalResponseNorm(2)
+        ),
         draw(6, 3),
     ),
     "bilinear and cosine": (
-        lambda: Fn(lambda m, x: F.cosine_similarity(m.a(x, x), x @ m.w, dim=-1), a=nn.Bilinear(3, 3, 4),
-                   w=nn.Parameter(torch.ones(3, 4))),
+        lambda: Fn(
+            lambda m, x: F.cosine_similarity(m.a(x, x), x @ m.w, dim=-1),
+            a=nn.Bilinear(3, 3, 4),
+            w=nn.Parameter(torch.ones(3, 4)),
+        ),
         draw(6, 3),
     ),
     "einsum": (
-        lambda: Fn(lambda m, x: torch.einsum("bthd,bshd,hk->bkts", x @ m.q, x, m.w), q=nn.Parameter(draw(4, 4)),
-                   w=nn.Parameter(draw(3, 2))),
+        lambda: Fn(
+            lambda m, x: torch.einsum("bthd,bshd,hk->bkts", x @ m.q, x, m.w),
+            q=nn.Parameter(draw(4, 4)),
+            w=nn.Parameter(draw(3, 2)),
+        ),
         draw(2, 5, 3, 4),
     ),
     "dropouts": (
-        lambda: nn.Sequential(nn.Conv2d(2, 4, 1), nn.Dropout2d(0.4), nn.Dropout(0.3, inplace=True),
-                              nn.AlphaDropout(0.2), nn.RReLU(inplace=True), nn.FeatureAlphaDropout(0.2)),
+        lambda: nn.Sequential(
+            nn.Conv2d(2, 4, 1),
+            nn.Dropout2d(0.4),
+            nn.Dropout(0.3, inplace=True),
+            nn.AlphaDropout(0.2),
+            nn.RReLU(inplace=True),
+            nn.FeatureAlphaDropout(0.2),
+        ),
         draw(6, 2, 4, 4),
     ),
     "gumbel softmax": (
-        lambda: Fn(lambda m, x: F.gumbel_softmax(m.a(x), tau=0.7) + F.gumbel_softmax(m.a(x), hard=True),
-                   a=nn.Linear(3, 4)),
+        lambda: Fn(
+            lambda m, x: F.gumbel_softmax(m.a(x), tau=0.7) + F.gumbel_softmax(m.a(x), hard=True), a=nn.Linear(3, 4)
+        ),
         draw(6, 3),
     ),
     "noise": (
-        lambda: Fn(lambda m, x: m.a(x + 0.1 * torch.randn(x.shape) + torch.randn_like(x) + torch.rand(6, 3)
-                                    + torch.rand_like(x) + torch.normal(0.0, 1.0, (6, 3)) + torch.randn(size=(3,))
-                                    + torch.empty(6, 3).uniform_(-1, 1) + x.new_empty(6, 3).normal_()
-                                    + torch.zeros(6, 3).bernoulli_(0.3) + torch.bernoulli(torch.full((6, 3), 0.3))),
-                   a=nn.Linear(3, 4)),
+        lambda: Fn(
+            lambda m, x: m.a(
+                x
+                + 0.1 * torch.randn(x.shape)
+                + torch.randn_like(x)
+                + torch.rand(6, 3)
+                + torch.rand_like(x)
+                + torch.normal(0.0, 1.0, (6, 3))
+                + torch.randn(size=(3,))
+                + torch.empty(6, 3).uniform_(-1, 1)
+                + x.new_empty(6, 3).normal_()
+                + torch.zeros(6, 3).bernoulli_(0.3)
+                + torch.bernoulli(torch.full((6, 3), 0.3))
+            ),
+            a=nn.Linear(3, 4),
+        ),
         draw(6, 3),
     ),
     "draws of whole numbers": (
-        lambda: Fn(lambda m, x: m.a(x[torch.randperm(6)]) * torch.randint(1, 5, (6, 1)) + torch.randint(3, (4,)),
-                   a=nn.Linear(3, 4)),
+        lambda: Fn(
+            lambda m, x: m.a(x[torch.randperm(6)]) * torch.randint(1, 5, (6, 1)) + torch.randint(3, (4,)),
+            a=nn.Linear(3, 4),
+        ),
         draw(6, 3),
     ),
     "distributions": (
-        lambda: Fn(lambda m, x: torch.distributions.Normal(m.a(x), 1.0).rsample(), a=nn.Linear(3, 4)), draw(6, 3),
+        lambda: Fn(lambda m, x: torch.distributions.Normal(m.a(x), 1.0).rsample(), a=nn.Linear(3, 4)),
+        draw(6, 3),
     ),
     "tensor methods": (
-        lambda: Fn(lambda m, x: m.a(x).roll(1, 0).flip(1).cumsum(0).topk(2, dim=1)[0].sort(0)[0].repeat(1, 2).tril()
-                   .logsumexp(0).unsqueeze(0)
-                   + torch.stack([m.a(x).amax(1), m.a(x).var(1), m.a(x).norm(dim=1)], 1).sum(),
-                   a=nn.Linear(3, 4)),
+        lambda: Fn(
+            lambda m, x: (
+                m.a(x)
+                .roll(1, 0)
+                .flip(1)
+                .cumsum(0)
+                .topk(2, dim=1)[0]
+                .sort(0)[0]
+                .repeat(1, 2)
+                .tril()
+                .logsumexp(0)
+                .unsqueeze(0)
+                + torch.stack([m.a(x).amax(1), m.a(x).var(1), m.a(x).norm(dim=1)], 1).sum()
+            ),
+            a=nn.Linear(3, 4),
+        ),
         draw(6, 3),
     ),
     "indexing": (
-        lambda: Fn(lambda m, x: m.a(x)[torch.tensor([0, 2, 4])][:, None, ::2].expand(3, 2, 2)
-                   + torch.take_along_dim(m.a(x)[:3], torch.tensor([[0], [1], [2]]), 1).unsqueeze(-1),
-                   a=nn.Linear(3, 4)),
+        lambda: Fn(
+            lambda m, x: (
+                m.a(x)[torch.tensor([0, 2, 4])][:, None, ::2].expand(3, 2, 2)
+                + torch.take_along_dim(m.a(x)[:3], torch.tensor([[0], [1], [2]]), 1).unsqueeze(-1)
+            ),
+            a=nn.Linear(3, 4),
+        ),
         draw(6, 3),
     ),
     "vmap": (
-        lambda: Fn(lambda m, x: torch.vmap(lambda r: m.w @ r)(x), w=nn.Parameter(draw(4, 3))), draw(6, 3),
+        lambda: Fn(lambda m, x: torch.vmap(lambda r: m.w @ r)(x), w=nn.Parameter(draw(4, 3))),
+        draw(6, 3),
     ),
     "complex": (
-        lambda: Fn(lambda m, x: torch.fft.irfft(torch.fft.rfft(x) * torch.view_as_complex(m.w), n=8),
-                   w=nn.Parameter(draw(5, 2))),
+        lambda: Fn(
+            lambda m, x: torch.fft.irfft(torch.fft.rfft(x) * torch.view_as_complex(m.w), n=8),
+            w=nn.Parameter(draw(5, 2)),
+        ),
         draw(6, 8),
     ),
     "complex solve from the right": (
-        lambda: Fn(lambda m, x: torch.view_as_real(torch.linalg.solve(
-            torch.view_as_complex(m.w) + 3 * torch.eye(4), torch.view_as_complex(x), left=False).resolve_conj()),
-                   w=nn.Parameter(draw(4, 4, 2))),
+        lambda: Fn(
+            lambda m, x: torch.view_as_real(
+                torch.linalg.solve(
+                    torch.view_as_complex(m.w) + 3 * torch.eye(4), torch.view_as_complex(x), left=False
+                ).resolve_conj()
+            ),
+            w=nn.Parameter(draw(4, 4, 2)),
+        ),
         draw(6, 4, 2),
     ),
-}  # fmt: skip
+}
 """What users build models of: a model and its batch."""
 
 
@@ -428,7 +520,12 @@ def test_cross_entropy_in_every_form_is_captured(options: dict[str, Any], shape:
 @pytest.mark.parametrize(
     "loss",
     [
-        F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy_with_logits, F.soft_margin_loss,
+        F.mse_loss,
+        F.l1_loss,
+        F.smooth_l1_loss,
+        F.huber_loss,
+        F.binary_cross_entropy_with_logits,
+        F.soft_margin_loss,
         lambda x, y: F.binary_cross_entropy(x.sigmoid(), y.sigmoid()),
         lambda x, y: F.kl_div(x.log_softmax(-1), y.softmax(-1), reduction="batchmean"),
         lambda x, y: F.cross_entropy(x, y.softmax(-1)),
@@ -441,7 +538,7 @@ def test_cross_entropy_in_every_form_is_captured(options: dict[str, Any], shape:
         lambda x, y: F.hinge_embedding_loss(x, y.sign()),
         lambda x, y: F.multilabel_soft_margin_loss(x, y.sigmoid()),
     ],
-)  # fmt: skip
+)
 def test_losses_of_torch_are_captured(loss: Callable[[Tensor, Tensor], Tensor]) -> None:
     """Each loss decomposes differently."""
     same(lambda: nn.Linear(3, 4), lambda m, b: loss(m(b[0]), b[1]), (draw(6, 3), draw(6, 4, seed=2)), tol=1e-5)
@@ -481,30 +578,43 @@ def _twice(m: Any, x: Tensor) -> Tensor:
 
 
 LOOKING: dict[str, tuple[Make, Any]] = {
-    **{f"instance norm {d}d with running statistics": (
-        lambda d=d: Fn(_twice, a=getattr(nn, f"InstanceNorm{d}d")(3, affine=True, track_running_stats=True)),
-        draw(4, 3, *[5, 2, 3][:d])) for d in (1, 2, 3)},
+    **{
+        f"instance norm {d}d with running statistics": (
+            lambda d=d: Fn(_twice, a=getattr(nn, f"InstanceNorm{d}d")(3, affine=True, track_running_stats=True)),
+            draw(4, 3, *[5, 2, 3][:d]),
+        )
+        for d in (1, 2, 3)
+    },
     "instance norm without a batch": (
-        lambda: Fn(_twice, a=nn.InstanceNorm1d(3, track_running_stats=True, affine=True)), draw(3, 5)),
+        lambda: Fn(_twice, a=nn.InstanceNorm1d(3, track_running_stats=True, affine=True)),
+        draw(3, 5),
+    ),
     "instance norm by its running statistics": (
-        lambda: Fn(_twice, a=nn.InstanceNorm2d(3, affine=True, track_running_stats=True).eval()), draw(4, 3, 5, 2)),
-    "batch norm that averages over all batches": (
-        lambda: Fn(_twice, a=nn.BatchNorm1d(4, momentum=None)), draw(6, 4)),
-    "batch norm 2d that averages": (
-        lambda: Fn(_twice, a=nn.BatchNorm2d(3, momentum=None)), draw(4, 3, 5, 2)),
+        lambda: Fn(_twice, a=nn.InstanceNorm2d(3, affine=True, track_running_stats=True).eval()),
+        draw(4, 3, 5, 2),
+    ),
+    "batch norm that averages over all batches": (lambda: Fn(_twice, a=nn.BatchNorm1d(4, momentum=None)), draw(6, 4)),
+    "batch norm 2d that averages": (lambda: Fn(_twice, a=nn.BatchNorm2d(3, momentum=None)), draw(4, 3, 5, 2)),
     "ctc": (_ctc(False, False), draw(7, 3, 4)),
     "ctc, lengths as tensors": (_ctc(False, True), draw(7, 3, 4)),
     "ctc, labels in one row": (_ctc(True, False, "sum"), draw(7, 3, 4)),
     "ctc, labels in one row, lengths as tensors": (_ctc(True, True, "none"), draw(7, 3, 4)),
     "ctc without infinities": (_ctc(False, True, "none", True), draw(7, 3, 4)),
     "a mask for a transformer": (
-        lambda: Fn(lambda m, x: m.a(x, mask=x[0, 0, :1].detach() * 0 + torch.ones(5, 5).tril().log()),
-                   a=nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True), 2)),
-        draw(3, 5, 4)),
+        lambda: Fn(
+            lambda m, x: m.a(x, mask=x[0, 0, :1].detach() * 0 + torch.ones(5, 5).tril().log()),
+            a=nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True), 2),
+        ),
+        draw(3, 5, 4),
+    ),
     "a causal mask made in forward": (
-        lambda: Fn(lambda m, x: m.a(x, x, tgt_mask=nn.Transformer.generate_square_subsequent_mask(5)),
-                   a=nn.Transformer(4, 2, 1, 1, 8, 0.0, batch_first=True)), draw(3, 5, 4)),
-}  # fmt: skip
+        lambda: Fn(
+            lambda m, x: m.a(x, x, tgt_mask=nn.Transformer.generate_square_subsequent_mask(5)),
+            a=nn.Transformer(4, 2, 1, 1, 8, 0.0, batch_first=True),
+        ),
+        draw(3, 5, 4),
+    ),
+}
 
 
 def _raw(forward: Any) -> Make:
@@ -513,18 +623,33 @@ def _raw(forward: Any) -> Make:
 
 LOOKING |= {
     "torch's own batch norm": (
-        _raw(lambda m, x: torch.batch_norm(x, m.w, m.b, m.rm, m.rv, True, 0.1, 1e-5, False)), draw(4, 3, 5)),
+        _raw(lambda m, x: torch.batch_norm(x, m.w, m.b, m.rm, m.rv, True, 0.1, 1e-5, False)),
+        draw(4, 3, 5),
+    ),
     "a kernel that writes statistics unsaid": (
-        _raw(lambda m, x: torch.native_batch_norm(x, m.w, m.b, m.rm, m.rv, True, 0.1, 1e-5)[0]), draw(4, 3, 5)),
+        _raw(lambda m, x: torch.native_batch_norm(x, m.w, m.b, m.rm, m.rv, True, 0.1, 1e-5)[0]),
+        draw(4, 3, 5),
+    ),
     "torch's own instance norm": (
-        _raw(lambda m, x: torch.instance_norm(x, m.w, m.b, m.rm, m.rv, True, 0.1, 1e-5, False)), draw(4, 3, 5)),
+        _raw(lambda m, x: torch.instance_norm(x, m.w, m.b, m.rm, m.rv, True, 0.1, 1e-5, False)),
+        draw(4, 3, 5),
+    ),
     "labels up to the first -1": (
-        _raw(lambda m, x: F.multilabel_margin_loss(x[:, :, 0] * m.w, torch.tensor([[0, -1, 1], [1, 2, -1], [0, 1, 2],
-                                                                                   [-1, 0, 0]])) + m.w.sum()),
-        draw(4, 3, 5)),
+        _raw(
+            lambda m, x: (
+                F.multilabel_margin_loss(
+                    x[:, :, 0] * m.w, torch.tensor([[0, -1, 1], [1, 2, -1], [0, 1, 2], [-1, 0, 0]])
+                )
+                + m.w.sum()
+            )
+        ),
+        draw(4, 3, 5),
+    ),
     "pooling that draws": (
-        lambda: Fn(lambda m, x: F.fractional_max_pool2d(m.a(x), 2, 3), a=nn.Conv2d(3, 2, 1)), draw(2, 3, 7, 7)),
-}  # fmt: skip
+        lambda: Fn(lambda m, x: F.fractional_max_pool2d(m.a(x), 2, 3), a=nn.Conv2d(3, 2, 1)),
+        draw(2, 3, 7, 7),
+    ),
+}
 
 
 @pytest.mark.parametrize("name", LOOKING)

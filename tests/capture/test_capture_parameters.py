@@ -131,15 +131,20 @@ WAYS = {
     "a functional call": _functional,
     "what parameters are": _attribute,
     "a parameter of its own kind": _subclass,
-}  # fmt: skip
+}
 
 
 def whole(forward: Any, **more: Any) -> nn.Module:
     torch.manual_seed(0)
     return Fn(
-        forward, w=weight(3), plist=listed(), pdict=nn.ParameterDict({"a": weight(3, seed=7), "b": weight(3, seed=8)}),
-        inner=nn.Linear(3, 3), s=scaled(3), **more,
-    )  # fmt: skip
+        forward,
+        w=weight(3),
+        plist=listed(),
+        pdict=nn.ParameterDict({"a": weight(3, seed=7), "b": weight(3, seed=8)}),
+        inner=nn.Linear(3, 3),
+        s=scaled(3),
+        **more,
+    )
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -191,7 +196,9 @@ class _Doubled(torch.autograd.Function):
 OUTSIDE = {
     "a list in a closure": lambda m: [[*m.parameters()], lambda held, m, x: m(x) + sum(p.pow(2).sum() for p in held)],
     "a tuple of pairs": lambda m: [
-        tuple(m.named_parameters()), lambda held, m, x: m(x) + sum(p.abs().sum() for _, p in held)],
+        tuple(m.named_parameters()),
+        lambda held, m, x: m(x) + sum(p.abs().sum() for _, p in held),
+    ],
     "an object": lambda m: [Bag({"k": [m.w]}), lambda held, m, x: m(x) * held.held["k"][0]],
     "one by itself": lambda m: [m.inner.weight, lambda held, m, x: m(x) @ held],
     "transposed": lambda m: [m.inner.weight, lambda held, m, x: m(x) @ held.T + held.mT.sum() + held.data.sum()],
@@ -199,7 +206,7 @@ OUTSIDE = {
     "stacked": lambda m: [[*m.plist], lambda held, m, x: m(x) + torch.stack(held).sum(0)],
     "a custom function": lambda m: [m.w, lambda held, m, x: _Doubled.apply(m(x), held)],
     "an ordered dict": lambda m: [OrderedDict(m.named_parameters()), lambda held, m, x: m(x) * held["w"]],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("way", OUTSIDE)

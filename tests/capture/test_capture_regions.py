@@ -72,9 +72,10 @@ def test_autocast_around_canonical_ops_casts_as_torch_does(name: str) -> None:
         "batch norm": (lambda: nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2)), draw(5, 4)),
         "conv": (lambda: nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU()), draw(2, 2, 5, 5)),
         "cross entropy": (
-            lambda: Fn(lambda m, x: F.cross_entropy(m.a(x), torch.tensor([0, 2, 1])), a=nn.Linear(4, 3)), draw(3, 4),
+            lambda: Fn(lambda m, x: F.cross_entropy(m.a(x), torch.tensor([0, 2, 1])), a=nn.Linear(4, 3)),
+            draw(3, 4),
         ),
-    }  # fmt: skip
+    }
     make, batch = models[name]
 
     def loss(model: nn.Module, x: Any) -> Tensor:

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from laminar.capture.canonical.certain_draws import held_back
 from laminar.capture.capture import capture
-from laminar.capture.certain_draws import held_back
 from laminar.errors import CaptureError
 from tests.support.capture_check import Fn, same, square
 

@@ -12,9 +12,15 @@ import laminar
 from tests.support.rank_pool import Ranks
 
 SIZES = {
-    "vocab_size": 31, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "num_experts_per_tok": 2, "max_position_embeddings": 32,
-}  # fmt: skip
+    "vocab_size": 31,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 32,
+}
 
 
 def model_of(kind: str) -> nn.Module:

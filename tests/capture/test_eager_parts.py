@@ -532,7 +532,7 @@ def test_the_loss_and_the_model_itself_are_refused_with_the_way_out() -> None:
 
 def test_a_graph_says_what_it_misses_where_nobody_captured() -> None:
     """A graph holds names; the Python behind them is in the process that captured the model."""
-    from laminar.capture import eager_parts
+    from laminar.capture.ops import eager_parts
 
     model, (batch,) = net(Early), batches(1)
     graph = laminar.capture(model, loss, batch)

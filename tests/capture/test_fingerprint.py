@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 import laminar
-from laminar.capture.batch_sizes import Predictor
-from laminar.capture.fingerprint import fingerprint
-from laminar.capture.saved_graphs import kept_graph
-from laminar.train import tracer
+from laminar.capture.graph.batch_sizes import Predictor
+from laminar.capture.kept.fingerprint import fingerprint
+from laminar.capture.kept.saved_graphs import kept_graph
+from laminar.train.engine import tracer
 
 FACTOR = 2.0
 """A global that a loss reads."""
@@ -120,7 +120,7 @@ def test_what_can_not_be_looked_into_has_no_name(tmp_path: Path) -> None:
 SCRIPT = """
 import torch
 from torch import nn
-from laminar.capture.fingerprint import fingerprint
+from laminar.capture.kept.fingerprint import fingerprint
 
 class Model(nn.Module):
     names = frozenset(["one", "two", "three"])
@@ -140,10 +140,15 @@ def test_another_process_finds_the_same_name(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     runs = [
-        subprocess.Popen([sys.executable, "script.py"], cwd=tmp_path, stdout=subprocess.PIPE, text=True,
-                         env={**env, "PYTHONHASHSEED": str(seed)})
+        subprocess.Popen(
+            [sys.executable, "script.py"],
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**env, "PYTHONHASHSEED": str(seed)},
+        )
         for seed in (1, 2)
-    ]  # fmt: skip
+    ]
     names = [run.communicate()[0].strip() for run in runs]
     assert names[0] == names[1] != "None"
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import laminar
-from laminar.capture.unwrap import unwrapped
+from laminar.capture.model.unwrap import unwrapped
 from laminar.errors import CaptureError
 from tests.support.rank_pool import Ranks
 

@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 import torch
 
-from laminar.capture.torch_ops import find_op
+from laminar.capture.ops.torch_ops import find_op
 from laminar.cli import main
 from laminar.cli_plan import parse_mesh, parse_seeds
 from laminar.errors import LaminarError
 from laminar.ir.graph import Graph
-from laminar.ir.plan import Plan
+from laminar.ir.plans.plan import Plan
 from laminar.ir.sbp import S
 
 ROOT = Path(__file__).parents[2]
@@ -220,7 +220,7 @@ def test_verify_says_how_close(said: Any, plan_file: Path) -> None:
 
 def test_verify_exits_1_where_numbers_differ(said: Any, plan_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An exit code that a script can trust: here one rank's share of every sum is lost on purpose."""
-    from laminar.runtime.check import lockstep, loopback
+    from laminar.runtime.check.in_process import lockstep, loopback
     from laminar.runtime.comm import shm_collectives
 
     for how in (loopback, lockstep):  # the code that ranks run, and the interpreter that names the op

@@ -13,8 +13,8 @@ from laminar import cli_cost
 from laminar.cli import main
 from laminar.cost.ops.price import OpCost
 from laminar.cost.ops.table import Table
-from laminar.ir.cluster import Cluster
-from laminar.ir.plan import Plan
+from laminar.ir.clusters.cluster import Cluster
+from laminar.ir.plans.plan import Plan
 from laminar.ir.timeline import Timeline
 from laminar.profile.sweep import keys_of
 
@@ -154,8 +154,20 @@ def test_a_recorded_run_is_compared_with_its_prediction(said: Any, tmp_path: Pat
     plan = planned(tmp_path / "plan.json", said, "--mesh", "dp=2", "--cluster", "2xcpu")
     sim, run = str(tmp_path / "sim.json"), str(tmp_path / "run.json")
     assert said("simulate", str(plan), "-o", sim)[0] == 0
-    code, _, err = said("train", GPT, "--plan", str(plan), "--steps", "8", "--timeline", run,
-                        "--run-dir", str(tmp_path / "run"), "--device", "cpu")  # fmt: skip
+    code, _, err = said(
+        "train",
+        GPT,
+        "--plan",
+        str(plan),
+        "--steps",
+        "8",
+        "--timeline",
+        run,
+        "--run-dir",
+        str(tmp_path / "run"),
+        "--device",
+        "cpu",
+    )
     assert code == 0, err
     measured = Timeline.load(run)
     assert measured.kind == "measured" and measured.ranks == 2

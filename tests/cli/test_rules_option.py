@@ -21,7 +21,7 @@ from laminar.cli import main
 from laminar.cli_plan import _bar
 from laminar.errors import PlanError, RuleError
 from laminar.ir.graph import Graph
-from laminar.ir.staged import load_plan
+from laminar.ir.plans.staged import load_plan
 from laminar.rewrite.apply import Rule
 from laminar.rewrite.implied import implied
 from laminar.rewrite.standalone import stage
@@ -142,8 +142,11 @@ def test_rules_of_a_file_make_a_plan_that_needs_the_file_no_more(
 
     told = data["rules"]
     assert {k: told[k] for k in ("rules", "loaded", "proved", "new")} == {
-        "rules": 7, "loaded": 4, "proved": 3, "new": 2
-    }  # fmt: skip
+        "rules": 7,
+        "loaded": 4,
+        "proved": 3,
+        "new": 2,
+    }
     assert {one["name"]: one["reason"] for one in told["each"] if one["reason"]} == REASONS
     searched = {text for one in told["each"] for _, text, _ in one["rules"]}
     assert searched == {
@@ -212,12 +215,15 @@ def test_what_if_searches_with_the_same_rules(graph: Graph, rules_file: Path) ->
     assert not any(step.text for step in plan.what_if(only="data,zero").after.rewrites)
 
 
-@pytest.mark.parametrize(("text", "complaint"), [
-    ("{", "rules.json is no file of rules"),
-    ('{"rule": []}', "rules.json is not a RuleCollection"),
-    ('{"_t": "RuleCollection", "rule": [{"name": "x"}]}', "rule number 0 of the file can't be read"),
-    (None, "rules.json is no file of rules"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("{", "rules.json is no file of rules"),
+        ('{"rule": []}', "rules.json is not a RuleCollection"),
+        ('{"_t": "RuleCollection", "rule": [{"name": "x"}]}', "rule number 0 of the file can't be read"),
+        (None, "rules.json is no file of rules"),
+    ],
+)
 def test_a_file_that_holds_no_rules_is_refused_by_name(
     text: str | None, complaint: str, recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -230,10 +236,13 @@ def test_a_file_that_holds_no_rules_is_refused_by_name(
     assert "RuleError" in err and complaint in err
 
 
-@pytest.mark.parametrize(("options", "complaint"), [
-    (["--mesh", "dp=2"], "--rules is for a search"),
-    (["--cluster", CLUSTER, "--only", "data,zero"], "this search may not"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (["--mesh", "dp=2"], "--rules is for a search"),
+        (["--cluster", CLUSTER, "--only", "data,zero"], "this search may not"),
+    ],
+)
 def test_rules_go_with_searches_that_rewrite(
     options: list[str], complaint: str, recipe: str, rules_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -244,7 +253,7 @@ def test_rules_go_with_searches_that_rewrite(
 
 def test_clusters_of_several_kinds_are_refused(graph: Graph, rules_file: Path) -> None:
     """The search for those places the graph as it was captured."""
-    from laminar.ir.cluster import Cluster
+    from laminar.ir.clusters.cluster import Cluster
 
     mixed = Cluster.preset("1x4xh100+1x4xa100")
     with pytest.raises(PlanError, match="several kinds of devices"):
@@ -319,14 +328,21 @@ def test_a_plan_whose_carried_rule_was_edited_is_refused(graph: Graph, rules_fil
 # --- what is new -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("text", "shapes", "known"), [
-    ("add(mm(A, B), mm(C, B)) => mm(add(A, C), B)", {"A": (6, 3), "B": (3, 5), "C": (6, 3)}, True),
-    ("add(mm(A, B), mm(C, B)) => mm(add(C, A), B)", {"A": (6, 3), "B": (3, 5), "C": (6, 3)}, True),
-    ("mm(mm(mm(A, B), C), D) => mm(A, mm(B, mm(C, D)))", {"A": (6, 3), "B": (3, 5), "C": (5, 2), "D": (2, 7)}, True),
-    ("mm(A, B) => t(mm(t(B), t(A)))", {"A": (6, 3), "B": (3, 5)}, False),
-    ("join(mm(A, B), mm(A, C), 1) => mm(A, join(B, C, 1))", {"A": (6, 3), "B": (3, 5), "C": (3, 2)}, False),
-    ("add(A, B) => add(B, A)", {"A": (6, 3), "B": (6, 3)}, True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "shapes", "known"),
+    [
+        ("add(mm(A, B), mm(C, B)) => mm(add(A, C), B)", {"A": (6, 3), "B": (3, 5), "C": (6, 3)}, True),
+        ("add(mm(A, B), mm(C, B)) => mm(add(C, A), B)", {"A": (6, 3), "B": (3, 5), "C": (6, 3)}, True),
+        (
+            "mm(mm(mm(A, B), C), D) => mm(A, mm(B, mm(C, D)))",
+            {"A": (6, 3), "B": (3, 5), "C": (5, 2), "D": (2, 7)},
+            True,
+        ),
+        ("mm(A, B) => t(mm(t(B), t(A)))", {"A": (6, 3), "B": (3, 5)}, False),
+        ("join(mm(A, B), mm(A, C), 1) => mm(A, join(B, C, 1))", {"A": (6, 3), "B": (3, 5), "C": (3, 2)}, False),
+        ("add(A, B) => add(B, A)", {"A": (6, 3), "B": (6, 3)}, True),
+    ],
+)
 def test_what_the_table_implies_is_told_from_what_is_new(text: str, shapes: Any, known: bool) -> None:
     """In one step or two, whatever the order of a sum; a search with it would look at the same graphs twice."""
     one = Rule.of_file("one", text)

@@ -41,16 +41,27 @@ def timings(models: int, seed: int, noise: float = 0.0, mood: float = 0.3) -> li
         lines, update = rng.randint(100, 900), 10 ** rng.uniform(-3, -2.3)
         for side in ("data", "zero1", "zero3", "tensor", "random1", "random2"):
             features = {
-                "compute": compute * rng.uniform(0.6, 1.6), "memory": memory * rng.uniform(0.5, 2), "update": update,
-                "exchange": 10 ** rng.uniform(-3.5, -2), "wire": 10 ** rng.uniform(-4, -2.5),
+                "compute": compute * rng.uniform(0.6, 1.6),
+                "memory": memory * rng.uniform(0.5, 2),
+                "update": update,
+                "exchange": 10 ** rng.uniform(-3.5, -2),
+                "wire": 10 ** rng.uniform(-4, -2.5),
                 "waits": compute * rng.uniform(0.1, 0.9),
-                "lines": lines, "exchanges": rng.randint(2, 120), "steps": 1,
-            }  # fmt: skip
+                "lines": lines,
+                "exchanges": rng.randint(2, 120),
+                "steps": 1,
+            }
             out.append(_timed(f"m{m}", side, features, speed, noise, rng))
         ddp = {
-            "compute": compute, "memory": memory, "update": update, "eager_lines": lines, "eager_parameters": 40,
-            "eager_steps": 1, "eager_exchange": 10 ** rng.uniform(-3, -2), "eager_copies": 1e-3,
-        }  # fmt: skip
+            "compute": compute,
+            "memory": memory,
+            "update": update,
+            "eager_lines": lines,
+            "eager_parameters": 40,
+            "eager_steps": 1,
+            "eager_exchange": 10 ** rng.uniform(-3, -2),
+            "eager_copies": 1e-3,
+        }
         out.append(_timed(f"m{m}", "ddp", ddp, speed, noise, rng))
     return out
 
@@ -71,8 +82,12 @@ def test_ratios_of_models_not_seen_are_predicted_whatever_the_machines_mood() ->
             got = found.seconds(t.features) / found.seconds(ddp.features)
             off.append(abs(got / want - 1))
     plain = Calibration()
-    naive = [plain.seconds(t.features) / plain.seconds(d.features) / (t.seconds / d.seconds) - 1
-             for t in fresh for d in fresh if d.model == t.model and d.side == "ddp"]  # fmt: skip
+    naive = [
+        plain.seconds(t.features) / plain.seconds(d.features) / (t.seconds / d.seconds) - 1
+        for t in fresh
+        for d in fresh
+        if d.model == t.model and d.side == "ddp"
+    ]
     assert np.median(off) < 0.03
     assert np.median(np.abs(naive)) > 3 * np.median(off), "the fit must do better than adding up parts"
 
@@ -115,8 +130,11 @@ def test_json_gives_back_the_same() -> None:
 
 def test_what_trials_say_nothing_about_stays_where_it_was() -> None:
     """Without a single exchange in the trials, the price of exchanges must not wander off."""
-    some = [Timing(t.model, t.side, {k: v for k, v in t.features.items() if "exchange" not in k}, t.seconds)
-            for t in timings(4, seed=5) if t.side != "ddp"]  # fmt: skip
+    some = [
+        Timing(t.model, t.side, {k: v for k, v in t.features.items() if "exchange" not in k}, t.seconds)
+        for t in timings(4, seed=5)
+        if t.side != "ddp"
+    ]
     assert fit(some).multipliers["exchange"] == pytest.approx(1.0, abs=0.05)
 
 

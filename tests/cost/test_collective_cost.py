@@ -18,7 +18,7 @@ from laminar import Cluster, ClusterError, Mesh
 from laminar.cost.comm.algorithms import CHAIN_SHARE, by_switch, direct, ring, through_memory, tree
 from laminar.cost.comm.price import KINDS, CollectiveCost, held_bytes, split_attention, ways
 from laminar.cost.comm.topology import mesh_team, team, teams
-from laminar.ir.cluster import Device, Figure, Level
+from laminar.ir.clusters.cluster import Device, Figure, Level
 from laminar.ir.program import Boxing, Instr, Placed
 from laminar.ir.sbp import PSUM, B, S
 from laminar.ir.tensor import TensorSpec
@@ -245,13 +245,26 @@ def test_an_unknown_collective_is_refused() -> None:
 # --- published ---------------------------------------------------------------------------------
 
 PUBLISHED = [
-    ("8xa100", 32768, 1.31), ("8xa100", 4 * MB, 72.33), ("8xa100", 64 * MB, 171.54), ("8xa100", 1024 * MB, 229.04),
-    ("2xa100", 64 * MB, 165.81), ("2xa100", 1024 * MB, 197.28), ("4xa100", 64 * MB, 185.11),
-    ("4xa100", 1024 * MB, 221.86), ("8xh200", 32768, 1.44), ("8xh200", MB, 39.93), ("8xh200", 16 * MB, 219.89),
-    ("8xh200", 256 * MB, 436.15), ("8xh200", 16384 * MB, 482.26), ("8xb200", 256 * MB, 646.11),
-    ("8xb200", 16384 * MB, 845.67), ("32xb200", 1024 * MB, 361.99), ("32xb200", 16384 * MB, 381.80),
-    ("32xh200", 4096 * MB, 364.65), ("16xh100", 8192 * MB, 430.0),
-]  # fmt: skip
+    ("8xa100", 32768, 1.31),
+    ("8xa100", 4 * MB, 72.33),
+    ("8xa100", 64 * MB, 171.54),
+    ("8xa100", 1024 * MB, 229.04),
+    ("2xa100", 64 * MB, 165.81),
+    ("2xa100", 1024 * MB, 197.28),
+    ("4xa100", 64 * MB, 185.11),
+    ("4xa100", 1024 * MB, 221.86),
+    ("8xh200", 32768, 1.44),
+    ("8xh200", MB, 39.93),
+    ("8xh200", 16 * MB, 219.89),
+    ("8xh200", 256 * MB, 436.15),
+    ("8xh200", 16384 * MB, 482.26),
+    ("8xb200", 256 * MB, 646.11),
+    ("8xb200", 16384 * MB, 845.67),
+    ("32xb200", 1024 * MB, 361.99),
+    ("32xb200", 16384 * MB, 381.80),
+    ("32xh200", 4096 * MB, 364.65),
+    ("16xh100", 8192 * MB, 430.0),
+]
 """All-reduces by NCCL: cluster, bytes, GB/s of bus bandwidth, that is 2(n-1)/n of the bytes over the time."""
 
 

@@ -10,16 +10,16 @@ from laminar.cost.ops.interned import Forms
 from laminar.cost.ops.strides import local_layouts
 from laminar.cost.ops.table import local_call
 from laminar.forecast.step import machine
-from laminar.ir.cluster import Cluster
-from laminar.ir.codec import Ref
+from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.graph import map_refs, refs_in
 from laminar.ir.mesh import Mesh
 from laminar.ir.ops import FREE
 from laminar.ir.program import Instr, Placed, Program, ProgramInput, ProgramOutput
 from laminar.ir.sbp import B
+from laminar.ir.serial.codec import Ref
 from laminar.ir.tensor import TensorSpec
 from laminar.lower.kernels import kernels
-from laminar.lower.mincut_recompute import recompute, written_out
+from laminar.lower.memory.mincut_recompute import recompute, written_out
 from laminar.lower.step import step_programs
 from laminar.placement import presets
 from tests.support.zoo import specimen

@@ -23,14 +23,14 @@ from laminar.cost.memory.allocator import BLOCK, MIDDLE_SEGMENT, SMALL_SEGMENT, 
 from laminar.cost.memory.inductor_reuse import Life, handed_on
 from laminar.cost.memory.peak import memory
 from laminar.cost.ops.strides import KEEPS_ORDER
-from laminar.ir.codec import Ref
 from laminar.ir.ops import FREE
-from laminar.ir.plan import Plan
+from laminar.ir.plans.plan import Plan
 from laminar.ir.program import Instr, Placed, Program, ProgramInput, ProgramOutput
 from laminar.ir.sbp import B
+from laminar.ir.serial.codec import Ref
 from laminar.ir.tensor import TensorSpec
 from laminar.lower.kernels import kernels
-from laminar.lower.mincut_recompute import recompute, written_out
+from laminar.lower.memory.mincut_recompute import recompute, written_out
 from laminar.runtime.check.processes import on_ranks
 from tests.support.example_recipes import load
 from tests.support.marks import slow
@@ -177,8 +177,12 @@ def test_lives_are_what_a_naive_count_finds(program: Program) -> None:
 def test_by_hand() -> None:
     """Three additions: at most three tensors at once besides the input, and the first goes behind its last reader."""
     x, a, b = Ref("x"), Ref("a"), Ref("b")
-    lines = [line("a", "aten.relu", (x,)), line("b", "aten.add.Tensor", (a, x)), line("c", "aten.add.Tensor", (a, b)),
-             line("d", "aten.relu", (Ref("c"),))]  # fmt: skip
+    lines = [
+        line("a", "aten.relu", (x,)),
+        line("b", "aten.add.Tensor", (a, x)),
+        line("c", "aten.add.Tensor", (a, b)),
+        line("d", "aten.relu", (Ref("c"),)),
+    ]
     n = SPEC.nbytes
     found = memory(written(lines, [Ref("d")]))
     assert [b for _, b in found.curve] == [2 * n, 3 * n, 4 * n, 3 * n, 2 * n]
@@ -208,8 +212,11 @@ def test_values_inside_a_kernel_never_exist() -> None:
 
 def test_a_kernel_runs_before_somebody_needs_it() -> None:
     """A group whose last line stands behind an outside reader of its first runs earlier, with what it needs."""
-    lines = [line("a", "aten.relu", (Ref("x"),)), line("b", "aten.relu", (Ref("a"),)),
-             line("c", "aten.relu", (Ref("x"),))]  # fmt: skip
+    lines = [
+        line("a", "aten.relu", (Ref("x"),)),
+        line("b", "aten.relu", (Ref("a"),)),
+        line("c", "aten.relu", (Ref("x"),)),
+    ]
     found = memory(written(lines, [Ref("b"), Ref("c")]), groups=[(0, 2)])
     assert found.peak_bytes == 3 * SPEC.nbytes  # the input, c, and b where a was
     with pytest.raises(ValueError, match="two groups"):
@@ -356,9 +363,18 @@ def test_two_processes_take_what_was_predicted_to_the_byte(backend: str, two: Ra
 
 @pytest.mark.parametrize(
     ("nbytes", "reserved_mib"),
-    [(1, 2), (1 << 20, 2), ((1 << 20) + 1, 20), ((10 << 20) - 512, 20), ((10 << 20) - 511, 10), (10 << 20, 10),
-     ((10 << 20) + 1, 12), (12 << 20, 12), ((12 << 20) + 1, 14)],
-)  # fmt: skip
+    [
+        (1, 2),
+        (1 << 20, 2),
+        ((1 << 20) + 1, 20),
+        ((10 << 20) - 512, 20),
+        ((10 << 20) - 511, 10),
+        (10 << 20, 10),
+        ((10 << 20) + 1, 12),
+        (12 << 20, 12),
+        ((12 << 20) + 1, 14),
+    ],
+)
 def test_a_first_request_reserves_what_pytorch_does(nbytes: int, reserved_mib: int) -> None:
     """At the edges of small, middle and large, in numbers that are PyTorch's and not this file's."""
     heap = Cuda()

@@ -20,8 +20,8 @@ from laminar.cost.ops.price import Answer, OpCost
 from laminar.cost.ops.strides import contiguous, is_contiguous, local_layouts, mark_of, strides_of, viewed
 from laminar.cost.ops.table import Entry, Section, Table, canonical, cpu_section, key_of, nearest_section, parse_key
 from laminar.errors import LaminarError
-from laminar.ir.cluster import Cluster
-from laminar.ir.codec import Dtype, Ref
+from laminar.ir.clusters.cluster import Cluster
+from laminar.ir.serial.codec import Dtype, Ref
 from laminar.ir.tensor import TensorSpec
 from laminar.rules.notation import Call
 from tests.support.zoo import specimen

@@ -18,9 +18,9 @@ from laminar.errors import NetError
 from laminar.ir.mesh import Link, Mesh, Place
 from laminar.ir.net import Actor, Net
 from laminar.ir.timeline import Timeline
-from laminar.lower.deadlock import check_net
-from laminar.lower.pipeline_net import Stage, chain
-from laminar.lower.schedules import dag_net
+from laminar.lower.stages.deadlock import check_net
+from laminar.lower.stages.pipeline_net import Stage, chain
+from laminar.lower.stages.schedules import dag_net
 from tests.support.net_machine import Machine, random_net, random_pipeline
 
 WORK = {"F": 100, "B": 200, "I": 100, "W": 100, "R": 0, "O": 0}

@@ -13,11 +13,11 @@ import pytest
 from laminar.cost.schedule import Exchange, Groups, Price, Prices, classes, schedule
 from laminar.cost.sim.simulate import simulate, timeline
 from laminar.cost.sim.tasks import SCALE, Drag
-from laminar.ir.cluster import Cluster
-from laminar.ir.codec import Ref
+from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.mesh import Mesh
 from laminar.ir.program import Boxing, Instr, MoveCause, Placed, Program, ProgramInput, ProgramOutput
 from laminar.ir.sbp import PSUM, B, S
+from laminar.ir.serial.codec import Ref
 from laminar.ir.tensor import TensorSpec
 
 MS = 1_000_000
@@ -146,8 +146,13 @@ def test_labels_say_what_each_span_is() -> None:
     made = schedule(p, Listed({"r": (1, 2, 1)}))
     line = timeline(made.load, simulate(made.load), made.labels(), ranks=2, stands_for=made.stands_for)
     kinds = {s.name: s.kind for s in line.spans}
-    assert kinds == {"a": "compute", "r/start": "communication", "r": "communication", "r/finish": "communication",
-                     "c": "compute"}  # fmt: skip
+    assert kinds == {
+        "a": "compute",
+        "r/start": "communication",
+        "r": "communication",
+        "r/finish": "communication",
+        "c": "compute",
+    }
     assert {s.cause for s in line.spans if s.name.startswith("r")} == {"P(sum) to B for x"}
     assert line.stands_for == {0: (0, 1)}
 

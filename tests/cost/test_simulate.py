@@ -50,17 +50,27 @@ def test_a_fork_runs_side_by_side_and_the_join_waits_for_the_longer_arm() -> Non
 def test_a_collective_that_overlaps_costs_only_what_sticks_out() -> None:
     """Reductions of 10 behind compute of 6 each: the second waits for the first, the end for the second."""
     tasks = (
-        Task("back1", (0,), 6), Task("reduce1", (1,), 10, (0,)),
-        Task("back2", (0,), 6), Task("reduce2", (1,), 10, (2,)),
+        Task("back1", (0,), 6),
+        Task("reduce1", (1,), 10, (0,)),
+        Task("back2", (0,), 6),
+        Task("reduce2", (1,), 10, (2,)),
         Task("optimizer", (0,), 3, (1, 3)),
-    )  # fmt: skip
+    )
     load = Load(ONE, tasks)
     assert when(load) == {
-        "back1": (0, 6), "reduce1": (6, 16), "back2": (6, 12), "reduce2": (16, 26), "optimizer": (26, 29),
-    }  # fmt: skip
+        "back1": (0, 6),
+        "reduce1": (6, 16),
+        "back2": (6, 12),
+        "reduce2": (16, 26),
+        "optimizer": (26, 29),
+    }
     assert why(load) == {
-        "back1": "", "reduce1": "back1", "back2": "back1", "reduce2": "reduce1", "optimizer": "reduce2",
-    }  # fmt: skip
+        "back1": "",
+        "reduce1": "back1",
+        "back2": "back1",
+        "reduce2": "reduce1",
+        "optimizer": "reduce2",
+    }
 
 
 def test_a_transfer_of_two_ranks_starts_when_both_are_there() -> None:
@@ -79,9 +89,11 @@ def test_the_fullest_link_decides() -> None:
     """Three users on link 0, two on link 1: who uses both gets a third."""
     lanes = tuple(Lane(r, "communication:dp") for r in range(4))
     tasks = (
-        Task("a", (0,), 6, (), (0, 1)), Task("b", (1,), 6, (), (0,)), Task("c", (2,), 6, (), (0,)),
+        Task("a", (0,), 6, (), (0, 1)),
+        Task("b", (1,), 6, (), (0,)),
+        Task("c", (2,), 6, (), (0,)),
         Task("d", (3,), 6, (), (1,)),
-    )  # fmt: skip
+    )
     # a, b, c at 1/3; d at 1/2 until 12, where nobody has ended but d; then all as before until 18
     assert when(Load(lanes, tasks, 2)) == {"a": (0, 18), "b": (0, 18), "c": (0, 18), "d": (0, 12)}
 
@@ -109,9 +121,12 @@ def test_drag_stays_on_its_rank_and_spares_the_host() -> None:
 def test_tasks_of_no_work_end_when_they_start_and_disturb_nobody() -> None:
     """A meeting point passes on the same tick, through any number of them, and is no overlap."""
     tasks = (
-        Task("a", (0,), 5), Task("meet", (0, 1), 0, (0,)), Task("again", (1,), 0, (1,)),
-        Task("b", (0,), 5, (2,)), Task("ping", (1,), 0),
-    )  # fmt: skip
+        Task("a", (0,), 5),
+        Task("meet", (0, 1), 0, (0,)),
+        Task("again", (1,), 0, (1,)),
+        Task("b", (0,), 5, (2,)),
+        Task("ping", (1,), 0),
+    )
     load = Load(ONE, tasks, 0, Drag(SCALE // 2, SCALE // 2))
     assert when(load) == {"a": (0, 5), "meet": (5, 5), "again": (5, 5), "b": (5, 10), "ping": (5, 5)}
 
@@ -177,9 +192,11 @@ def test_with_several_lanes_more_work_can_make_the_step_shorter() -> None:
     def step(work: int) -> int:
         lanes = (Lane(0, "compute"), Lane(0, "communication:a"), Lane(1, "compute"), Lane(1, "communication:b"))
         tasks = (
-            Task("mm", (0,), work), Task("late", (1,), 10, (0,), (0,)),
-            Task("early", (3,), 10, (), (0,)), Task("tail", (2,), 30, (2,)),
-        )  # fmt: skip
+            Task("mm", (0,), work),
+            Task("late", (1,), 10, (0,), (0,)),
+            Task("early", (3,), 10, (), (0,)),
+            Task("tail", (2,), 30, (2,)),
+        )
         return simulate(Load(lanes, tasks, 1)).step
 
     assert step(2) == 18 + 30
@@ -192,8 +209,10 @@ def test_with_several_lanes_one_condition_less_can_make_the_step_longer() -> Non
     def step(after: tuple[int, ...]) -> int:
         lanes = (Lane(0, "communication:a"), Lane(1, "communication:b"), Lane(1, "compute"))
         tasks = (
-            Task("early", (1,), 10, (), (0,)), Task("late", (0,), 10, after, (0,)), Task("tail", (2,), 30, (0,)),
-        )  # fmt: skip
+            Task("early", (1,), 10, (), (0,)),
+            Task("late", (0,), 10, after, (0,)),
+            Task("tail", (2,), 30, (0,)),
+        )
         return simulate(Load(lanes, tasks, 1)).step
 
     assert step((0,)) == 40

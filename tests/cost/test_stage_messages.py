@@ -11,12 +11,12 @@ import pytest
 from laminar.cost.comm.stage_messages import Hop, even_hop_s, hop, lanes, messages
 from laminar.cost.sim.pipeline import execute
 from laminar.forecast.pipeline_step import CONTROL_S, MEETING_S, predict_staged
-from laminar.ir.cluster import Cluster
+from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.mesh import Mesh, Place
 from laminar.ir.net import Actor, Net, Queue
 from laminar.ir.sbp import B, S
 from laminar.ir.tensor import TensorSpec
-from laminar.rules.crossing import crossing
+from laminar.rules.boxing.crossing import crossing
 from laminar.staging.stage_plans import pipeline
 from tests.support.zoo import specimen
 

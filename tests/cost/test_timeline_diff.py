@@ -147,9 +147,13 @@ def test_the_comparison_is_text_for_people_and_plain_data_for_programs() -> None
     found = compare(step(), step("measured", {"mm_0": 4}, waits={0: 1}))
     data = json.loads(json.dumps(found.to_json()))
     assert data["parts"][0] == {
-        "name": "matmul", "predicted_ns": 11 * MS, "measured_ns": 15 * MS, "share": round(found.parts[0].share, 4),
-        "detail": "compute", "difference_ns": 4 * MS,
-    }  # fmt: skip
+        "name": "matmul",
+        "predicted_ns": 11 * MS,
+        "measured_ns": 15 * MS,
+        "share": round(found.parts[0].share, 4),
+        "detail": "compute",
+        "difference_ns": 4 * MS,
+    }
     text = render(found, most=2)
     first = next(line for line in text.splitlines() if line.startswith("  matmul"))
     assert first.split() == ["matmul", "11.000", "15.000", "+4.000", f"{found.parts[0].share:.1%}"]

@@ -14,7 +14,7 @@ from torch import nn
 import laminar
 from laminar.cli import main
 from laminar.forecast.pipeline_step import CONTROL_S, MEETING_S, StagedPrediction, predict_staged
-from laminar.ir.cluster import Cluster
+from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.mesh import Mesh
 from laminar.staging.stage_plans import pipeline
 from tests.support.zoo import EXAMPLES, specimen

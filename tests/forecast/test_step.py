@@ -16,10 +16,10 @@ from laminar.cost.sim.simulate import simulate
 from laminar.errors import ClusterError
 from laminar.forecast.features import ddp_features, step_features
 from laminar.forecast.step import Prediction, machine, predict, section_of, with_prediction
-from laminar.ir.cluster import Cluster
+from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh
-from laminar.ir.plan import Choice, Plan
+from laminar.ir.plans.plan import Choice, Plan
 from laminar.lower.step import step_programs
 from laminar.placement import presets
 from laminar.rules.notation import call_of

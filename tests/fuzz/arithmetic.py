@@ -46,9 +46,21 @@ def broadcast(g: Scope) -> Statement | None:
     if g.rng.random() < 0.1:
         dims = ()
     p, init = g.parameter(dims)
-    form = g.rng.choice(["{a} + {p}", "{a} * {p}", "{a} - {p}", "torch.addcmul({a}, {a}, {p})", "{a} * {p}.tanh()",
-                         "torch.maximum({a}, {p})", "{a} * (1 + {p})", "torch.lerp({a}, {p}, 0.2)", "{p} + {a}",
-                         "{a} * {p}.expand_as({a})", "torch.where({a} > {p}, {a}, {p})"])  # fmt: skip
+    form = g.rng.choice(
+        [
+            "{a} + {p}",
+            "{a} * {p}",
+            "{a} - {p}",
+            "torch.addcmul({a}, {a}, {p})",
+            "{a} * {p}.tanh()",
+            "torch.maximum({a}, {p})",
+            "{a} * (1 + {p})",
+            "torch.lerp({a}, {p}, 0.2)",
+            "{p} + {a}",
+            "{a} * {p}.expand_as({a})",
+            "torch.where({a} > {p}, {a}, {p})",
+        ]
+    )
     return made(g, shape, form.format(a=a, p=p), ins=(a,), init=init)
 
 
@@ -75,12 +87,14 @@ def twice(g: Scope) -> Statement | None:
     a, shape = found
     d, k, name = shape[-1], g.size(), g.fresh("layer")
     init = [f"self.{name} = nn.Linear({d}, {k}, bias=False)"]
-    form = g.rng.choice([
-        f"F.linear(torch.tanh(self.{name}({a})), self.{name}.weight.t())",
-        f"torch.tanh(self.{name}({a})) @ self.{name}.weight",
-        f"self.{name}({a}) @ self.{name}.weight + {a}",
-        f"F.linear(F.linear({a}, self.{name}.weight), self.{name}.weight.transpose(0, 1).contiguous())",
-    ])  # fmt: skip
+    form = g.rng.choice(
+        [
+            f"F.linear(torch.tanh(self.{name}({a})), self.{name}.weight.t())",
+            f"torch.tanh(self.{name}({a})) @ self.{name}.weight",
+            f"self.{name}({a}) @ self.{name}.weight + {a}",
+            f"F.linear(F.linear({a}, self.{name}.weight), self.{name}.weight.transpose(0, 1).contiguous())",
+        ]
+    )
     if g.rng.random() < 0.3:
         other = g.fresh("layer")
         init += [f"self.{other} = nn.Linear({d}, {k}, bias=False)", f"self.{other}.weight = self.{name}.weight"]
@@ -94,11 +108,19 @@ def einsum(g: Scope) -> Statement | None:
         return None
     a, (_, d) = found
     k, h = g.size(), g.rng.choice([2, 3])
-    form, dims, out = g.rng.choice([
-        ("bd,kd->bk", (k, d), (-1, k)), ("bd,dk->bk", (d, k), (-1, k)), ("bd,hdk->bhk", (h, d, k), (-1, h, k)),
-        ("bd,hkd->bkh", (h, k, d), (-1, k, h)), ("bd,d->b", (d,), (-1,)), ("bd,dkh->bhk", (d, k, h), (-1, h, k)),
-        ("bd,kd->bkd", (k, d), (-1, k, d)), ("bd,kh->bdkh", (k, h), (-1, d, k, h)), ("bd,hd->bh", (h, d), (-1, h)),
-    ])  # fmt: skip
+    form, dims, out = g.rng.choice(
+        [
+            ("bd,kd->bk", (k, d), (-1, k)),
+            ("bd,dk->bk", (d, k), (-1, k)),
+            ("bd,hdk->bhk", (h, d, k), (-1, h, k)),
+            ("bd,hkd->bkh", (h, k, d), (-1, k, h)),
+            ("bd,d->b", (d,), (-1,)),
+            ("bd,dkh->bhk", (d, k, h), (-1, h, k)),
+            ("bd,kd->bkd", (k, d), (-1, k, d)),
+            ("bd,kh->bdkh", (k, h), (-1, d, k, h)),
+            ("bd,hd->bh", (h, d), (-1, h)),
+        ]
+    )
     p, init = g.parameter(dims)
     return made(g, out, f'torch.einsum("{form}", {a}, {p})', ins=(a,), init=init)
 
@@ -137,17 +159,26 @@ def lists(g: Scope) -> Statement | None:
     d, name, k = shape[-1], g.fresh("some"), g.rng.randint(2, 3)
     if g.rng.random() < 0.5:
         init = [f"self.{name} = nn.ParameterList([nn.Parameter(torch.randn({d}) * 0.4) for _ in range({k})])"]
-        body = g.rng.choice([
-            f"sum({a} * p for p in self.{name})", f"sum({a} + p for p in self.{name}[:2])", f"{a} * self.{name}[-1] + self.{name}[0]",
-            f"sum({a} * p.tanh() for p in nn.ParameterList([self.{name}[1]]))",
-            f"torch.stack(list(self.{name})).mean(0) * {a}", f"torch.cat([{a} * p for p in self.{name}], -1)[..., :{d}]",
-        ])  # fmt: skip
+        body = g.rng.choice(
+            [
+                f"sum({a} * p for p in self.{name})",
+                f"sum({a} + p for p in self.{name}[:2])",
+                f"{a} * self.{name}[-1] + self.{name}[0]",
+                f"sum({a} * p.tanh() for p in nn.ParameterList([self.{name}[1]]))",
+                f"torch.stack(list(self.{name})).mean(0) * {a}",
+                f"torch.cat([{a} * p for p in self.{name}], -1)[..., :{d}]",
+            ]
+        )
     else:
         init = [f"self.{name} = nn.ParameterDict({{k: nn.Parameter(torch.randn({d}) * 0.4) for k in 'ab'}})"]
-        body = g.rng.choice([
-            f"{a} * self.{name}['a'] + self.{name}['b']", f"sum({a} * p for p in self.{name}.values())",
-            f"sum({a} * p for k, p in self.{name}.copy().items() if k != 'b')", f"{a} + self.{name}['a']",
-        ])  # fmt: skip
+        body = g.rng.choice(
+            [
+                f"{a} * self.{name}['a'] + self.{name}['b']",
+                f"sum({a} * p for p in self.{name}.values())",
+                f"sum({a} * p for k, p in self.{name}.copy().items() if k != 'b')",
+                f"{a} + self.{name}['a']",
+            ]
+        )
     return made(g, shape, body, ins=(a,), init=init)
 
 
@@ -173,9 +204,17 @@ def coupled(g: Scope) -> Statement | None:
     if found is None:
         return None
     a, s = found
-    forms = [f"{a} - {a}.mean(0, keepdim=True)", f"torch.softmax({a}, 0)", f"{a} / ({a}.norm() + 1)", f"{a} * {a}.amax(0)",
-             f"{a} - {a}.flatten(1).mean(0).mean()", f"{a}.flip(0) * 0.5 + {a}", f"{a}.roll(1, 0)", f"{a}.cumsum(0) / n",
-             f"{a}.sort(0)[0]"]  # fmt: skip
+    forms = [
+        f"{a} - {a}.mean(0, keepdim=True)",
+        f"torch.softmax({a}, 0)",
+        f"{a} / ({a}.norm() + 1)",
+        f"{a} * {a}.amax(0)",
+        f"{a} - {a}.flatten(1).mean(0).mean()",
+        f"{a}.flip(0) * 0.5 + {a}",
+        f"{a}.roll(1, 0)",
+        f"{a}.cumsum(0) / n",
+        f"{a}.sort(0)[0]",
+    ]
     if len(s) == 2:
         forms += [f"({a} @ {a}.t()).softmax(-1) @ {a}", f"{a} @ ({a}.t() @ {a}) / n"]
     return made(g, s, g.rng.choice(forms), ins=(a,), traits="coupled")

@@ -1,4 +1,3 @@
-# ruff: noqa: E501 - lines of other programs
 """Layers: norms, convolutions, pooling, embeddings, attention, recurrence, dropout."""
 
 from __future__ import annotations
@@ -15,8 +14,12 @@ def norm(g: Scope) -> Statement | None:
         return None
     a, s = found
     name = g.fresh("norm")
-    choices = [f"nn.LayerNorm({s[-1]})", f"nn.RMSNorm({s[-1]}, eps=1e-5)", f"nn.LayerNorm({s[-1]}, elementwise_affine=False)",
-               f"nn.LayerNorm({list(s[1:])})"]  # fmt: skip
+    choices = [
+        f"nn.LayerNorm({s[-1]})",
+        f"nn.RMSNorm({s[-1]}, eps=1e-5)",
+        f"nn.LayerNorm({s[-1]}, elementwise_affine=False)",
+        f"nn.LayerNorm({list(s[1:])})",
+    ]
     if s[-1] == 1 or math.prod(s[1:]) == 1:
         return None
     if len(s) in (3, 4) and s[1] > 1:
@@ -64,26 +67,35 @@ def pool(g: Scope) -> Statement | None:
     a, s = found
     d = len(s) - 2
     half = tuple(k // 2 for k in s[2:])
-    code, shape = g.rng.choice([
-        (f"F.avg_pool{d}d({a}, 2)", (*s[:2], *half)), (f"F.max_pool{d}d({a}, 2)", (*s[:2], *half)),
-        (f"F.adaptive_avg_pool{d}d({a}, 1)", (*s[:2], *(1 for _ in half))),
-        (f"F.adaptive_max_pool{d}d({a}, 1)", (*s[:2], *(1 for _ in half))),
-        (f"F.interpolate({a}, scale_factor=2)", (*s[:2], *(2 * k for k in s[2:]))),
-        (f"F.adaptive_avg_pool{d}d({a}, 2)", (*s[:2], *(2 for _ in half))),
-    ])  # fmt: skip
+    code, shape = g.rng.choice(
+        [
+            (f"F.avg_pool{d}d({a}, 2)", (*s[:2], *half)),
+            (f"F.max_pool{d}d({a}, 2)", (*s[:2], *half)),
+            (f"F.adaptive_avg_pool{d}d({a}, 1)", (*s[:2], *(1 for _ in half))),
+            (f"F.adaptive_max_pool{d}d({a}, 1)", (*s[:2], *(1 for _ in half))),
+            (f"F.interpolate({a}, scale_factor=2)", (*s[:2], *(2 * k for k in s[2:]))),
+            (f"F.adaptive_avg_pool{d}d({a}, 2)", (*s[:2], *(2 for _ in half))),
+        ]
+    )
     return made(g, shape, code, ins=(a,)) if math.prod(abs(k) for k in shape) < 300 else None
 
 
 def embedding(g: Scope) -> Statement | None:
     d, name = g.size() + 1, g.fresh("words")
     init = [f"self.{name} = nn.Embedding(7, {d})"]
-    code, shape = g.rng.choice([
-        (f"self.{name}(ids)", (-1, 4, d)), (f"self.{name}(ids).mean(1)", (-1, d)), (f"self.{name}(ids[:, 0])", (-1, d)),
-        (f"F.embedding(ids, self.{name}.weight)", (-1, 4, d)), (f"self.{name}.weight[ids]", (-1, 4, d)),
-        (f"F.one_hot(ids, 7).to(x.dtype) @ self.{name}.weight", (-1, 4, d)),
-        (f"self.{name}(ids) @ self.{name}.weight.t()", (-1, 4, 7)), (f"F.embedding_bag(ids, self.{name}.weight)", (-1, d)),
-        (f"self.{name}(ids).masked_fill((ids == 2)[..., None], 0.0)", (-1, 4, d)),
-    ])  # fmt: skip
+    code, shape = g.rng.choice(
+        [
+            (f"self.{name}(ids)", (-1, 4, d)),
+            (f"self.{name}(ids).mean(1)", (-1, d)),
+            (f"self.{name}(ids[:, 0])", (-1, d)),
+            (f"F.embedding(ids, self.{name}.weight)", (-1, 4, d)),
+            (f"self.{name}.weight[ids]", (-1, 4, d)),
+            (f"F.one_hot(ids, 7).to(x.dtype) @ self.{name}.weight", (-1, 4, d)),
+            (f"self.{name}(ids) @ self.{name}.weight.t()", (-1, 4, 7)),
+            (f"F.embedding_bag(ids, self.{name}.weight)", (-1, d)),
+            (f"self.{name}(ids).masked_fill((ids == 2)[..., None], 0.0)", (-1, 4, d)),
+        ]
+    )
     if g.rng.random() < 0.2:
         init = [f"self.{name} = nn.Embedding(7, {d}, padding_idx=1)"]
     return made(g, shape, code, ins=(), init=init)
@@ -97,8 +109,13 @@ def attention(g: Scope) -> Statement | None:
     name = g.fresh("attend")
     if g.rng.random() < 0.4:
         init = [f"self.{name} = nn.MultiheadAttention({d}, 2, batch_first=True)"]
-        more = g.rng.choice(["", ", need_weights=False",
-                             f", attn_mask=torch.ones({t}, {t}, dtype=torch.bool).triu(1), need_weights=False"])  # fmt: skip
+        more = g.rng.choice(
+            [
+                "",
+                ", need_weights=False",
+                f", attn_mask=torch.ones({t}, {t}, dtype=torch.bool).triu(1), need_weights=False",
+            ]
+        )
         return made(g, (n, t, d), f"self.{name}({a}, {a}, {a}{more})[0]", ins=(a,), init=init)
     init = [f"self.{name} = nn.Linear({d}, {3 * d})"]
     heads = f"q, k, v = self.{name}({a}).view(n, {t}, 3, 2, {d // 2}).permute(2, 0, 3, 1, 4).unbind(0)"
@@ -133,6 +150,14 @@ def dropout(g: Scope) -> Statement | None:
         return None
     a, s = found
     name = g.fresh("drop")
-    code = g.rng.choice([f"self.{name}({a})", f"F.dropout({a}, 0.3, self.training)", f"{a} * (torch.rand_like({a}) < 0.8)",
-                         f"{a} + 0.1 * torch.randn_like({a})", f"F.dropout({a}, 0.0)", f"F.alpha_dropout({a}, 0.2, True)"])  # fmt: skip
+    code = g.rng.choice(
+        [
+            f"self.{name}({a})",
+            f"F.dropout({a}, 0.3, self.training)",
+            f"{a} * (torch.rand_like({a}) < 0.8)",
+            f"{a} + 0.1 * torch.randn_like({a})",
+            f"F.dropout({a}, 0.0)",
+            f"F.alpha_dropout({a}, 0.2, True)",
+        ]
+    )
     return made(g, s, code, ins=(a,), init=[f"self.{name} = nn.Dropout(0.25)"], traits="draws")

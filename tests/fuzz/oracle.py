@@ -32,10 +32,10 @@ from torch import Tensor, nn
 
 import laminar
 from laminar.api import inputs_of, micro_batches
-from laminar.capture.model_tensors import slots_of
+from laminar.capture.model.model_tensors import slots_of
 from laminar.errors import GraphError, LaminarError, RankError
 from laminar.placement.random_plan import random_plan
-from laminar.runtime.check import lockstep
+from laminar.runtime.check.in_process import lockstep
 from laminar.runtime.comm.shards import assemble
 from tests.fuzz.plain import Trained, in_its_precision, model_of, optimizer_of, plain, size, state_of
 from tests.fuzz.program import Program
@@ -171,9 +171,16 @@ def through_job(program: Program) -> Found:
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         job = laminar.parallelize(
-            model, space["loss"], optimizer_of(o["optimizer"]), batch=data[0], plan=plan_of(program), device="cpu",
-            micro_batches=o["micro_batches"], precision=o["precision"], clip_norm=o["clip_norm"],
-        )  # fmt: skip
+            model,
+            space["loss"],
+            optimizer_of(o["optimizer"]),
+            batch=data[0],
+            plan=plan_of(program),
+            device="cpu",
+            micro_batches=o["micro_batches"],
+            precision=o["precision"],
+            clip_norm=o["clip_norm"],
+        )
         losses = [job.step(batch).loss for batch in data]
     warned = any(str(w.message).startswith("micro_batches=") for w in heard)
     whole = {k: v.detach().clone() for k, v in job.state_dict().items()}

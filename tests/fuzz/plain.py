@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 import laminar
 from laminar.api import micro_batches
-from laminar.capture.model_tensors import slots_of
+from laminar.capture.model.model_tensors import slots_of
 from laminar.runtime.check.plain_model import Keyed
-from laminar.train.precision import Precision
+from laminar.train.optimizer.precision import Precision
 from tests.fuzz.program import Program
 
 

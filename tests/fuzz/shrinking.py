@@ -14,10 +14,20 @@ from typing import Any
 from tests.fuzz.program import Program, Statement
 
 PLAINER: tuple[tuple[str, Any], ...] = (
-    ("again", False), ("precision", "f32"),
-    ("micro_batches", 1), ("clip_norm", None), ("steps", 1), ("steps", 2), ("optimizer", "sgd"),
-    ("way", "alone"), ("way", "lockstep"), ("ranks", 2), ("plan", "data"), ("plan", "zero3"), ("plan", "tensor"),
-)  # fmt: skip
+    ("again", False),
+    ("precision", "f32"),
+    ("micro_batches", 1),
+    ("clip_norm", None),
+    ("steps", 1),
+    ("steps", 2),
+    ("optimizer", "sgd"),
+    ("way", "alone"),
+    ("way", "lockstep"),
+    ("ranks", 2),
+    ("plan", "data"),
+    ("plan", "zero3"),
+    ("plan", "tensor"),
+)
 
 
 def shrink(program: Program, fails: Callable[[Program], bool], tries: int = 250) -> Program:

@@ -45,11 +45,24 @@ FOUND: dict[str, tuple[str, str, str]] = {
 
 
 def program(way: str, code: str, init: str) -> Program:
-    first = Statement("a", (-1, 4), ("a = torch.tanh(self.first(x)) * self.p",), ("x",),
-                      ("self.first = nn.Linear(4, 4)", "self.p = nn.Parameter(torch.rand(4))"))  # fmt: skip
+    first = Statement(
+        "a",
+        (-1, 4),
+        ("a = torch.tanh(self.first(x)) * self.p",),
+        ("x",),
+        ("self.first = nn.Linear(4, 4)", "self.p = nn.Parameter(torch.rand(4))"),
+    )
     second = Statement("v", (-1, 4), tuple(code.split("\n")), ("a",), tuple(filter(None, init.split("\n"))))
-    options = {"way": way, "plan": "data", "ranks": 2 if way == "stages" else 1, "optimizer": "momentum", "steps": 2,
-               "micro_batches": 2 if way == "stages" else 1, "precision": "f32", "clip_norm": None}  # fmt: skip
+    options = {
+        "way": way,
+        "plan": "data",
+        "ranks": 2 if way == "stages" else 1,
+        "optimizer": "momentum",
+        "steps": 2,
+        "micro_batches": 2 if way == "stages" else 1,
+        "precision": "f32",
+        "clip_norm": None,
+    }
     return Program(3, (first, second), ("v",), features=4, options=options)
 
 

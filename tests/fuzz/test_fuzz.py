@@ -15,7 +15,7 @@ import pytest
 
 import laminar
 from laminar.placement.random_plan import random_plan
-from laminar.runtime.check.loopback import TRANSPORTS
+from laminar.runtime.check.in_process.loopback import TRANSPORTS
 from tests.support.failing_plans import explain
 from tests.support.seeds import first
 from tests.support.zoo import NAMES, equal, one_thread, specimen

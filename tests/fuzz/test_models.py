@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from laminar.train import optimizer as optim
+from laminar.train.optimizer import optimizer as optim
 from tests.fuzz.generator import drawn
 from tests.fuzz.models import report
 from tests.fuzz.oracle import Different, Outcome, compare, errors, ill_conditioned, outcome
@@ -51,13 +51,26 @@ def planted() -> Program:
     """A program whose gradient lies otherwise than its weight, among others that do not."""
     parts = (
         Statement("a", (-1, 6), ("a = torch.tanh(self.first(x))",), ("x",), ("self.first = nn.Linear(4, 6)",)),
-        Statement("b", (-1, 3), ('b = torch.einsum("bd,kd->bk", a, self.w)',), ("a",),
-                  ("self.w = nn.Parameter(torch.randn(3, 6))",)),
+        Statement(
+            "b",
+            (-1, 3),
+            ('b = torch.einsum("bd,kd->bk", a, self.w)',),
+            ("a",),
+            ("self.w = nn.Parameter(torch.randn(3, 6))",),
+        ),
         Statement("c", (-1, 3), ("c = F.gelu(b) + b",), ("b",)),
         Statement("d", (-1, 5), ("d = self.last(c)",), ("c",), ("self.last = nn.Linear(3, 5)",)),
-    )  # fmt: skip
-    options = {"way": "alone", "plan": "data", "ranks": 1, "optimizer": "adam", "steps": 3, "micro_batches": 2,
-               "precision": "f32", "clip_norm": 0.7}  # fmt: skip
+    )
+    options = {
+        "way": "alone",
+        "plan": "data",
+        "ranks": 1,
+        "optimizer": "adam",
+        "steps": 3,
+        "micro_batches": 2,
+        "precision": "f32",
+        "clip_norm": 0.7,
+    }
     return Program(1, parts, ("d", "c"), features=4, options=options)
 
 
@@ -111,7 +124,7 @@ def test_what_is_warned_of_is_judged_by_parts_and_what_is_not_by_the_whole_batch
     assert outcome(replace(changed(CLAMPED.replace("clamp(-0.01, 0.01)", "relu()")), loss="counted")).kind == "equal"
     assert outcome(changed(CLAMPED)).kind == "equal"
     assert outcome(changed(CLAMPED, way="stages", ranks=2, steps=1, clip_norm=None, optimizer="sgd")).kind == "refused"
-    monkeypatch.setattr("laminar.train.job.warn_if_coupled", lambda graph, parts: None)
+    monkeypatch.setattr("laminar.train.job.job.warn_if_coupled", lambda graph, parts: None)
     assert outcome(counted).kind == "wrong"
 
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from laminar.errors import PlanError
-from laminar.ir.account import (
+from laminar.ir.plans.account import (
     Account,
     BindingLimit,
     CompletionCost,
@@ -18,7 +18,7 @@ from laminar.ir.account import (
     StageWork,
     WholeOp,
 )
-from laminar.ir.certificate import Certificate
+from laminar.ir.plans.certificate import Certificate
 
 STEP = PredictedStep(step_s=0.5, step_low_s=0.4, step_high_s=0.6, peak_bytes=7, cluster="8xh100", bubbles=(0.25,))
 PROOF = Certificate("space", 0.5, 0.4, 9, 3, 5, 1, 0, outside=("stages",), interval=(0.4, 0.6), known="prices")

@@ -18,8 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from laminar import Cluster, ClusterError, Mesh
-from laminar.ir import devices
-from laminar.ir.cluster import SOURCES, Device, Figure, Level
+from laminar.ir.clusters import devices
+from laminar.ir.clusters.cluster import SOURCES, Device, Figure, Level
 
 PRESETS = """h200 b200 a100-40g 8xv100 v100-16g 64xh100 16x4xa100 128x8xa100-80g 2xcpu 4x2xcpu 16x8xh100@ib400
 16x8xh100@eth100 4xh100@pcie 16x8xh100@pcie+eth100/4 3x1xh200 4x2xcpu@ib100""".split()

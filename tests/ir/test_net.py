@@ -11,8 +11,8 @@ from laminar.cost.sim.pipeline import execute
 from laminar.errors import NetError
 from laminar.ir.mesh import Mesh, Place
 from laminar.ir.net import Actor, Net, Queue
-from laminar.lower.pipeline_net import Stage, chain
-from laminar.lower.schedules import dag_net
+from laminar.lower.stages.pipeline_net import Stage, chain
+from laminar.lower.stages.schedules import dag_net
 from tests.support.net_machine import places
 
 A = Actor("a", "forward", 0, 2)

@@ -13,13 +13,13 @@ import laminar
 from laminar.errors import PlanError
 from laminar.ir.graph import Graph, refs_in
 from laminar.ir.mesh import Mesh
-from laminar.ir.plan import Plan
+from laminar.ir.plans.plan import Plan
 from laminar.ir.program import BUCKETED_GRADIENTS, READ_VALUES, MoveCause, Program
 from laminar.ir.sbp import B, P
 from laminar.ir.tensor import TensorSpec
-from laminar.lower.mincut_recompute import recompute
-from laminar.lower.reshard import moves
-from laminar.lower.stage_programs import stages
+from laminar.lower.boxing.reshard import moves
+from laminar.lower.memory.mincut_recompute import recompute
+from laminar.lower.stages.stage_programs import stages
 from laminar.lower.step import step_programs
 from laminar.placement import presets
 from laminar.placement.random_plan import random_plan

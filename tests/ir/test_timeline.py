@@ -119,15 +119,22 @@ def test_a_simulated_critical_path_has_no_gap(seed: int) -> None:
 def test_a_measured_critical_path_crosses_to_the_rank_that_came_last() -> None:
     """Rank 0 waits in a collective that rank 1 begins late: what rank 1 did before is to blame."""
     spans = (
-        span("mm", 0, 0, 10), span("ar/start", 0, 10, 11, "host"), span("ar/finish", 0, 11, 45, "wait"),
+        span("mm", 0, 0, 10),
+        span("ar/start", 0, 10, 11, "host"),
+        span("ar/finish", 0, 11, 45, "wait"),
         span("add", 0, 45, 50),
-        span("mm", 1, 0, 40), span("ar/start", 1, 40, 41, "host"), span("ar/finish", 1, 41, 45, "wait"),
+        span("mm", 1, 0, 40),
+        span("ar/start", 1, 40, 41, "host"),
+        span("ar/finish", 1, 41, 45, "wait"),
         span("add", 1, 45, 48),
-    )  # fmt: skip
+    )
     path = Timeline("measured", 2, spans).critical_path()
     assert [(s.name, s.rank) for s in path] == [
-        ("mm", 1), ("ar/start", 1), ("ar/finish", 0), ("add", 0),
-    ]  # fmt: skip
+        ("mm", 1),
+        ("ar/start", 1),
+        ("ar/finish", 0),
+        ("add", 0),
+    ]
 
 
 def test_a_measured_critical_path_ends_even_with_spans_of_no_length() -> None:

@@ -23,14 +23,14 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
 
 from laminar.errors import GraphError, MeshError, PlacementError, PlanError
-from laminar.ir.account import Account
-from laminar.ir.codec import Dtype, Ref, canonical, content_hash, decode, encode
 from laminar.ir.graph import Constant, Graph, Input, Node, Output, check, map_refs, refs_in, widen
 from laminar.ir.mesh import Link, Mesh
-from laminar.ir.plan import Choice, Plan
+from laminar.ir.plans.account import Account
+from laminar.ir.plans.plan import Choice, Plan
 from laminar.ir.program import Placed
 from laminar.ir.sbp import B, NdSbp, P, Partial, S, Sbp, Split, chunk, local_indices, local_shape, parse, parse_nd, show
 from laminar.ir.sbp import check as check_placement
+from laminar.ir.serial.codec import Dtype, Ref, canonical, content_hash, decode, encode
 from laminar.ir.tensor import ITEM_BYTES, TensorSpec
 from laminar.lower.lower import lower
 from laminar.runtime.comm.shards import assemble, cut_pieces, glue_pieces, shard

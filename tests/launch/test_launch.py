@@ -25,7 +25,7 @@ import pytest
 
 from laminar import events
 from laminar.cli import main
-from laminar.ir.plan import Plan
+from laminar.ir.plans.plan import Plan
 from laminar.launch.local import Launch
 from laminar.launch.rundir import RunDir
 from tests.support.marks import slow
@@ -113,9 +113,16 @@ class Run:
         argv = ("train", f"{folder / 'own.py'}:good" if ".py" not in argv[0] else argv[0], *argv[1:])
         if "--run-dir" not in argv and command[-1] == "laminar" and "torch.distributed.run" not in command:
             argv = (*argv, "--run-dir", str(self.run_dir))
-        self.process = subprocess.Popen([*command, *argv], cwd=folder, env=env, stdout=subprocess.PIPE,
-                                        stderr=subprocess.PIPE, text=True, start_new_session=True,
-                                        preexec_fn=heed_interrupts)  # fmt: skip
+        self.process = subprocess.Popen(
+            [*command, *argv],
+            cwd=folder,
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            preexec_fn=heed_interrupts,
+        )
 
     def end(self) -> tuple[int, str, str]:
         """Exit code, stdout, stderr; nothing of it is left running."""

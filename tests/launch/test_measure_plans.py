@@ -11,9 +11,9 @@ import laminar
 from laminar.api import graph_of
 from laminar.cli import main
 from laminar.errors import ClusterError, LaminarError
-from laminar.ir.cluster import Cluster
+from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.graph import Graph
-from laminar.ir.plan import runs_ddp
+from laminar.ir.plans.plan import runs_ddp
 from laminar.launch import measure_plans
 from laminar.launch.measure_plans import refuse_elsewhere, taken
 from laminar.placement import presets
@@ -92,7 +92,7 @@ def test_torchs_own_data_parallel_takes_part_where_it_does_the_same(
     found, ran = raced(monkeypatch, searched, [1.0])
     assert not any(map(runs_ddp, ran))
     assert "mean over labels" in next(o["why"] for o in found.account["measured"]["out"] if o["plan"] == DDP)
-    monkeypatch.setattr("laminar.train.ddp_fits.why_not", lambda *_: "")
+    monkeypatch.setattr("laminar.train.auto.ddp_fits.why_not", lambda *_: "")
     count = len(finalists(searched))
     found, ran = raced(monkeypatch, searched, [*[1.0] * count, 0.5])
     assert [runs_ddp(p) for p in ran] == [*[False] * count, True] and runs_ddp(found) and found.name == "ddp"

@@ -11,9 +11,9 @@ import pytest
 from laminar.errors import NetError
 from laminar.ir.mesh import Mesh, Place
 from laminar.ir.net import Actor, Net, Queue
-from laminar.lower.deadlock import check_net, refuse
-from laminar.lower.pipeline_net import Stage, chain
-from laminar.lower.schedules import dag_net
+from laminar.lower.stages.deadlock import check_net, refuse
+from laminar.lower.stages.pipeline_net import Stage, chain
+from laminar.lower.stages.schedules import dag_net
 from tests.support.net_machine import Machine, outcomes, places, random_net, random_pipeline
 
 FAST, SLOW = 2_500, 110_000

@@ -10,8 +10,8 @@ from laminar.ir.mesh import Mesh
 from laminar.ir.ops import FREE
 from laminar.ir.program import Program
 from laminar.lower.kernels import WRITES_ITSELF, kernels, parts
-from laminar.lower.mincut_recompute import recompute, written_out
-from laminar.lower.planned_recompute import early
+from laminar.lower.memory.mincut_recompute import recompute, written_out
+from laminar.lower.memory.planned_recompute import early
 from laminar.lower.step import step_programs
 from laminar.placement import presets
 from laminar.placement.random_plan import random_plan

@@ -14,9 +14,9 @@ from torch import nn
 import laminar
 from laminar.api import inputs_of
 from laminar.ir.program import Program
-from laminar.lower.mincut_recompute import Op, choose, recompute, written_out
-from laminar.lower.planned_recompute import boundary, boundary_bytes, early
-from laminar.runtime.check import lockstep
+from laminar.lower.memory.mincut_recompute import Op, choose, recompute, written_out
+from laminar.lower.memory.planned_recompute import boundary, boundary_bytes, early
+from laminar.runtime.check.in_process import lockstep
 from tests.support.zoo import FEW, one_thread, specimen
 
 INF = float("inf")

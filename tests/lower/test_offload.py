@@ -25,19 +25,19 @@ from laminar.cli import main
 from laminar.cost.memory.peak import memory
 from laminar.errors import ClusterError, PlanError
 from laminar.forecast.step import predict
-from laminar.ir.cluster import Figure
-from laminar.ir.codec import Ref
+from laminar.ir.clusters.cluster import Figure
 from laminar.ir.ops import FREE, HOST_BRING, HOST_SEND
-from laminar.ir.patterns import pick
-from laminar.ir.plan import Plan
+from laminar.ir.plans.patterns import pick
+from laminar.ir.plans.plan import Plan
 from laminar.ir.program import Program
+from laminar.ir.serial.codec import Ref
 from laminar.lower.kernels import kernels, parts
-from laminar.lower.mincut_recompute import recompute, written_out
-from laminar.lower.offload import BACK, SMALL_SHARE, sent_bytes, without
-from laminar.lower.planned_recompute import boundary_bytes, early
+from laminar.lower.memory.mincut_recompute import recompute, written_out
+from laminar.lower.memory.offload import BACK, SMALL_SHARE, sent_bytes, without
+from laminar.lower.memory.planned_recompute import boundary_bytes, early
 from laminar.placement.presets import like
 from laminar.placement.random_plan import random_plan
-from laminar.runtime.check import lockstep
+from laminar.runtime.check.in_process import lockstep
 from laminar.runtime.code import host_copies as copies
 from laminar.runtime.code.eager_step import EagerStep
 from laminar.runtime.code.host_copies import Bring, HostLink, Send, flat, link_of, packed
@@ -390,8 +390,12 @@ def test_what_compiled_steps_make_again_does_not_travel() -> None:
     _, program = pair(MANY, "alone")
     form = recompute(written_out(program))
     assert 0 < sent_bytes(form) < sent_bytes(program)
-    assert not any(i.name.startswith("gelu") for k in copied(form, HOST_SEND) for i in form.instrs
-                   if Ref(i.name) in form.instrs[k].refs)  # fmt: skip
+    assert not any(
+        i.name.startswith("gelu")
+        for k in copied(form, HOST_SEND)
+        for i in form.instrs
+        if Ref(i.name) in form.instrs[k].refs
+    )
     same_bits(specimen(MANY), written_out(without(program)), form)
 
 
@@ -427,8 +431,16 @@ def _trained(what: str, world: int, offload: tuple[str, ...], micro_batches: int
     data = batches([8, 8, 6, 8])
     plan = partial(_plan, what=what, offload=offload)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    job = laminar.parallelize(model, loss, optimizer, batch=data[0], plan=plan, mesh=Mesh({"dp": world}), device="cpu",
-                              micro_batches=micro_batches)  # fmt: skip
+    job = laminar.parallelize(
+        model,
+        loss,
+        optimizer,
+        batch=data[0],
+        plan=plan,
+        mesh=Mesh({"dp": world}),
+        device="cpu",
+        micro_batches=micro_batches,
+    )
     return [job.step(b).loss for b in data], job.state_dict()
 
 
@@ -527,8 +539,9 @@ def test_copies_have_a_lane_of_their_own() -> None:
     )
     spans = sorted((s for s in found.timeline.spans if s.lane == "offload"), key=lambda s: s.start)
     program = found.program
-    assert [s.name for s in spans] == [program.instrs[k].name for k in range(len(program.instrs)) if
-                                       program.instrs[k].hosts]  # fmt: skip
+    assert [s.name for s in spans] == [
+        program.instrs[k].name for k in range(len(program.instrs)) if program.instrs[k].hosts
+    ]
     assert all(a.end <= b.start for a, b in itertools.pairwise(spans))
     for s in spans:
         assert s.end - s.start == pytest.approx(s.bytes / 20e9 * 1e9, rel=1e-6)
@@ -544,8 +557,9 @@ def test_ranks_of_different_sizes_are_priced_apart() -> None:
     plan = laminar.plans.data_parallel(graph, Mesh({"dp": 3}), offload="blocks.*")
     found = predict(graph, plan, Cluster.preset("8xh100"))
     assert len(found.schedule.stands_for) == 2
-    copies_of = {r: [s for s in found.timeline.spans if s.lane == "offload" and s.rank == r]
-                 for r in found.schedule.stands_for}  # fmt: skip
+    copies_of = {
+        r: [s for s in found.timeline.spans if s.lane == "offload" and s.rank == r] for r in found.schedule.stands_for
+    }
     sizes = {r: sum(s.end - s.start for s in spans) for r, spans in copies_of.items()}
     assert len(set(sizes.values())) == 2 and all(len(spans) == 2 for spans in copies_of.values())
 
@@ -649,7 +663,7 @@ def test_stages_refuse_offload_with_what_to_do_instead() -> None:
         assert "recompute" in str(error.value)
     staged = pipeline(graph, 2, 2)
     own = tuple(replace(s, plan=s.plan.with_offload("blocks.*")) for s in staged.stages)
-    from laminar.lower.stage_programs import stages
+    from laminar.lower.stages.stage_programs import stages
 
     with pytest.raises(PlanError, match="in a plan with stages"):
         stages(graph, replace(staged, stages=own))
@@ -712,9 +726,11 @@ def test_on_a_gpu_copies_have_a_stream_and_wait_by_events(monkeypatch: pytest.Mo
     compute, real = Stream(notes, "compute"), torch.empty
     cuda: Any = torch.cuda
     for name, value in {
-        "Stream": lambda device: Stream(notes, "side"), "current_stream": lambda device: compute, "Event": Event,
+        "Stream": lambda device: Stream(notes, "side"),
+        "current_stream": lambda device: compute,
+        "Event": Event,
         "stream": lambda s: contextlib.nullcontext(notes.append(f"on {s.name}")),
-    }.items():  # fmt: skip
+    }.items():
         monkeypatch.setattr(cuda, name, value)
     pinned: list[bool] = []
 
@@ -742,11 +758,16 @@ def test_on_a_gpu_copies_have_a_stream_and_wait_by_events(monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     "t",
     [
-        torch.arange(12.0).view(3, 4), torch.arange(24.0).view(2, 3, 4).permute(2, 0, 1), torch.arange(5.0)[1:4],
-        torch.arange(12.0).view(3, 4)[:, 1:3], torch.ones(1).expand(4), torch.arange(6).view(1, 2, 3).transpose(0, 1),
-        torch.tensor(3.0), torch.empty(0, 3),
+        torch.arange(12.0).view(3, 4),
+        torch.arange(24.0).view(2, 3, 4).permute(2, 0, 1),
+        torch.arange(5.0)[1:4],
+        torch.arange(12.0).view(3, 4)[:, 1:3],
+        torch.ones(1).expand(4),
+        torch.arange(6).view(1, 2, 3).transpose(0, 1),
+        torch.tensor(3.0),
+        torch.empty(0, 3),
     ],
-)  # fmt: skip
+)
 def test_values_lie_as_they_lay_unless_there_are_gaps(t: Tensor) -> None:
     """A copy is one stretch of memory; what has gaps, or repeats, is packed first."""
     p = packed(t)
@@ -838,8 +859,14 @@ def test_on_a_gpu_a_job_trains_to_the_same_losses(compile: bool | None, gpu: tor
         torch.manual_seed(0)
         model, data = Net(), batches([8, 8, 6, 8])
         job = laminar.parallelize(
-            model, loss, torch.optim.AdamW(model.parameters(), lr=0.01), batch=data[0],
-            plan=partial(_plan, what="data", offload=offload), mesh=Mesh({"dp": 1}), device="cuda", compile=compile,
-        )  # fmt: skip
+            model,
+            loss,
+            torch.optim.AdamW(model.parameters(), lr=0.01),
+            batch=data[0],
+            plan=partial(_plan, what="data", offload=offload),
+            mesh=Mesh({"dp": 1}),
+            device="cuda",
+            compile=compile,
+        )
         losses.append([job.step(b).loss for b in data * 2])
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)

@@ -27,17 +27,17 @@ from laminar.cost.memory.peak import memory
 from laminar.cost.ops.families import COMPUTES, family_of
 from laminar.errors import PlanError
 from laminar.ir.ops import FREE
-from laminar.ir.patterns import as_patterns, pick
-from laminar.ir.plan import Plan
+from laminar.ir.plans.patterns import as_patterns, pick
+from laminar.ir.plans.plan import Plan
+from laminar.ir.plans.staged import Staged
 from laminar.ir.program import Program
-from laminar.ir.staged import Staged
-from laminar.lower.mincut_recompute import recompute, written_out
-from laminar.lower.planned_recompute import ANEW, boundary, boundary_bytes, early
-from laminar.lower.stage_net import piped
-from laminar.lower.stage_programs import KEPT, Stages, stages
+from laminar.lower.memory.mincut_recompute import recompute, written_out
+from laminar.lower.memory.planned_recompute import ANEW, boundary, boundary_bytes, early
+from laminar.lower.stages.stage_net import piped
+from laminar.lower.stages.stage_programs import KEPT, Stages, stages
 from laminar.placement.presets import like
 from laminar.placement.random_plan import random_plan
-from laminar.runtime.check import lockstep, lockstep_pipeline
+from laminar.runtime.check.in_process import lockstep, lockstep_pipeline
 from laminar.runtime.code.inductor_step import Compiled, run_uncompiled
 from laminar.runtime.comm.transport import Null
 from laminar.staging.stage_plans import again as restaged
@@ -187,10 +187,18 @@ def test_the_last_ops_of_a_block_do_not_run_again() -> None:
     """Backward does not read the second projection's result, nor the sum behind it; each other product runs twice."""
     _, program = pair("gpt.py:narrow", "alone")
     heavy = ("aten.addmm", "aten.add.Tensor", "laminar.attention")
-    again = Counter((i.op, i.module.partition(".")[2].partition(".")[2]) for i in program.instrs
-                    if i.phase == "recompute" and i.op in heavy)  # fmt: skip
-    assert set(again) == {("aten.addmm", "attention.qkv"), ("aten.addmm", "attention.out"), ("aten.addmm", "mlp.up"),
-                          ("aten.add.Tensor", ""), ("laminar.attention", "attention")}  # fmt: skip
+    again = Counter(
+        (i.op, i.module.partition(".")[2].partition(".")[2])
+        for i in program.instrs
+        if i.phase == "recompute" and i.op in heavy
+    )
+    assert set(again) == {
+        ("aten.addmm", "attention.qkv"),
+        ("aten.addmm", "attention.out"),
+        ("aten.addmm", "mlp.up"),
+        ("aten.add.Tensor", ""),
+        ("laminar.attention", "attention"),
+    }
     layers = len(pick(specimen("gpt.py:narrow").graph, ("blocks.*",)).blocks)
     assert set(again.values()) == {layers}  # of two sums per block the first
 
@@ -365,8 +373,11 @@ def test_the_stash_shrinks_and_with_it_registers_and_the_bound(schedule: str) ->
         # What gradients of weights read of the part before them is no more than without recompute.
         weights = [m.by_name.get(f"W{s}") for m in (without, made)]
         if schedule == "zero-bubble" and s == 1:
-            sizes = [sum(i.placed.local(Mesh({"dp": 1})).nbytes for i in w.program.inputs if i.kind == KEPT)
-                     for w in weights if w is not None]  # fmt: skip
+            sizes = [
+                sum(i.placed.local(Mesh({"dp": 1})).nbytes for i in w.program.inputs if i.kind == KEPT)
+                for w in weights
+                if w is not None
+            ]
             assert sizes[1] <= sizes[0]
             assert not any(i.phase == "recompute" for i in made.by_name["W1"].program.instrs)
     before, net = (piped(m).net for m in (without, made))
@@ -375,8 +386,10 @@ def test_the_stash_shrinks_and_with_it_registers_and_the_bound(schedule: str) ->
         (old,) = (q for q in before.queues if q.name == queue.name)
         assert queue.registers == old.registers and queue.bytes < 0.2 * old.bytes
         saved = (old.bytes - queue.bytes) * queue.registers
-        alone = [replace(n, queues=tuple(replace(q, bytes=q.bytes * (q.name == queue.name)) for q in n.queues))
-                 for n in (before, net)]  # fmt: skip
+        alone = [
+            replace(n, queues=tuple(replace(q, bytes=q.bytes * (q.name == queue.name)) for q in n.queues))
+            for n in (before, net)
+        ]
         assert alone[0].bound_bytes(s) - alone[1].bound_bytes(s) == saved
         # Of all registers: sums of gradients may be what is most now, when nothing is stashed any more.
         assert net.bound_bytes(s) < before.bound_bytes(s)

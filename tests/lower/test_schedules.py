@@ -9,9 +9,9 @@ import pytest
 
 from laminar.errors import NetError
 from laminar.ir.net import Net
-from laminar.lower.deadlock import check_net
-from laminar.lower.pipeline_net import Edge, Layout, Load, Stage, chain
-from laminar.lower.schedules import SCHEDULES, by_priority, dag_net, oldest_first
+from laminar.lower.stages.deadlock import check_net
+from laminar.lower.stages.pipeline_net import Edge, Layout, Load, Stage, chain
+from laminar.lower.stages.schedules import SCHEDULES, by_priority, dag_net, oldest_first
 from tests.support.net_machine import Machine, random_layout, random_schedule
 
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 import laminar
-from laminar.capture.torch_ops import caller, unplain
+from laminar.capture.ops.torch_ops import caller, unplain
 from laminar.errors import PlanError
-from laminar.ir.codec import Ref
 from laminar.ir.graph import Graph, Node, map_refs
-from laminar.lower.split_stages import Split, light_ops, split
+from laminar.ir.serial.codec import Ref
+from laminar.lower.stages.split_stages import Split, light_ops, split
 from laminar.runtime.check.rounding import TermSizes
 from laminar.runtime.check.verify import judged, relative_error
 from tests.support.zoo import FEW, Specimen, captured, specimen, wide
@@ -122,8 +122,12 @@ def test_branches_may_be_stages_side_by_side() -> None:
 
     cut = split(one.graph, staged(one.graph, stage), 4)
     pairs = {(e.src, e.dst, e.phase) for e in cut.edges}
-    assert {p for p in pairs if p[2] == "forward"} == {(0, 1, "forward"), (0, 2, "forward"), (1, 3, "forward"),
-                                                       (2, 3, "forward")}  # fmt: skip
+    assert {p for p in pairs if p[2] == "forward"} == {
+        (0, 1, "forward"),
+        (0, 2, "forward"),
+        (1, 3, "forward"),
+        (2, 3, "forward"),
+    }
     assert {(1, 0, "backward"), (2, 0, "backward")} <= pairs
     got = run_stages(cut, one)
     assert all(relative_error(got[k], w, 1e-12) <= 1e-9 for k, w in one.want.items())

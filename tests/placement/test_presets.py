@@ -22,7 +22,7 @@ from torch import nn
 import laminar
 from laminar import B, Mesh, S
 from laminar.errors import NoRuleError, PlanError
-from laminar.ir.plan import Plan
+from laminar.ir.plans.plan import Plan
 from laminar.ir.program import Instr, Program
 from laminar.ir.sbp import Split, local_spec
 from laminar.ir.tensor import TensorSpec

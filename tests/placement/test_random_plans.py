@@ -4,7 +4,7 @@ Presets and search only ever visit sensible plans, and a sensible plan hides a w
 replicated ones around it. So plans are drawn at random, every op for itself, on meshes of one, two
 and three axes, and each must give the loss, every gradient and every buffer of one device: within
 1e-9 in float64, where only a mistake can be that large, and for a few within 1e-5 in float32. What
-runs is the code that ranks run, by turns in each of the ways they exchange (`runtime/check/loopback.py`). A
+runs is the code that ranks run, by turns in each of the ways they exchange (`runtime/check/in_process/loopback.py`). A
 plan that fails is shrunk before it is printed. `tests/fuzz` does the same for as long as one likes.
 """
 
@@ -16,7 +16,7 @@ import pytest
 
 import laminar
 from laminar.placement.random_plan import random_plan
-from laminar.runtime.check.loopback import TRANSPORTS
+from laminar.runtime.check.in_process.loopback import TRANSPORTS
 from laminar.runtime.check.verify import TOLERANCE
 from tests.support.failing_plans import explain
 from tests.support.seeds import first
@@ -30,12 +30,14 @@ LARGE = {"t5.py:tiny": 6, "unet.py:tiny": 6, "llama.py:tiny": 8, "bert.py:tiny":
 """Models whose programs for so many ranks and more take seconds each: left to `make prove`."""
 CASES = [
     pytest.param(
-        name, axes, id=f"{name}-{'x'.join(map(str, axes.values()))}",
+        name,
+        axes,
+        id=f"{name}-{'x'.join(map(str, axes.values()))}",
         marks=[pytest.mark.slow] if name in TWINS or laminar.Mesh(axes).ranks >= LARGE.get(name, 1 << 30) else [],
     )
     for name in NAMES
     for axes in MESHES
-]  # fmt: skip
+]
 MORE = 3
 """How many times as many are tried with those that only `make prove` tries."""
 

@@ -22,8 +22,8 @@ from laminar import Cluster, Mesh
 from laminar.errors import PlanError
 from laminar.forecast.step import predict
 from laminar.ir.graph import Graph
-from laminar.ir.patterns import pick
-from laminar.ir.plan import Plan
+from laminar.ir.plans.patterns import pick
+from laminar.ir.plans.plan import Plan
 from laminar.planner.bounds.cell_bound import Bounds
 from laminar.planner.estimate.block_mix import Mix, Ways
 from laminar.planner.estimate.candidates import Found

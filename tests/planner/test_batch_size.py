@@ -19,11 +19,11 @@ import laminar
 from laminar.api import for_plan, micro_batches
 from laminar.errors import PlanError
 from laminar.forecast.step import WORKSPACE_BYTES
-from laminar.ir.account import BatchTaken
-from laminar.ir.cluster import Cluster
+from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.graph import Graph
-from laminar.ir.plan import Plan
-from laminar.ir.staged import Staged, load_plan
+from laminar.ir.plans.account import BatchTaken
+from laminar.ir.plans.plan import Plan
+from laminar.ir.plans.staged import Staged, load_plan
 from laminar.placement.micro_batch import micro
 from laminar.planner.estimate.candidates import Found, Nothing
 from laminar.planner.report.graph_of_plan import graph_of_own_batch

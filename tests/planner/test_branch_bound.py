@@ -19,8 +19,8 @@ from laminar.errors import LaminarError
 from laminar.forecast.pipeline_step import predict_staged
 from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh
-from laminar.ir.plan import Plan
-from laminar.ir.staged import Staged
+from laminar.ir.plans.plan import Plan
+from laminar.ir.plans.staged import Staged
 from laminar.placement.random_plan import random_plan
 from laminar.planner.search.best_first.branches import Branches, Way
 from laminar.planner.space.cell import Cell
@@ -38,8 +38,9 @@ def simulated_s(found: Branches, way: Way, plans: Sequence[Any]) -> float:
 
 
 @pytest.mark.parametrize(
-    ("cluster", "width", "rows"), [("4xcpu", 1024, 32), ("4xh100@pcie", 4096, 8192), slow("2x2xa100@eth25", 2048, 512)],
-)  # fmt: skip
+    ("cluster", "width", "rows"),
+    [("4xcpu", 1024, 32), ("4xh100@pcie", 4096, 8192), slow("2x2xa100@eth25", 2048, 512)],
+)
 @pytest.mark.parametrize("stem", [False, True])
 def test_nothing_of_the_kind_is_simulated_faster_than_its_bound(
     cluster: str, width: int, rows: int, stem: bool

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 import laminar
 from laminar.errors import LaminarError
-from laminar.ir.cluster import Cluster
-from laminar.ir.staged import Staged
+from laminar.ir.clusters.cluster import Cluster
+from laminar.ir.plans.staged import Staged
 from laminar.planner.bounds.cell_bound import Bounds
 from laminar.planner.estimate.graphs_and_prices import Model
 from laminar.planner.search.best_first.branches import Branches, deal, falling
@@ -90,9 +90,14 @@ def test_the_space_and_the_certificate_count_them() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"only": "data,tensor,zero"}, {"pin": {"stages": 1}}, {"pin": {"dp": 2}}, {"pin": {"towers.0.0.weight": "S(0)"}},
-     {"pin": {"recompute": 1}}],
-)  # fmt: skip
+    [
+        {"only": "data,tensor,zero"},
+        {"pin": {"stages": 1}},
+        {"pin": {"dp": 2}},
+        {"pin": {"towers.0.0.weight": "S(0)"}},
+        {"pin": {"recompute": 1}},
+    ],
+)
 def test_who_asks_for_something_else_gets_no_branches(options: dict[str, Any]) -> None:
     """Pins speak of stages that are alike, and `only` may leave stages out."""
     assert not branches(towers(64, (3, 3), 8), "2xcpu", **options).at

@@ -23,10 +23,10 @@ from laminar.cost.sim.tasks import Drag
 from laminar.errors import LaminarError
 from laminar.forecast.pipeline_step import predict_staged
 from laminar.forecast.step import predict
-from laminar.ir.cluster import Cluster
+from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh
-from laminar.ir.plan import Plan
+from laminar.ir.plans.plan import Plan
 from laminar.ir.sbp import B, Partial, Split
 from laminar.ir.tensor import TensorSpec
 from laminar.placement import minsum, presets
@@ -40,7 +40,7 @@ from laminar.planner.estimate.graphs_and_prices import Model
 from laminar.planner.search.best_first.search import find
 from laminar.planner.space.cell import Cell
 from laminar.planner.space.request import Request
-from laminar.rules.boxing import boxing
+from laminar.rules.boxing.boxing import boxing
 from laminar.staging.stage_plans import pipeline
 from tests.support.marks import slow, some
 from tests.support.tried_plans import Tried
@@ -235,9 +235,14 @@ def test_plans_that_fit_are_slower_than_the_bound_and_hold_more_than_its_bytes()
 
 @pytest.mark.parametrize(
     ("spec", "stages", "parts", "virtual"),
-    [("2xcpu", 2, 4, 1), ("4xh100@pcie", 1, 2, 1), ("4xh100@pcie", 2, 4, 1), ("4xh100@pcie", 2, 2, 2),
-     ("3xh100@pcie", 3, 3, 1)],
-)  # fmt: skip
+    [
+        ("2xcpu", 2, 4, 1),
+        ("4xh100@pcie", 1, 2, 1),
+        ("4xh100@pcie", 2, 4, 1),
+        ("4xh100@pcie", 2, 2, 2),
+        ("3xh100@pcie", 3, 3, 1),
+    ],
+)
 def test_no_plan_with_stages_that_a_descent_ends_in_is_faster_than_the_bound(
     spec: str, stages: int, parts: int, virtual: int
 ) -> None:

@@ -19,10 +19,10 @@ from laminar.errors import LaminarError
 from laminar.events import Event, subscribe, unsubscribe
 from laminar.forecast.pipeline_step import predict_staged
 from laminar.forecast.step import predict
-from laminar.ir.cluster import Cluster
+from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh
-from laminar.ir.plan import Plan
+from laminar.ir.plans.plan import Plan
 from laminar.placement.micro_batch import micro
 from laminar.planner.bounds.cell_bound import Bounds
 from laminar.planner.estimate.graphs_and_prices import Model

@@ -20,10 +20,10 @@ from laminar.cost.calibrate import HALF_90
 from laminar.errors import ClusterError, LaminarError, PlanError
 from laminar.forecast.pipeline_step import predict_staged
 from laminar.forecast.step import predict
-from laminar.ir.cluster import Cluster
+from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.graph import Graph
+from laminar.ir.plans.staged import Staged, load_plan
 from laminar.ir.sbp import Split
-from laminar.ir.staged import Staged, load_plan
 from laminar.placement import presets
 from laminar.placement.complete import completed
 from laminar.placement.micro_batch import micro
@@ -337,9 +337,11 @@ def test_presets_have_the_flags_that_made_them_known(graph: Graph) -> None:
     """Tensor parallel by two and data parallel by two, in both systems' words."""
     megatron = tensor(graph).flags("megatron", graph=graph)
     assert megatron.ok and values(megatron) == {
-        "--tensor-model-parallel-size": "2", "--pipeline-model-parallel-size": "1", "--micro-batch-size": "4",
+        "--tensor-model-parallel-size": "2",
+        "--pipeline-model-parallel-size": "1",
+        "--micro-batch-size": "4",
         "--global-batch-size": "8",
-    }  # fmt: skip
+    }
     titan = values(tensor(graph).flags("torchtitan", graph=graph))
     assert titan["--parallelism.tensor_parallel_degree"] == "2"
     assert titan["--parallelism.data_parallel_replicate_degree"] == "2"

@@ -13,7 +13,7 @@ import laminar
 from laminar.cost.sim.simulate import simulate
 from laminar.cost.sim.tasks import SCALE, Drag, Lane, Load, Task
 from laminar.forecast.step import predict
-from laminar.ir.cluster import Cluster
+from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh
 from laminar.placement import presets

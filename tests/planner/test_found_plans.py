@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 import laminar
-from laminar.ir.plan import Plan
-from laminar.ir.staged import Staged
+from laminar.ir.plans.plan import Plan
+from laminar.ir.plans.staged import Staged
 from tests.support.marks import slow
 from tests.support.plain_training import FLOAT, OPTIMIZERS, TOLERANCE, difference, material, plain
 from tests.support.rank_pool import Ranks
@@ -33,10 +33,14 @@ STEPS = 4
 MACHINES = ("2xcpu", "2xh100", "4xcpu", "2x2xa100@eth25", "8xh100", "2x4xa100@eth25", "2x8xh100", "16xh100")
 """Memory that ranks share, one node, nodes, and nodes that a slow network joins."""
 SAMPLE = [
-    ("mlp.py:tiny", "16xh100"), slow("resnet.py:tiny", "4xcpu"), slow("gpt.py:tiny", "2x8xh100"),
-    slow("llama.py:tiny", "8xh100"), ("bert.py:tiny", "2x2xa100@eth25"), ("moe.py:tiny", "2xh100"),
+    ("mlp.py:tiny", "16xh100"),
+    slow("resnet.py:tiny", "4xcpu"),
+    slow("gpt.py:tiny", "2x8xh100"),
+    slow("llama.py:tiny", "8xh100"),
+    ("bert.py:tiny", "2x2xa100@eth25"),
+    ("moe.py:tiny", "2xh100"),
     slow("lstm.py:tiny", "2xcpu"),
-]  # fmt: skip
+]
 
 
 # --- in one process, on every number of devices
@@ -110,12 +114,16 @@ def _train(ranks: dict[int, Ranks], name: str, count: int, pin: Mapping[str, int
 
 
 REAL = [
-    slow("gpt.py:tiny", 2, {}), ("dlrm.py:tiny", 2, {}), slow("mlp.py:tiny", 4, {}),
-]  # fmt: skip
+    slow("gpt.py:tiny", 2, {}),
+    ("dlrm.py:tiny", 2, {}),
+    slow("mlp.py:tiny", 4, {}),
+]
 PINNED = [
-    ("gpt.py:tiny", 4, {"stages": 2, "microbatches": 4, "dp": 2}), ("llama.py:tiny", 4, {"dp": 2, "tp": 2}),
-    ("gpt.py:tiny", 2, {"stages": 1, "zero": 3}), slow("gpt.py:tiny", 2, {"stages": 1, "recompute": 1}),
-]  # fmt: skip
+    ("gpt.py:tiny", 4, {"stages": 2, "microbatches": 4, "dp": 2}),
+    ("llama.py:tiny", 4, {"dp": 2, "tp": 2}),
+    ("gpt.py:tiny", 2, {"stages": 1, "zero": 3}),
+    slow("gpt.py:tiny", 2, {"stages": 1, "recompute": 1}),
+]
 
 
 @pytest.mark.parametrize(("name", "count", "pin"), [*REAL, *PINNED])

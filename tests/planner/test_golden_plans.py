@@ -13,7 +13,7 @@ import pytest
 
 from laminar import Mesh, plans
 from laminar.forecast.step import predict
-from laminar.ir.cluster import Cluster
+from laminar.ir.clusters.cluster import Cluster
 from tests.support.golden_plans import CASES, GOLDEN, summary
 
 SLOWER = ("experts", "slow_network", "little_memory")

@@ -7,10 +7,10 @@ from functools import cache
 import pytest
 
 from laminar.errors import PlanError
-from laminar.ir.cluster import Cluster
+from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh
-from laminar.ir.plan import Plan
+from laminar.ir.plans.plan import Plan
 from laminar.planner.estimate import pipeline_recompute
 from laminar.planner.estimate.candidates import Score, described
 from laminar.planner.estimate.graphs_and_prices import Model

@@ -25,10 +25,10 @@ import laminar
 from laminar.cost.sim.simulate import simulate
 from laminar.errors import PlanError
 from laminar.forecast.step import predict
-from laminar.ir.cluster import Cluster
+from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh
-from laminar.ir.plan import Plan
+from laminar.ir.plans.plan import Plan
 from laminar.lower.lower import lower, written
 from laminar.lower.step import step_programs
 from laminar.placement import presets
@@ -285,7 +285,7 @@ def test_values_that_cost_something_are_those_that_lowering_moves() -> None:
         moved = set()
         for instr in written(graph, plan).instrs:
             if instr.op.startswith("box."):
-                first = behind[laminar.ir.codec.Ref(instr.name)] = behind.get(instr.refs[0], instr.refs[0])
+                first = behind[laminar.ir.serial.codec.Ref(instr.name)] = behind.get(instr.refs[0], instr.refs[0])
                 if instr.moves:
                     moved.add(first)
         inner = {n.name for n in graph.nodes} | {i.name for i in graph.inputs}

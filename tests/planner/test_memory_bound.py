@@ -21,14 +21,14 @@ from torch import nn
 from laminar.cost.sim.pipeline import execute
 from laminar.errors import LaminarError
 from laminar.forecast.pipeline_step import StagedPrediction, owned, predict_staged
-from laminar.ir.cluster import Cluster
-from laminar.ir.codec import Ref
+from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.graph import Graph, Node
 from laminar.ir.mesh import Mesh
-from laminar.ir.staged import Staged, StagePlan
-from laminar.lower.pipeline_net import Layout, Stage, chain
-from laminar.lower.schedules import SCHEDULES, dag_net
-from laminar.lower.stage_programs import stages
+from laminar.ir.plans.staged import Staged, StagePlan
+from laminar.ir.serial.codec import Ref
+from laminar.lower.stages.pipeline_net import Layout, Stage, chain
+from laminar.lower.stages.schedules import SCHEDULES, dag_net
+from laminar.lower.stages.stage_programs import stages
 from laminar.planner.bounds.cell_bound import Bounds
 from laminar.planner.bounds.memory_bound import Kept, held_s
 from laminar.planner.bounds.piece_bound import Least
@@ -274,8 +274,17 @@ def made_of(model: Model, cell: Cell, rng: random.Random) -> Staged:
     style = Style(style[: len(cell.mesh.sizes)])
     inner = placer.pieces(part, placer.plan(part, style), style, rng.choice((0, 1, 2, 3)))
     schedule = rng.choice((None, "gpipe", "1f1b", "backward-first")) if cell.virtual == 1 else None
-    made = pipeline(part, cell.stages, cell.micro_batches, cell.virtual, inner, schedule, window=rng.choice((0, 0, 2)),
-                    stash=rng.choice((1.0, 1.0, 2.0)), couple="microbatch")  # fmt: skip
+    made = pipeline(
+        part,
+        cell.stages,
+        cell.micro_batches,
+        cell.virtual,
+        inner,
+        schedule,
+        window=rng.choice((0, 0, 2)),
+        stash=rng.choice((1.0, 1.0, 2.0)),
+        couple="microbatch",
+    )
     return made
 
 
@@ -307,8 +316,14 @@ def tight(graph: Graph, spec: str, cell: Cell, seed: int) -> tuple[StagedPredict
     return ran, Bounds(Model(graph, request))
 
 
-CELLS = [Cell(2, 2, 6, 2, 1), Cell(2, 2, 6, 2, 1, True), Cell(4, 4, 3, 1, 1, True), Cell(2, 2, 4, 1, 2, True),
-         Cell(2, 4, 2, 2, 1, True), Cell(4, 4, 1, 1, 1, True)]  # fmt: skip
+CELLS = [
+    Cell(2, 2, 6, 2, 1),
+    Cell(2, 2, 6, 2, 1, True),
+    Cell(4, 4, 3, 1, 1, True),
+    Cell(2, 2, 4, 1, 2, True),
+    Cell(2, 4, 2, 2, 1, True),
+    Cell(4, 4, 1, 1, 1, True),
+]
 
 
 def below(seeds: int, spec: str, graph: Graph, cells: Sequence[Cell] = CELLS) -> tuple[list[str], int, int]:

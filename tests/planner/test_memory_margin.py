@@ -9,9 +9,9 @@ import pytest
 
 import laminar
 from laminar.errors import PlanError
-from laminar.ir.cluster import Cluster, Figure
+from laminar.ir.clusters.cluster import Cluster, Figure
+from laminar.ir.clusters.mixed import without
 from laminar.ir.graph import Graph
-from laminar.ir.mixed import without
 from laminar.planner.search.mixed_cluster import MixedSearch
 from laminar.planner.search.replan import replan
 from laminar.planner.space.request import MEMORY_MARGIN, Request, asking

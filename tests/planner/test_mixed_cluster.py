@@ -15,11 +15,11 @@ from laminar.cli import main
 from laminar.errors import ClusterError, PlanError
 from laminar.forecast.pipeline_step import CONTROL_S, predict_staged
 from laminar.forecast.step import predict
-from laminar.ir.cluster import Cluster
-from laminar.ir.devices import cpu
+from laminar.ir.clusters.cluster import Cluster
+from laminar.ir.clusters.devices import cpu
+from laminar.ir.clusters.mixed import Mixed, without
 from laminar.ir.mesh import Mesh
-from laminar.ir.mixed import Mixed, without
-from laminar.ir.staged import Staged
+from laminar.ir.plans.staged import Staged
 from laminar.placement.micro_batch import micro
 from laminar.placement.presets import data_parallel
 from laminar.planner.estimate.mixed_pipelines import Side, Sides
@@ -112,8 +112,13 @@ def test_what_has_no_answer_for_a_mixed_cluster_says_whom_to_ask() -> None:
 def test_a_cluster_that_has_lost_devices_keeps_its_links() -> None:
     """Nodes of equal size stay together; what is left has a name that stands for it."""
     whole = Cluster.preset("64xh100")
-    for lost, name in [([63], "7x8xh100+7xh100"), (range(8), "7x8xh100"), ([5], "7xh100+7x8xh100"),
-                       ([20], "2x8xh100+7xh100+5x8xh100"), (range(0, 64, 8), "8x7xh100")]:  # fmt: skip
+    for lost, name in [
+        ([63], "7x8xh100+7xh100"),
+        (range(8), "7x8xh100"),
+        ([5], "7xh100+7x8xh100"),
+        ([20], "2x8xh100+7xh100+5x8xh100"),
+        (range(0, 64, 8), "8x7xh100"),
+    ]:
         left = without(whole, lost)
         assert left.name == name and left.devices == 64 - len(lost)
         assert Cluster.preset(name).hash == left.hash

@@ -14,9 +14,9 @@ import pytest
 import laminar
 from laminar.errors import LaminarError
 from laminar.forecast.pipeline_step import predict_staged
-from laminar.ir.cluster import Cluster
+from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.graph import Graph
-from laminar.ir.staged import Staged
+from laminar.ir.plans.staged import Staged
 from laminar.planner.bounds.mixed_bound import SidesBounds
 from laminar.planner.estimate.mixed_pipelines import Sides, pipeline_on
 from laminar.planner.report.explain import OVERRUN_S
@@ -65,10 +65,13 @@ def simulated_s(graph: Graph, spec: str) -> Iterator[float]:
 
 
 CASES = [
-    ("wide", "1xa100-40g+1xa100-80g"), ("gpt.py:tiny", "2xh100+2xa100"), slow("wide", "2xh100+2xa100"),
-    slow("wide", "2xa100@pcie+2xh100@pcie"), slow("bert.py:tiny", "4xa100+4xh100"),
+    ("wide", "1xa100-40g+1xa100-80g"),
+    ("gpt.py:tiny", "2xh100+2xa100"),
+    slow("wide", "2xh100+2xa100"),
+    slow("wide", "2xa100@pcie+2xh100@pcie"),
+    slow("bert.py:tiny", "4xa100+4xh100"),
     slow("unet.py:tiny", "2xh100+2xa100"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("name", "spec"), CASES)

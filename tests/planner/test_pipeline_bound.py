@@ -1,7 +1,8 @@
 """The least that a pipeline takes, held against all cuts and all orders of small ones, and against the nets that run.
 
-Three things are believed by the bound: the arithmetic (no order of firings ends sooner), where `lower/split_stages.py`
-puts backward ops, and what "in a row" means in the nets that are simulated. Each has its own oracle here.
+Three things are believed by the bound: the arithmetic (no order of firings ends sooner), where
+`lower/stages/split_stages.py` puts backward ops, and what "in a row" means in the nets that are simulated. Each has its
+own oracle here.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from scipy.optimize import linprog
 
 from laminar.cost.sim.pipeline import execute
 from laminar.errors import LaminarError
-from laminar.ir.cluster import Cluster
+from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.graph import Graph
 from laminar.ir.ops import FREE
-from laminar.lower.pipeline_net import Layout, Stage, chain
-from laminar.lower.schedules import SCHEDULES, dag_net
-from laminar.lower.split_stages import light_ops, split
-from laminar.lower.stage_net import piped
-from laminar.lower.stage_programs import stages
+from laminar.lower.stages.pipeline_net import Layout, Stage, chain
+from laminar.lower.stages.schedules import SCHEDULES, dag_net
+from laminar.lower.stages.split_stages import light_ops, split
+from laminar.lower.stages.stage_net import piped
+from laminar.lower.stages.stage_programs import stages
 from laminar.placement.fold import Fold, fold
 from laminar.placement.micro_batch import micro
 from laminar.planner.bounds.cell_bound import Bounds

@@ -20,14 +20,14 @@ import laminar
 from laminar.errors import PlanError
 from laminar.forecast.pipeline_step import predict_staged
 from laminar.forecast.step import predict
-from laminar.ir.cluster import Cluster
+from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.graph import Graph
-from laminar.ir.patterns import pick
-from laminar.ir.plan import Plan
-from laminar.ir.reading import Part
-from laminar.ir.staged import Staged
-from laminar.lower.pipeline_net import Stage, chain
-from laminar.lower.schedules import dag_net
+from laminar.ir.plans.patterns import pick
+from laminar.ir.plans.plan import Plan
+from laminar.ir.plans.staged import Staged
+from laminar.ir.serial.reading import Part
+from laminar.lower.stages.pipeline_net import Stage, chain
+from laminar.lower.stages.schedules import dag_net
 from laminar.placement.micro_batch import micro
 from laminar.planner.estimate import pipeline_recompute
 from laminar.planner.estimate.candidates import Score
@@ -86,9 +86,18 @@ def made_up(stages: int, keeps: float, room: float, layers: int = 12) -> Places:
     model = Model(traced(6), Request(Cluster.preset("8xh100"), memory_bytes=room))
     zero = Line(0.0, 0.0)
     bare = Parts(
-        Share(1, laminar.Mesh({"dp": 1}), Style(("data",)), 0, False, 1), Line(0.0, 1.0), Line(0.0, 2.0),
-        Line(0.0, keeps), zero, zero, Line(0.0, 5.0), Line(0.0, 1.0), zero, zero, zero,
-    )  # fmt: skip
+        Share(1, laminar.Mesh({"dp": 1}), Style(("data",)), 0, False, 1),
+        Line(0.0, 1.0),
+        Line(0.0, 2.0),
+        Line(0.0, keeps),
+        zero,
+        zero,
+        Line(0.0, 5.0),
+        Line(0.0, 1.0),
+        zero,
+        zero,
+        zero,
+    )
     again = replace(bare, backward_s=Line(0.0, 3.0), kept_bytes=Line(0.0, keeps / 10))
     found = Places(model, Cell(stages, 4 * stages, 1, 1, 1, True), bare, again, 0)
     found.layers = float(layers)

@@ -18,7 +18,7 @@ import laminar
 from laminar.errors import LaminarError
 from laminar.forecast.pipeline_step import predict_staged
 from laminar.forecast.step import predict
-from laminar.ir.cluster import Cluster
+from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.graph import Graph
 from laminar.ir.staged import Staged
 from laminar.planner.bounds import plan_bound
@@ -77,10 +77,17 @@ def simulated_s(model: Model, asked: Request, one: Named) -> float:
 
 
 CASES = [
-    ("deep", "4xh100"), ("mlp.py:tiny", "4xcpu"), ("gpt.py:tiny", "2x2xa100"), slow("deep", "4xcpu far"),
-    slow("deep", "2x4xh100"), slow("moe.py:tiny", "4xh100"), slow("unet.py:tiny", "4xcpu far"),
-    slow("llama.py:tiny", "8xh100@pcie"), slow("bert.py:tiny", "2x4xcpu"), slow("dlrm.py:tiny", "3xcpu"),
-]  # fmt: skip
+    ("deep", "4xh100"),
+    ("mlp.py:tiny", "4xcpu"),
+    ("gpt.py:tiny", "2x2xa100"),
+    slow("deep", "4xcpu far"),
+    slow("deep", "2x4xh100"),
+    slow("moe.py:tiny", "4xh100"),
+    slow("unet.py:tiny", "4xcpu far"),
+    slow("llama.py:tiny", "8xh100@pcie"),
+    slow("bert.py:tiny", "2x4xcpu"),
+    slow("dlrm.py:tiny", "3xcpu"),
+]
 
 
 @pytest.mark.parametrize(("name", "spec"), CASES)

@@ -12,13 +12,13 @@ import laminar
 from laminar.errors import ClusterError, PlanError
 from laminar.forecast.pipeline_step import predict_staged
 from laminar.forecast.step import predict
-from laminar.ir.account import Account, PredictedStep
-from laminar.ir.cluster import Cluster
+from laminar.ir.clusters.cluster import Cluster
+from laminar.ir.clusters.mixed import without
 from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh
-from laminar.ir.mixed import without
-from laminar.ir.plan import Plan
-from laminar.ir.staged import Staged
+from laminar.ir.plans.account import Account, PredictedStep
+from laminar.ir.plans.plan import Plan
+from laminar.ir.plans.staged import Staged
 from laminar.placement import presets
 from laminar.placement.micro_batch import micro
 from laminar.planner.report.classify import form

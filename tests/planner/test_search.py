@@ -17,9 +17,9 @@ from laminar.cost.sim.tasks import Drag
 from laminar.errors import PlanError
 from laminar.forecast.pipeline_step import predict_staged
 from laminar.forecast.step import predict
-from laminar.ir.cluster import Cluster
+from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.mesh import Mesh
-from laminar.ir.staged import Staged
+from laminar.ir.plans.staged import Staged
 from laminar.placement import presets
 from laminar.placement.fold import fold
 from laminar.placement.micro_batch import micro

@@ -18,11 +18,11 @@ import torch
 import laminar
 from laminar.forecast import pipeline_step
 from laminar.forecast.pipeline_step import StagedPrediction, predict_staged
-from laminar.ir.cluster import Cluster
+from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh
+from laminar.ir.plans.staged import Staged
 from laminar.ir.sbp import Split
-from laminar.ir.staged import Staged
 from laminar.placement import presets
 from laminar.placement.micro_batch import micro
 from laminar.planner.estimate.candidates import Score
@@ -67,11 +67,15 @@ def test_parts_of_one_data_parallel_rank_are_those_of_all(inner: str, recompute:
 @pytest.mark.parametrize(
     ("cell", "memory_bytes"),
     [
-        (Cell(2, 8, 1, 2, 2), None), (Cell(2, 8, 3, 4, 1), None), (Cell(2, 4, 1, 2, 2, True), 162e6),
-        *[slow(Cell(*cell), memory)
-          for *cell, memory in ((4, 8, 1, 2, 1, None), (2, 4, 1, 2, 2, True, None), (4, 8, 1, 2, 1, True, 157e6))],
+        (Cell(2, 8, 1, 2, 2), None),
+        (Cell(2, 8, 3, 4, 1), None),
+        (Cell(2, 4, 1, 2, 2, True), 162e6),
+        *[
+            slow(Cell(*cell), memory)
+            for *cell, memory in ((4, 8, 1, 2, 1, None), (2, 4, 1, 2, 2, True, None), (4, 8, 1, 2, 1, True, 157e6))
+        ],
     ],
-)  # fmt: skip
+)
 def test_pipelines_are_estimated_near_to_what_they_are_simulated_to_take(
     cell: Cell, memory_bytes: float | None
 ) -> None:
@@ -210,7 +214,7 @@ def test_what_is_found_for_a_large_model_beats_what_people_use() -> None:
     request = Request(Cluster.preset("1024xh100"), memory_bytes=30e9, budget_s=8)
     found = find(graph, request)
     best = found.finals[0]
-    assert best.peak_bytes <= 30e9 and isinstance(found.plan, laminar.ir.staged.Staged)
+    assert best.peak_bytes <= 30e9 and isinstance(found.plan, laminar.ir.plans.staged.Staged)
     model = Model(graph, request)
     for stages, micro_batches, again in ((8, 48, True), (8, 48, False), (4, 24, True), (16, 96, True)):
         cell = Cell(stages, micro_batches, 1, 1024 // 8 // stages, 8, again)

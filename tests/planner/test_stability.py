@@ -19,11 +19,11 @@ import pytest
 
 from laminar.forecast.pipeline_step import predict_staged
 from laminar.forecast.step import predict, section_of
-from laminar.ir.cluster import Cluster, Figure
+from laminar.ir.clusters.cluster import Cluster, Figure
 from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh
-from laminar.ir.plan import Plan
-from laminar.ir.staged import Staged
+from laminar.ir.plans.plan import Plan
+from laminar.ir.plans.staged import Staged
 from laminar.placement import presets
 from laminar.placement.micro_batch import micro
 from laminar.placement.random_plan import random_plan

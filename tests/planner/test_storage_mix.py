@@ -13,9 +13,9 @@ import pytest
 
 import laminar
 from laminar.forecast.step import predict
-from laminar.ir.cluster import Cluster
+from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.graph import Graph
-from laminar.lower.buckets import BUCKET_BYTES
+from laminar.lower.boxing.buckets import BUCKET_BYTES
 from laminar.planner.estimate.candidates import Score
 from laminar.planner.estimate.graphs_and_prices import Model
 from laminar.planner.estimate.storage_mix import Mix, kept_out, mixes

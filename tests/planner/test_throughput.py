@@ -11,7 +11,7 @@ import pytest
 from laminar import Cluster, Mesh, Plan, plans
 from laminar.api import graph_of
 from laminar.cli import main
-from laminar.ir.account import Account, PredictedStep
+from laminar.ir.plans.account import Account, PredictedStep
 from laminar.planner.report.classify import made_again
 from laminar.planner.report.throughput import rate_lines, rates, with_work
 from laminar.staging.stage_plans import pipeline

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from laminar.ir.cluster import Cluster, Figure
+from laminar.ir.clusters.cluster import Cluster, Figure
 from laminar.profile import detect
 
 

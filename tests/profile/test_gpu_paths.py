@@ -27,7 +27,7 @@ from laminar.cost.ops.table import Entry, Section, Table, canonical, key_of, par
 from laminar.errors import LaminarError
 from laminar.forecast.features import step_features
 from laminar.forecast.step import machine, predict, section_of
-from laminar.ir.cluster import Cluster
+from laminar.ir.clusters.cluster import Cluster
 from laminar.profile import gpu_trials, shapes, sweep, time_fused, time_op, trials
 from laminar.runtime.code import inductor_step
 from tests.support.zoo import one_thread, specimen
@@ -81,10 +81,17 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> type[Graph]:
     cuda: Any = torch.cuda
     made = type("Made", (Graph,), {})
     for name, value in {
-        "Event": Event, "CUDAGraph": made, "Stream": Stream, "current_stream": Stream, "set_device": lambda d: None,
-        "stream": lambda s: contextlib.nullcontext(), "graph_pool_handle": lambda: (0, 1), "empty_cache": lambda: None,
-        "synchronize": lambda d=None: None, "memory_allocated": lambda d=None: 0,
-    }.items():  # fmt: skip
+        "Event": Event,
+        "CUDAGraph": made,
+        "Stream": Stream,
+        "current_stream": Stream,
+        "set_device": lambda d: None,
+        "stream": lambda s: contextlib.nullcontext(),
+        "graph_pool_handle": lambda: (0, 1),
+        "empty_cache": lambda: None,
+        "synchronize": lambda d=None: None,
+        "memory_allocated": lambda d=None: 0,
+    }.items():
         monkeypatch.setattr(cuda, name, value)
     monkeypatch.setattr(time_op, "_STREAMS", {})
     return made
@@ -301,11 +308,14 @@ def lines(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     plain = partial(inductor_step.Compiled, compiler=inductor_step.run_uncompiled)
     few = [
         gpu_trials.GpuTrial(
-            f"net{width}", lambda width=width: nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Linear(width, 4)),
-            trials._classes, trials._labelled((4, 8), 4), "f32",
+            f"net{width}",
+            lambda width=width: nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Linear(width, 4)),
+            trials._classes,
+            trials._labelled((4, 8), 4),
+            "f32",
         )
         for width in (8, 16, 32)
-    ]  # fmt: skip
+    ]
     few.insert(1, gpu_trials.GpuTrial("broken", _broken, trials._classes, trials._labelled((4, 8), 4)))
     path = tmp_path_factory.mktemp("trials") / "trials.jsonl"
     with one_thread(), pytest.MonkeyPatch.context() as patch:

@@ -20,10 +20,10 @@ from laminar.cost.ops.price import OpCost
 from laminar.cost.ops.strides import contiguous, local_layouts, mark_of
 from laminar.cost.ops.table import Table, canonical, cpu_section, key_of, parse_key
 from laminar.errors import LaminarError
-from laminar.ir.cluster import Cluster
-from laminar.ir.codec import Ref
+from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.ops import WRITE_INTO_PLACE
 from laminar.ir.program import Instr, Program
+from laminar.ir.serial.codec import Ref
 from laminar.ir.tensor import TensorSpec
 from laminar.profile import shapes, sweep, time_collectives
 from laminar.profile.time_op import Timer, error_of, operand, runs_of, stirred
@@ -178,9 +178,14 @@ def test_two_ranks_measure_ops_and_exchanges_together(monkeypatch: pytest.Monkey
     shown: list[tuple[int, int, str]] = []
     name = cpu_section(2, max(1, sweep.cores() // 2))
     kinds = {
-        ("shared", "all_reduce"), ("shared", "all_gather"), ("shared", "reduce_scatter"), ("gloo", "all_reduce"),
-        ("gloo", "all_gather"), ("gloo", "all_to_all"), ("gloo", "ddp_all_reduce"),
-    }  # fmt: skip
+        ("shared", "all_reduce"),
+        ("shared", "all_gather"),
+        ("shared", "reduce_scatter"),
+        ("gloo", "all_reduce"),
+        ("gloo", "all_gather"),
+        ("gloo", "all_to_all"),
+        ("gloo", "ddp_all_reduce"),
+    }
     for budget_s in (10.0, 30.0, 100.0):  # every kind is measured first in a small size, if there is time for that
         cluster = sweep.profile(
             Cluster.preset("2xcpu"), ranks=[2], budget_s=budget_s, progress=lambda *what: shown.append(what)
@@ -198,8 +203,9 @@ def test_two_ranks_measure_ops_and_exchanges_together(monkeypatch: pytest.Monkey
     assert cluster.levels[0].bytes_per_s.source == "measured"
     assert shown and all(0 <= done <= total for done, total, _ in shown)
     assert Cluster.from_json(cluster.to_json()) == cluster
-    answer = OpCost(cluster, name)("aten.mm", (TensorSpec((32, 32), "f32"),) * 2, (TensorSpec((32, 32), "f32"),),
-                                   (Ref("a"), Ref("b")))  # fmt: skip
+    answer = OpCost(cluster, name)(
+        "aten.mm", (TensorSpec((32, 32), "f32"),) * 2, (TensorSpec((32, 32), "f32"),), (Ref("a"), Ref("b"))
+    )
     assert answer.source == "measured"
 
 

@@ -7,8 +7,8 @@ import torch
 
 import laminar
 from laminar.errors import RuleError
-from laminar.ir.codec import Ref
 from laminar.ir.graph import Graph, Input, Node, Output
+from laminar.ir.serial.codec import Ref
 from laminar.ir.tensor import TensorSpec
 from laminar.rewrite import standalone as laws
 from laminar.rewrite.apply import Rule, rewrite
@@ -32,17 +32,20 @@ def apply(graph: Graph, *names: str) -> Graph:
 # --- the language ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("text", "complaint"), [
-    ("mm(A, B)", "has no =>"),
-    ("mm(A, B) => mm(A, C)", "stands on the right only"),
-    ("mm(A*, X) => mm(A, X)", r"A\* on the left is A on the right"),
-    ("mm(A, B => mm(A, B)", "is not closed"),
-    ("mm(A, B)) => A", "left over"),
-    ("mm(A; B) => A", "can't be read"),
-    ("mm(A, ) => A", "where a word should stand"),
-    ("matmul(A, B) => mm(A, B)", "no form is called matmul"),
-    ("mm(X, W*) => mm(X, cat(W*, 1))", "has members, and no part"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("mm(A, B)", "has no =>"),
+        ("mm(A, B) => mm(A, C)", "stands on the right only"),
+        ("mm(A*, X) => mm(A, X)", r"A\* on the left is A on the right"),
+        ("mm(A, B => mm(A, B)", "is not closed"),
+        ("mm(A, B)) => A", "left over"),
+        ("mm(A; B) => A", "can't be read"),
+        ("mm(A, ) => A", "where a word should stand"),
+        ("matmul(A, B) => mm(A, B)", "no form is called matmul"),
+        ("mm(X, W*) => mm(X, cat(W*, 1))", "has members, and no part"),
+    ],
+)
 def test_a_rule_that_makes_no_sense_is_refused(text: str, complaint: str) -> None:
     """Rules are written by hand, and a typing error must not become a rule that never fits."""
     with pytest.raises(RuleError, match=complaint):
@@ -112,8 +115,14 @@ def test_merged_products_keep_modules_phases_lines_and_parameters() -> None:
 def test_weights_are_packed_apart_in_forward_and_backward() -> None:
     """A packed weight that both read would lie in memory between them, and a gathered one would not be freed."""
     after = apply(zoo.specimen("llama.py:tiny").graph, "merge-products", "sum-as-product")
-    packed = [n for n in after.nodes if n.op == "aten.cat" and all(not r.name.startswith(("neg", "slice", "split"))
-              and r in {Ref(i.name) for i in after.inputs} for r in n.ins)]  # fmt: skip
+    packed = [
+        n
+        for n in after.nodes
+        if n.op == "aten.cat"
+        and all(
+            not r.name.startswith(("neg", "slice", "split")) and r in {Ref(i.name) for i in after.inputs} for r in n.ins
+        )
+    ]
     assert {n.phase for n in packed} == {"forward", "backward"}
     for n in packed:
         assert all(u.phase == n.phase for u in after.users[Ref(n.name)])
@@ -152,8 +161,10 @@ def test_sites_that_only_together_make_a_ring_are_rewritten_as_far_as_possible()
         Node("c", "aten.mm", (Ref("y"), Ref("a")), (square,)),
         Node("b", "aten.mm", (Ref("x"), Ref("d")), (square,)),
     )
-    nodes = tuple(Node(f"mm_{n.name}", n.op, tuple(Ref(f"mm_{r.name}") if r.name in "abcd" else r for r in n.args),
-                       n.outs) for n in nodes)  # fmt: skip
+    nodes = tuple(
+        Node(f"mm_{n.name}", n.op, tuple(Ref(f"mm_{r.name}") if r.name in "abcd" else r for r in n.args), n.outs)
+        for n in nodes
+    )
     graph = Graph(inputs, (), nodes, tuple(Output(n, "metric", Ref(f"mm_{n}")) for n in "bc"))
     rule = BY_NAME["merge-products"]
     sites = rule.find(graph)
@@ -209,5 +220,7 @@ def test_halves_are_summed_in_float32_and_merged_all_the_same() -> None:
     for name in ("merge-products", "merge-gradient-products", "sum-as-product"):
         after = apply(graph, name)
         assert prove(graph, after) <= TOLERANCE
-        assert any(n.op == "aten.mm" and n.outs[0] and n.outs[0].dtype == "bf16" and n.name not in graph.by_name
-                   for n in after.nodes)  # fmt: skip
+        assert any(
+            n.op == "aten.mm" and n.outs[0] and n.outs[0].dtype == "bf16" and n.name not in graph.by_name
+            for n in after.nodes
+        )

@@ -175,11 +175,18 @@ def test_convolutions_that_share_an_input_become_one_with_all_their_gradients(bi
     assert prove(captured(Branches(bias), 2, 2, 5, 5), graph) <= TOLERANCE
 
 
-@pytest.mark.parametrize(("model", "shape", "expected"), [
-    (LowRank, (40, 8), "reassociate-right reassociate-left factor-right"),
-    (Heads, (7, 6), """merge-batched-products batched-sum-as-product scale-behind-batched scale-before-batched
-        each-behind-take"""),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("model", "shape", "expected"),
+    [
+        (LowRank, (40, 8), "reassociate-right reassociate-left factor-right"),
+        (
+            Heads,
+            (7, 6),
+            """merge-batched-products batched-sum-as-product scale-behind-batched scale-before-batched
+        each-behind-take""",
+        ),
+    ],
+)
 def test_rules_for_models_that_the_zoo_lacks(
     model: type[torch.nn.Module], shape: tuple[int, ...], expected: str
 ) -> None:

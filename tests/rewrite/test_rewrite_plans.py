@@ -24,10 +24,10 @@ from laminar.api import micro_batches
 from laminar.errors import PlanError
 from laminar.forecast.pipeline_step import predict_staged
 from laminar.forecast.step import predict
-from laminar.ir.cluster import Cluster
+from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.graph import Graph, map_refs
-from laminar.ir.rewrites import Applied
-from laminar.ir.staged import Staged, load_plan
+from laminar.ir.plans.rewrites import Applied
+from laminar.ir.plans.staged import Staged, load_plan
 from laminar.placement import presets
 from laminar.placement.fold import fold
 from laminar.placement.micro_batch import micro

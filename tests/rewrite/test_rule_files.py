@@ -79,10 +79,13 @@ def test_a_file_is_read_from_disk(tmp_path: Path) -> None:
     assert [r.name for r in load(path).rules] == ["factor", "factor-batched"]
 
 
-@pytest.mark.parametrize(("data", "complaint"), [
-    ({"rule": []}, "not a RuleCollection"),
-    ({"_t": "RuleCollection", "rule": [{"name": "x"}]}, "rule number 0 of the file can't be read"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("data", "complaint"),
+    [
+        ({"rule": []}, "not a RuleCollection"),
+        ({"_t": "RuleCollection", "rule": [{"name": "x"}]}, "rule number 0 of the file can't be read"),
+    ],
+)
 def test_a_file_that_holds_no_rules_is_refused(data: dict[str, Any], complaint: str) -> None:
     """Half a file must not be taken for a file of few rules."""
     with pytest.raises(RuleError, match=complaint):
@@ -95,22 +98,35 @@ def test_a_file_that_is_not_there_is_refused_by_name(tmp_path: Path) -> None:
         load(tmp_path / "nowhere.json")
 
 
-@pytest.mark.parametrize(("one", "reason"), [
-    ({"name": "half", "srcOp": [{"type": "OP_RELU"}]}, "can't be read: KeyError: 'input'"),
-    ("a word", "can't be read: TypeError"),
-    (rule("conv", [("OP_CONV2D", [-1, -2], {})], [relu(-1)], [(0, 0, 0, 0)]), "an op that is not known: OP_CONV2D"),
-    (rule("tanh", [linear(-1, -4, 3)], [linear(-1, -4)], [(0, 0, 0, 0)]),
-     "an op that is not known: OP_LINEAR with PM_ACTI 3"),
-    (rule("wide", [("OP_SPLIT", [-1], {"PM_NUM_OUTPUTS": 10**9, "PM_AXIS": 1})], [relu(-1)], [(0, 0, 0, 0)]),
-     "too large"),
-    (rule("long", [relu(-1), *[relu(k) for k in range(40)]], [relu(-1)], [(40, 0, 0, 0)]), "too large"),
-    (rule("none", [relu(-1), ("OP_RELU", [], {})], [relu(-1)], [(1, 0, 0, 0)]), "no sizes fit both sides"),
-    (rule("three", [("OP_CONCAT", [-1, -2, -3], {"PM_AXIS": 2}), relu(0)],
-          [relu(-1), relu(-2), relu(-3), ("OP_CONCAT", [0, 1, 2], {"PM_AXIS": 2})], [(1, 0, 3, 0)]),
-     "can't be said in the language of rewrites"),
-    (rule("elsewhere", [relu(-1), relu(-2)], [linear(-1, -2)], [(0, 0, 0, 0)]), "the two sides differ"),
-    (rule("ahead", [relu(1), relu(-1)], [relu(-1)], [(0, 0, 0, 0)]), "no sizes fit both sides"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("one", "reason"),
+    [
+        ({"name": "half", "srcOp": [{"type": "OP_RELU"}]}, "can't be read: KeyError: 'input'"),
+        ("a word", "can't be read: TypeError"),
+        (rule("conv", [("OP_CONV2D", [-1, -2], {})], [relu(-1)], [(0, 0, 0, 0)]), "an op that is not known: OP_CONV2D"),
+        (
+            rule("tanh", [linear(-1, -4, 3)], [linear(-1, -4)], [(0, 0, 0, 0)]),
+            "an op that is not known: OP_LINEAR with PM_ACTI 3",
+        ),
+        (
+            rule("wide", [("OP_SPLIT", [-1], {"PM_NUM_OUTPUTS": 10**9, "PM_AXIS": 1})], [relu(-1)], [(0, 0, 0, 0)]),
+            "too large",
+        ),
+        (rule("long", [relu(-1), *[relu(k) for k in range(40)]], [relu(-1)], [(40, 0, 0, 0)]), "too large"),
+        (rule("none", [relu(-1), ("OP_RELU", [], {})], [relu(-1)], [(1, 0, 0, 0)]), "no sizes fit both sides"),
+        (
+            rule(
+                "three",
+                [("OP_CONCAT", [-1, -2, -3], {"PM_AXIS": 2}), relu(0)],
+                [relu(-1), relu(-2), relu(-3), ("OP_CONCAT", [0, 1, 2], {"PM_AXIS": 2})],
+                [(1, 0, 3, 0)],
+            ),
+            "can't be said in the language of rewrites",
+        ),
+        (rule("elsewhere", [relu(-1), relu(-2)], [linear(-1, -2)], [(0, 0, 0, 0)]), "the two sides differ"),
+        (rule("ahead", [relu(1), relu(-1)], [relu(-1)], [(0, 0, 0, 0)]), "no sizes fit both sides"),
+    ],
+)
 def test_a_rule_that_makes_no_sense_is_left_out_and_the_others_are_not(one: Any, reason: str) -> None:
     """Files are written by programs that know more ops than we do, and edited by hand."""
     found = load({"_t": "RuleCollection", "rule": [one, RIGHT["factor"]]})
@@ -124,7 +140,9 @@ def test_names_that_are_taken_are_told_apart_by_number() -> None:
     here = [{**RIGHT["factor"], "name": "merge-products"}, RIGHT["wider"], {**RIGHT["relu"], "name": "wider"}]
     found = load({"_t": "RuleCollection", "rule": here})
     assert {r.name for r in found.rules if "batched" not in r.name} == {
-        "merge-products (number 0)", "wider", "wider (number 2)"
-    }  # fmt: skip
+        "merge-products (number 0)",
+        "wider",
+        "wider (number 2)",
+    }
     assert found.origins["wider (number 2)-batched"] == "wider (number 2)"
     assert all(r.carried for r in found.rules)

@@ -15,7 +15,7 @@ import laminar
 from laminar.api import inputs_of
 from laminar.errors import PlanError
 from laminar.ir.graph import Graph
-from laminar.ir.rewrites import Applied
+from laminar.ir.plans.rewrites import Applied
 from laminar.rewrite.apply import work_of
 from laminar.rewrite.rules import RULES
 from laminar.rewrite.variants import replay, tidied, variants
@@ -102,10 +102,15 @@ def test_another_process_finds_the_same_variants(tmp_path: Path) -> None:
         "g = Graph.from_json(json.load(open(sys.argv[1]))); print([v.graph.hash for v in variants(g, limit=6)])"
     )
     found = [
-        subprocess.run([sys.executable, "-c", code, str(path)], env={**os.environ, "PYTHONHASHSEED": seed},
-                       check=True, capture_output=True, text=True).stdout
+        subprocess.run(
+            [sys.executable, "-c", code, str(path)],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
         for seed in ("1", "2")
-    ]  # fmt: skip
+    ]
     assert found[0] == found[1] == f"{[v.graph.hash for v in several('gpt.py:tiny')]}\n"
 
 

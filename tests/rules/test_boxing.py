@@ -29,14 +29,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from laminar.errors import PlacementError
-from laminar.ir.codec import Ref
 from laminar.ir.mesh import Link, Mesh
 from laminar.ir.program import MoveCause
 from laminar.ir.sbp import B, NdSbp, P, Partial, S, Sbp, Split, check, local_indices, local_shape, show
+from laminar.ir.serial.codec import Ref
 from laminar.ir.tensor import TensorSpec
-from laminar.lower.boxing_lines import boxing_line
-from laminar.rules.boxing import Step, boxing, chain_bytes, chain_s, step_bytes
-from laminar.runtime.check import lockstep
+from laminar.lower.boxing.boxing_lines import boxing_line
+from laminar.rules.boxing.boxing import Step, boxing, chain_bytes, chain_s, step_bytes
+from laminar.runtime.check.in_process import lockstep
 from laminar.runtime.comm.shards import assemble, shard
 
 FREE = Link(latency_s=0.0, bytes_per_s=1.0)

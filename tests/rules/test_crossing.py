@@ -26,8 +26,8 @@ from laminar.errors import PlacementError
 from laminar.ir.mesh import Place
 from laminar.ir.sbp import PSUM, B, NdSbp, Partial, S, local_indices
 from laminar.ir.tensor import ITEM_BYTES, TensorSpec
-from laminar.rules.crossing import Crossing, crossing
-from laminar.rules.regions import meet, sets
+from laminar.rules.boxing.crossing import Crossing, crossing
+from laminar.rules.boxing.regions import meet, sets
 from tests.support import crossing_cases as cases
 from tests.support.crossing_cases import FREE, MESHES, SHAPES, pair, place, placements
 
@@ -75,8 +75,10 @@ def assert_moves_least(c: Crossing) -> None:
     sides = (c.spec.shape, c.src, c.src_nd, c.dst, c.dst_nd)
     total, rest = divmod(c.total_bytes, ITEM_BYTES[c.spec.dtype])
     assert rest == 0
-    kinds = [{p.op for p, n in zip(nd, on.mesh.sizes, strict=True) if isinstance(p, Partial) and n > 1}
-             for nd, on in ((c.src_nd, c.src), (c.dst_nd, c.dst))]  # fmt: skip
+    kinds = [
+        {p.op for p, n in zip(nd, on.mesh.sizes, strict=True) if isinstance(p, Partial) and n > 1}
+        for nd, on in ((c.src_nd, c.src), (c.dst_nd, c.dst))
+    ]
     if not kinds[0]:
         assert total * ITEM_BYTES[c.spec.dtype] == c.moved_bytes and total == cases.lacks(*sides), str(c)
         return
@@ -161,10 +163,17 @@ def test_between_disjoint_devices_bytes_are_those_of_the_table(p1: int, p2: int)
     t = spec.nbytes
     src, dst = place((p1,), tuple(range(p1))), place((p2,), tuple(range(p1, p1 + p2)))
     table = {
-        (S(0), S(0)): t, (S(0), S(1)): t, (S(0), B): p2 * t, (S(0), PSUM): t,
-        (B, S(0)): t, (B, B): p2 * t, (B, PSUM): t,
-        (PSUM, S(0)): p1 * t, (PSUM, B): (p1 + p2 - 1) * t, (PSUM, PSUM): p1 * t,
-    }  # fmt: skip
+        (S(0), S(0)): t,
+        (S(0), S(1)): t,
+        (S(0), B): p2 * t,
+        (S(0), PSUM): t,
+        (B, S(0)): t,
+        (B, B): p2 * t,
+        (B, PSUM): t,
+        (PSUM, S(0)): p1 * t,
+        (PSUM, B): (p1 + p2 - 1) * t,
+        (PSUM, PSUM): p1 * t,
+    }
     for (a, b), wanted in table.items():
         assert crossing(spec, src, (a,), dst, (b,)).total_bytes == wanted, f"{a} -> {b}"
 
@@ -176,10 +185,17 @@ def test_on_the_same_devices_bytes_are_those_of_the_table(p: int) -> None:
     t = spec.nbytes
     here = place((p,), tuple(range(p)))
     table = {
-        (S(0), S(0)): 0, (S(0), S(1)): (p - 1) * t // p, (S(0), B): (p - 1) * t, (S(0), PSUM): 0,
-        (B, S(0)): 0, (B, B): 0, (B, PSUM): 0,
-        (PSUM, S(0)): (p - 1) * t, (PSUM, B): 2 * (p - 1) * t, (PSUM, PSUM): 0,
-    }  # fmt: skip
+        (S(0), S(0)): 0,
+        (S(0), S(1)): (p - 1) * t // p,
+        (S(0), B): (p - 1) * t,
+        (S(0), PSUM): 0,
+        (B, S(0)): 0,
+        (B, B): 0,
+        (B, PSUM): 0,
+        (PSUM, S(0)): (p - 1) * t,
+        (PSUM, B): 2 * (p - 1) * t,
+        (PSUM, PSUM): 0,
+    }
     for (a, b), wanted in table.items():
         assert crossing(spec, here, (a,), here, (b,)).total_bytes == wanted, f"{a} -> {b}"
 
@@ -234,8 +250,10 @@ def test_a_rank_in_both_places_takes_what_it_has_and_sends_nothing_to_itself() -
     c = crossing(spec, place((2,), (0, 1)), (S(0),), place((2,), (1, 2)), (B,))
     assert [(t.src, t.dst, t.index[0]) for t in c.kept] == [(1, 1, ((4, 8),))]
     assert [(t.src, t.dst, t.index[0]) for t in c.transfers] == [
-        (0, 1, ((0, 4),)), (0, 2, ((0, 4),)), (1, 2, ((4, 8),)),
-    ]  # fmt: skip
+        (0, 1, ((0, 4),)),
+        (0, 2, ((0, 4),)),
+        (1, 2, ((4, 8),)),
+    ]
     assert c.bytes == ((0, 0), (1, 64), (2, 128))
 
 
@@ -277,7 +295,7 @@ def test_ranks_that_hash_differently_find_the_same_crossing() -> None:
 from laminar.ir.mesh import Mesh, Place
 from laminar.ir.sbp import B, PSUM, S
 from laminar.ir.tensor import TensorSpec
-from laminar.rules.crossing import crossing
+from laminar.rules.boxing.crossing import crossing
 src, dst = Place((3, 1, 0, 2, 7, 6), Mesh({"dp": 3, "tp": 2})), Place((7, 8, 1, 9), Mesh({"b": 2, "a": 2}))
 for a, b in (((S(0), B), (B, S(1))), ((PSUM, B), (S(0), B)), ((PSUM, PSUM), (PSUM, S(0))), ((B, B), (B, PSUM))):
     print(repr(crossing(TensorSpec((12, 5), "f32"), src, a, dst, b, grain_bytes=0)))

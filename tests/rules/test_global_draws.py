@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import laminar
 from laminar import Mesh, Sized
-from laminar.capture import kernels
-from laminar.capture.canonical import Canonical
+from laminar.capture.canonical.canonical import Canonical
+from laminar.capture.ops import kernels
 from laminar.errors import PlanError
 from laminar.ir.graph import RNG
 from laminar.ir.sbp import Split
@@ -251,8 +251,9 @@ def test_shares_are_numbered_part_by_part(two: Ranks) -> None:
 
 def _staged(micro: int) -> tuple[list[float], dict[str, Tensor]]:
     made, batches = net(), [tokens_of(8, seed) for seed in range(2)]
-    job = laminar.parallelize(made, tokens_loss, make, batch=batches[0], seed=SEED,
-                              plan=planned(made, 8 // micro, micro, stages=2))  # fmt: skip
+    job = laminar.parallelize(
+        made, tokens_loss, make, batch=batches[0], seed=SEED, plan=planned(made, 8 // micro, micro, stages=2)
+    )
     out = [job.step(b).loss for b in batches], job.state_dict()
     job.close()
     return out

@@ -17,15 +17,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from laminar.capture.torch_ops import find_op
+from laminar.capture.ops.torch_ops import find_op
 from laminar.errors import CaptureError
 from laminar.ir.ops import may_share_memory
 from laminar.ir.sbp import Partial
 from laminar.lower.lower import LOCAL_DIM
-from laminar.rules.expand import EXPANSIONS
 from laminar.rules.notation import Rule, signatures
+from laminar.rules.ops.expand import EXPANSIONS
+from laminar.rules.ops.table import RULES, rule_for
 from laminar.rules.signing import options
-from laminar.rules.table import RULES, rule_for
 from laminar.runtime.comm.aliases import shares
 from tests.support.rule_cases import case, interesting, ints, real, recorded, written
 from tests.support.rule_check import Case, Failure, blocks_for, check_axis, check_one, pairs
@@ -130,8 +130,10 @@ def test_every_signature_on_one_axis(cases: Cases, chance: torch.Generator, caps
     with capsys.disabled():
         canonical = len(verified) - len([n for n in verified if n.startswith("aten.")])
         calls = sum(map(len, cases.values()))
-        print(f"\n{len(overloads)} ATen overloads and {canonical} canonical ops verified: "
-              f"{checked} signatures of {calls} calls")  # fmt: skip
+        print(
+            f"\n{len(overloads)} ATen overloads and {canonical} canonical ops verified: "
+            f"{checked} signatures of {calls} calls"
+        )
     assert not failures, report(failures)
     assert len(overloads) >= ENOUGH
 

@@ -172,10 +172,12 @@ def test_micro_batches_of_different_sizes_pass_through_one_pipe() -> None:
     dice = random.Random(0)
     dtypes = (torch.float32, torch.int64, torch.bool, torch.bfloat16, torch.complex64)
     sent = [
-        [torch.randint(0, 2, [dice.randint(0, 5) for _ in range(dice.randint(0, 3))]).to(dice.choice(dtypes))
-         for _ in range(dice.randint(0, 4))]
+        [
+            torch.randint(0, 2, [dice.randint(0, 5) for _ in range(dice.randint(0, 3))]).to(dice.choice(dtypes))
+            for _ in range(dice.randint(0, 4))
+        ]
         for _ in range(50)
-    ]  # fmt: skip
+    ]
     actors = (Actor("a", "forward", 0, 50), Actor("b", "forward", 1, 50))
     orders = (tuple(("a", k) for k in range(50)), tuple(("b", k) for k in range(50)))
     net = Net((place(0), place(1)), actors, (Queue("q", "a", ("b",), 3, bytes=1 << 13),), orders)

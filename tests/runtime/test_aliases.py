@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from laminar.capture.torch_ops import gives_list, op_name
+from laminar.capture.ops.torch_ops import gives_list, op_name
 from laminar.runtime.comm.aliases import shares
 
 

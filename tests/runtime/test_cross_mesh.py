@@ -24,8 +24,8 @@ from laminar.errors import PlacementError
 from laminar.ir.mesh import Place
 from laminar.ir.sbp import PSUM, B, NdSbp, P, S
 from laminar.ir.tensor import TensorSpec
-from laminar.rules.crossing import Crossing, crossing
-from laminar.runtime.check.lockstep_pipeline import cross, reduction
+from laminar.rules.boxing.crossing import Crossing, crossing
+from laminar.runtime.check.in_process.lockstep_pipeline import cross, reduction
 from laminar.runtime.code.eager_step import EagerStep
 from laminar.runtime.comm.cross_mesh import (
     CrossMeshReceiver,

@@ -22,11 +22,11 @@ import torch.distributed as dist
 import laminar
 from laminar import B, Mesh, S
 from laminar.errors import LaminarError
-from laminar.ir import limits
-from laminar.ir.codec import Ref
+from laminar.ir.clusters import limits
 from laminar.ir.program import Boxing, Instr, Placed, Program, ProgramInput, ProgramOutput
+from laminar.ir.serial.codec import Ref
 from laminar.ir.tensor import TensorSpec
-from laminar.runtime.check import lockstep
+from laminar.runtime.check.in_process import lockstep
 from laminar.runtime.code.eager_step import EagerStep
 from laminar.runtime.comm import p2p_collectives, shm_arena
 from laminar.runtime.comm.shards import shard

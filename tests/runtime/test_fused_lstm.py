@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 import laminar
 from laminar.api import load_recipe
-from laminar.capture import kernels
-from laminar.ir.codec import Ref
+from laminar.capture.ops import kernels
 from laminar.ir.mesh import Mesh
 from laminar.ir.program import Program, ProgramOutput
+from laminar.ir.serial.codec import Ref
 from laminar.lower.lower import lower
 from laminar.profile import time_op
 from laminar.runtime.code import fused_lstm

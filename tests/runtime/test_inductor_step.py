@@ -16,9 +16,9 @@ from torch._dynamo.utils import counters
 
 import laminar
 from laminar.api import inputs_of
-from laminar.capture import kernels
+from laminar.capture.ops import kernels
 from laminar.capture.torch_private import compiled_graph
-from laminar.ir.codec import Ref
+from laminar.ir.serial.codec import Ref
 from laminar.runtime.code import inductor_step
 from laminar.runtime.code.decompositions import DECOMPOSED
 from laminar.runtime.code.eager_step import EagerStep

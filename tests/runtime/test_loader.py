@@ -28,25 +28,25 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import laminar
-from laminar.capture.batches import mapped
+from laminar.capture.model.batches import mapped
 from laminar.cli import main
 from laminar.cost.sim.pipeline import execute
 from laminar.cost.timeline_diff import compare
 from laminar.errors import LaminarError, NetError, RecipeError, StateError
 from laminar.forecast.pipeline_step import MEETING_S, predict_staged
 from laminar.forecast.step import predict
-from laminar.ir.cluster import Cluster
+from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.mesh import Mesh
 from laminar.ir.timeline import Timeline
-from laminar.lower.deadlock import refuse
-from laminar.lower.loaders import with_loads
-from laminar.lower.pipeline_net import Stage, chain
-from laminar.lower.schedules import dag_net
+from laminar.lower.stages.deadlock import refuse
+from laminar.lower.stages.loaders import with_loads
+from laminar.lower.stages.pipeline_net import Stage, chain
+from laminar.lower.stages.schedules import dag_net
 from laminar.runtime.pipeline.loader import EPOCH, Loader, Mover
-from laminar.train.async_checkpoint import Saver
-from laminar.train.checkpoint import Snapshot
-from laminar.train.leaves import Local, Sized
+from laminar.train.batch.leaves import Local, Sized
 from laminar.train.loop import epochs, first, loop
+from laminar.train.saving.async_checkpoint import Saver
+from laminar.train.saving.checkpoint import Snapshot
 from tests.support.zoo import EXAMPLES, specimen
 
 LOAD_S = 0.02
@@ -313,9 +313,11 @@ def shuffled() -> DataLoader[Any]:
     """A loader of torch's that shuffles with the global generator."""
     rows = torch.randn(40, 9, generator=torch.Generator().manual_seed(1))
     return DataLoader(
-        TensorDataset(rows), batch_size=8, shuffle=True,
+        TensorDataset(rows),
+        batch_size=8,
+        shuffle=True,
         collate_fn=lambda some: {k: torch.stack([r[0][a:b] for r in some]) for k, a, b in (("x", 0, 8), ("y", 8, 9))},
-    )  # fmt: skip
+    )
 
 
 def held_out() -> list[Any]:
@@ -337,8 +339,16 @@ def trained(prefetch: int, tmp: Path, resume: int = 0, evaluate: bool = False) -
         torch.manual_seed(7)
         step = job.step
         job.step = lambda batch, step=step: losses.append((r := step(batch)).loss) or r
-        loop(job, shuffled, steps, prefetch=prefetch, resume=where if again else None, checkpoint=where,
-             evaluate=held_out if evaluate else None, evaluate_every=4 if evaluate else 0)  # fmt: skip
+        loop(
+            job,
+            shuffled,
+            steps,
+            prefetch=prefetch,
+            resume=where if again else None,
+            checkpoint=where,
+            evaluate=held_out if evaluate else None,
+            evaluate_every=4 if evaluate else 0,
+        )
     return losses, job.hash()
 
 
@@ -445,8 +455,11 @@ def test_a_checkpoint_is_what_the_job_was_though_steps_go_on(tmp_path: Path, mon
     saver.finish()
     again = job_of_one()
     again.resume(tmp_path / "it")
-    assert again.hash() == want and again.steps == 1 and sorted(p.suffix for p in (tmp_path / "it").iterdir()) == [
-        ".json", ".safetensors", ".safetensors"]  # fmt: skip
+    assert (
+        again.hash() == want
+        and again.steps == 1
+        and sorted(p.suffix for p in (tmp_path / "it").iterdir()) == [".json", ".safetensors", ".safetensors"]
+    )
 
 
 def test_the_next_checkpoint_waits_for_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

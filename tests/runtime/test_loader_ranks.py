@@ -27,9 +27,9 @@ import laminar
 from laminar.cost.timeline_diff import compare
 from laminar.errors import BatchError, PeerError
 from laminar.forecast.pipeline_step import predict_staged
-from laminar.ir.cluster import Cluster
+from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.timeline import Timeline
-from laminar.train.job import Local
+from laminar.train.job.job import Local
 from laminar.train.loop import loop
 from laminar.train.world import World
 from tests.support.marks import slow
@@ -389,8 +389,9 @@ def test_a_rank_that_dies_in_its_data_ends_the_run(tmp_path: Path) -> None:
     path = Path(name.partition(":")[0])
     path.write_text(path.read_text().replace('raise OSError("no such shard")', "__import__('os')._exit(3)"))
     done = train(tmp_path, name)
-    assert done.returncode == 1 and re.search(r"rank \d of 2 ended with exit code 3, without a word, after step \d",
-                                              done.stderr)  # fmt: skip
+    assert done.returncode == 1 and re.search(
+        r"rank \d of 2 ended with exit code 3, without a word, after step \d", done.stderr
+    )
 
 
 def test_ctrl_c_ends_ranks_that_wait_for_data(tmp_path: Path) -> None:
@@ -399,8 +400,9 @@ def test_ctrl_c_ends_ranks_that_wait_for_data(tmp_path: Path) -> None:
     path = Path(name.partition(":")[0])
     path.write_text(path.read_text().replace("time.sleep(0.0)", "time.sleep(1000 if i == 4 else 0)"))
     command = [sys.executable, "-m", "laminar", "train", name, "--workers", "2", "--device", "cpu", "--run-dir", "run"]
-    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                          preexec_fn=heed_interrupts) as started:  # fmt: skip
+    with subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heed_interrupts
+    ) as started:
         events, limit = tmp_path / "run" / "events.jsonl", time.monotonic() + 120
         while time.monotonic() < limit and not (events.exists() and '"step": 4' in events.read_text()):
             time.sleep(0.1)

@@ -19,10 +19,10 @@ from laminar.api import inputs_of
 from laminar.errors import RankError
 from laminar.ir.program import Instr, Program
 from laminar.placement.random_plan import random_plan
-from laminar.runtime.check import loopback
+from laminar.runtime.check.in_process import loopback
+from laminar.runtime.check.in_process.rank_threads import Turns
 from laminar.runtime.check.one_device import constants_of, run_graph
 from laminar.runtime.check.processes import _run
-from laminar.runtime.check.rank_threads import Turns
 from laminar.runtime.check.verify import verify_program
 from laminar.runtime.code import eager_step
 from laminar.runtime.code.eager_step import EagerStep
@@ -267,10 +267,12 @@ def test_ranks_that_meet_in_different_collectives_are_named() -> None:
     groups = [loopback.Loop(hub, (0, 1), r) for r in range(2)]
     x = torch.ones(2)
     with pytest.raises(RankError, match="where others are in"):
-        hub.turns.run([
-            lambda: groups[0].all_reduce(x.clone(), "sum").wait(),
-            lambda: groups[1].gather_into(torch.empty(4), x).wait(),
-        ])  # fmt: skip
+        hub.turns.run(
+            [
+                lambda: groups[0].all_reduce(x.clone(), "sum").wait(),
+                lambda: groups[1].gather_into(torch.empty(4), x).wait(),
+            ]
+        )
 
 
 def test_a_watched_step_shows_every_line(gru: Any) -> None:

@@ -15,11 +15,11 @@ from torch.utils.checkpoint import checkpoint
 
 import laminar
 from laminar.api import inputs_of
-from laminar.capture.model_tensors import slots_of
+from laminar.capture.model.model_tensors import slots_of
 from laminar.runtime.check.one_device import run_graph
 from laminar.runtime.check.plain_model import run_eager, untouched
 from laminar.runtime.pipeline.loader import LOADER
-from laminar.train.compare_results import off
+from laminar.train.check.compare_results import off
 from tests.support.zoo import FEW, recipe, specimen
 
 

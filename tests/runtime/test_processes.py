@@ -23,15 +23,15 @@ from torch import Tensor
 import laminar
 from laminar import B, Mesh, P, S
 from laminar.errors import LaminarError
-from laminar.ir.codec import Ref
 from laminar.ir.mesh import Mesh as MeshType
-from laminar.ir.plan import Plan
+from laminar.ir.plans.plan import Plan
 from laminar.ir.program import Instr, MoveCause, Placed, Program, ProgramInput, ProgramOutput
 from laminar.ir.sbp import NdSbp, Partial, Split, show
+from laminar.ir.serial.codec import Ref
 from laminar.ir.tensor import TensorSpec
-from laminar.lower.boxing_lines import boxing_line
+from laminar.lower.boxing.boxing_lines import boxing_line
 from laminar.placement.random_plan import random_plan
-from laminar.rules.boxing import boxing
+from laminar.rules.boxing.boxing import boxing
 from laminar.runtime.check.processes import run_processes
 from laminar.runtime.check.verify import verify_program
 from laminar.runtime.code.eager_step import EagerStep

@@ -261,8 +261,10 @@ def test_joined_timelines_begin_at_zero_on_the_common_clock() -> None:
     ]
     found = joined_timeline(told, [Clock(), Clock(ahead, 50)], {})
     assert [(s.name, s.rank, s.start, s.end) for s in found.spans] == [
-        ("a", 0, 0, 9_000), ("late", 1, 0, 5_000), ("a", 1, 5_000, 8_000),
-    ]  # fmt: skip
+        ("a", 0, 0, 9_000),
+        ("late", 1, 0, 5_000),
+        ("a", 1, 5_000, 8_000),
+    ]
 
 
 def test_a_finish_is_cut_where_the_last_partner_had_started() -> None:
@@ -270,17 +272,25 @@ def test_a_finish_is_cut_where_the_last_partner_had_started() -> None:
     key = (0, (0, 1), "r", 1)
     told = [
         RankSteps(
-            [Span("r/start", "compute", 0, 0, 1_000, "communication"),
-             Span("r/finish", "compute", 0, 1_000, 9_000, "communication")],
-            {key: 1_000}, {}, {1: key},
+            [
+                Span("r/start", "compute", 0, 0, 1_000, "communication"),
+                Span("r/finish", "compute", 0, 1_000, 9_000, "communication"),
+            ],
+            {key: 1_000},
+            {},
+            {1: key},
         ),
         RankSteps(
-            [Span("mm", "compute", 1, 0, 6_000, "compute"),
-             Span("r/start", "compute", 1, 6_000, 7_000, "communication"),
-             Span("r/finish", "compute", 1, 7_000, 9_500, "communication")],
-            {key: 7_000}, {}, {2: key},
+            [
+                Span("mm", "compute", 1, 0, 6_000, "compute"),
+                Span("r/start", "compute", 1, 6_000, 7_000, "communication"),
+                Span("r/finish", "compute", 1, 7_000, 9_500, "communication"),
+            ],
+            {key: 7_000},
+            {},
+            {2: key},
         ),
-    ]  # fmt: skip
+    ]
     found = joined_timeline(told, [Clock(), Clock()], {})
     mine = [(s.name, s.kind, s.start, s.end) for s in found.spans if s.rank == 0]
     assert mine[1:] == [("r/wait", "wait", 1_000, 7_000), ("r/finish", "communication", 7_000, 9_000)]
@@ -294,18 +304,28 @@ def test_what_had_arrived_was_announced_before() -> None:
     key = (0, (0, 1), "r", 1)
     told = [
         RankSteps(
-            [Span("r/start", "compute", 0, 0, 1_000, "communication"),
-             Span("r/finish", "compute", 0, 1_000, 9_000, "communication"),
-             Span("optimizer", "compute", 0, 9_000, 20_000, "compute")],
-            {key: 1_000}, {}, {1: key}, {key: 0},
+            [
+                Span("r/start", "compute", 0, 0, 1_000, "communication"),
+                Span("r/finish", "compute", 0, 1_000, 9_000, "communication"),
+                Span("optimizer", "compute", 0, 9_000, 20_000, "compute"),
+            ],
+            {key: 1_000},
+            {},
+            {1: key},
+            {key: 0},
         ),
         RankSteps(
-            [Span("mm", "compute", 1, 0, 7_000, "compute"),
-             Span("r/start", "compute", 1, 7_000, 12_000, "communication"),
-             Span("r/finish", "compute", 1, 12_000, 12_500, "communication")],
-            {key: 12_000}, {}, {2: key}, {key: 7_000},
+            [
+                Span("mm", "compute", 1, 0, 7_000, "compute"),
+                Span("r/start", "compute", 1, 7_000, 12_000, "communication"),
+                Span("r/finish", "compute", 1, 12_000, 12_500, "communication"),
+            ],
+            {key: 12_000},
+            {},
+            {2: key},
+            {key: 7_000},
         ),
-    ]  # fmt: skip
+    ]
     found = joined_timeline(told, [Clock(), Clock()], {})
     mine = [(s.name, s.kind, s.start, s.end) for s in found.spans if s.rank == 0]
     assert mine[1:3] == [("r/wait", "wait", 1_000, 7_000), ("r/finish", "communication", 7_000, 9_000)]
@@ -366,10 +386,14 @@ def test_lines_of_a_collective_are_cut_at_waits_and_announcements() -> None:
     (told,) = tape.told()
     mine = [(s.name, s.kind, s.bytes, round((s.end - s.start) / 1e3)) for s in told.spans if s.name != "host"]
     assert mine == [
-        ("r/start", "communication", 8, 10), ("r/start", "communication", 8, 5),
-        ("r/wait", "wait", 0, 20), ("r/finish", "communication", 8, 30), ("r/finish", "communication", 8, 5),
-        ("r/wait", "wait", 0, 20), ("r/finish", "communication", 8, 40),
-    ]  # fmt: skip
+        ("r/start", "communication", 8, 10),
+        ("r/start", "communication", 8, 5),
+        ("r/wait", "wait", 0, 20),
+        ("r/finish", "communication", 8, 30),
+        ("r/finish", "communication", 8, 5),
+        ("r/wait", "wait", 0, 20),
+        ("r/finish", "communication", 8, 40),
+    ]
     assert all(a.end == b.start for a, b in itertools.pairwise(told.spans))
     first = next(i for i, s in enumerate(told.spans) if s.name == "r/finish")
     assert told.awaited == {first: (0, (0, 1), 0, 7), first + 3: (0, (0, 1), 1, 7)}
@@ -646,8 +670,22 @@ def _spoiled() -> Iterator[Any]:
 def test_laminar_train_leaves_a_timeline_in_the_run_directory(tmp_path: Path) -> None:
     """The way most people will make one."""
     recipe = Path(__file__).parents[2] / "examples" / "gpt.py"
-    command = [sys.executable, "-m", "laminar", "train", f"{recipe}:tiny", "--workers", "2", "--steps", "6",
-               "--run-dir", "run", "--timeline", "--timeline-steps", "2"]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "laminar",
+        "train",
+        f"{recipe}:tiny",
+        "--workers",
+        "2",
+        "--steps",
+        "6",
+        "--run-dir",
+        "run",
+        "--timeline",
+        "--timeline-steps",
+        "2",
+    ]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert f"timeline       {Path('run', 'timeline.json')}" in done.stdout

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 import laminar
 from laminar import Mesh
 from laminar.api import inputs_of
-from laminar.ir.codec import Ref
 from laminar.ir.graph import widen
 from laminar.ir.program import Instr, Placed, Program
-from laminar.runtime.check import loopback
+from laminar.ir.serial.codec import Ref
+from laminar.runtime.check.in_process import loopback
 from laminar.runtime.check.one_device import constants_of, run_graph
 from laminar.runtime.check.rounding import TermSizes
 from laminar.runtime.check.verify import relative_error, verify_program, widened

@@ -9,8 +9,8 @@ import pytest
 
 from laminar.cost.sim.pipeline import execute
 from laminar.errors import PlanError
-from laminar.lower.pipeline_net import Stage, chain
-from laminar.lower.schedules import dag_net
+from laminar.lower.stages.pipeline_net import Stage, chain
+from laminar.lower.stages.schedules import dag_net
 from laminar.placement.micro_batch import micro
 from laminar.staging.balance import balanced, cuttable, work_s
 from laminar.staging.balance_places import _sizes, _step, evened

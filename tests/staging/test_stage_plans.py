@@ -14,12 +14,12 @@ from torch import Tensor, nn
 import laminar
 from laminar.errors import PlanError
 from laminar.ir.mesh import Mesh
-from laminar.ir.staged import Staged
-from laminar.lower.split_stages import light_ops
-from laminar.lower.stage_net import piped
-from laminar.lower.stage_programs import KEPT, stages
+from laminar.ir.plans.staged import Staged
+from laminar.lower.stages.split_stages import light_ops
+from laminar.lower.stages.stage_net import piped
+from laminar.lower.stages.stage_programs import KEPT, stages
 from laminar.placement.random_plan import random_plan
-from laminar.runtime.check.loopback import TRANSPORTS
+from laminar.runtime.check.in_process.loopback import TRANSPORTS
 from laminar.staging.balance import SLACK, balanced, work_s
 from laminar.staging.stage_plans import arranged, inner_plan, pipeline
 from tests.support.seeds import dice

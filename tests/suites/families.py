@@ -38,11 +38,11 @@ from torch import Tensor
 
 import laminar
 from laminar.api import inputs_of
-from laminar.capture.canonical import Canonical
-from laminar.capture.model_tensors import slots_of
+from laminar.capture.canonical.canonical import Canonical
+from laminar.capture.model.model_tensors import slots_of
 from laminar.errors import LaminarError
 from laminar.ir.graph import Graph
-from laminar.runtime.check import lockstep
+from laminar.runtime.check.in_process import lockstep
 from laminar.runtime.check.one_device import run_graph
 from laminar.runtime.check.verify import relative_error
 from laminar.runtime.comm.shards import assemble

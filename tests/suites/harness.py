@@ -33,10 +33,10 @@ from torch import Tensor, nn
 
 import laminar
 from laminar.api import inputs_of
-from laminar.capture.lazy_layers import initialise
-from laminar.capture.model_tensors import slots_of
+from laminar.capture.model.lazy_layers import initialise
+from laminar.capture.model.model_tensors import slots_of
 from laminar.errors import LaminarError
-from laminar.runtime.check import lockstep
+from laminar.runtime.check.in_process import lockstep
 from laminar.runtime.check.plain_model import Keyed
 from laminar.runtime.check.verify import relative_error
 from laminar.runtime.comm.shards import assemble
@@ -167,9 +167,13 @@ def _trained(case: Case, plan: str, compiled: bool) -> str:
     model = case.make()
     options = {"lr": RATE, "foreach": False}
     job = laminar.parallelize(
-        model, case.loss, lambda params: torch.optim.SGD(params, **options), batch=case.batch, plan=plan,
+        model,
+        case.loss,
+        lambda params: torch.optim.SGD(params, **options),
+        batch=case.batch,
+        plan=plan,
         compile=compiled,
-    )  # fmt: skip
+    )
     losses = [torch.tensor(job.step(case.batch).loss, dtype=torch.float64) for _ in range(STEPS)]
     whole = job.state_dict()
     return differs(case, bool(job.graph.of_kind("rng")), losses, whole)

@@ -234,9 +234,10 @@ def _changed(call: Any, flat: list[Any], tree: Any) -> set[int]:
             warnings.simplefilter("ignore")
             call(*tree_unflatten(mine, tree))
         return {
-            k for k, (a, b) in enumerate(zip(mine, before, strict=True))
+            k
+            for k, (a, b) in enumerate(zip(mine, before, strict=True))
             if isinstance(a, Tensor) and a.layout == torch.strided and not torch.equal(a.nan_to_num(), b.nan_to_num())
-        }  # fmt: skip
+        }
     except Exception:
         return set()
 

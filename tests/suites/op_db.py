@@ -31,10 +31,10 @@ import laminar
 from laminar.api import inputs_of
 from laminar.errors import LaminarError
 from laminar.ir.graph import Graph
-from laminar.ir.plan import Plan
+from laminar.ir.plans.plan import Plan
 from laminar.lower.lower import lower
 from laminar.placement.random_plan import random_plan
-from laminar.runtime.check import lockstep
+from laminar.runtime.check.in_process import lockstep
 from laminar.runtime.check.one_device import run_graph
 from laminar.runtime.check.plain_model import Keyed
 from laminar.runtime.comm.shards import assemble

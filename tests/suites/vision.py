@@ -26,9 +26,25 @@ from tests.suites.harness import Case
 
 WHERE = Path(sys.prefix) / "vision"
 CLASSES, N = 5, 4
-SIDES = {"inception_v3": 299, "maxvit_t": 224, "mvit_v1_b": 32, "mvit_v2_s": 32, "s3d": 224, "swin3d_t": 64,
-         "swin3d_s": 64, "swin3d_b": 64, "alexnet": 64, "mnasnet1_3": 64, "squeezenet1_0": 64, "squeezenet1_1": 64,
-         "googlenet": 64, "densenet121": 64, "densenet161": 64, "densenet169": 64, "densenet201": 64}  # fmt: skip
+SIDES = {
+    "inception_v3": 299,
+    "maxvit_t": 224,
+    "mvit_v1_b": 32,
+    "mvit_v2_s": 32,
+    "s3d": 224,
+    "swin3d_t": 64,
+    "swin3d_s": 64,
+    "swin3d_b": 64,
+    "alexnet": 64,
+    "mnasnet1_3": 64,
+    "squeezenet1_0": 64,
+    "squeezenet1_1": 64,
+    "googlenet": 64,
+    "densenet121": 64,
+    "densenet161": 64,
+    "densenet169": 64,
+    "densenet201": 64,
+}
 """Pixels of a side, where 32 are too few; and the attention of some is made for one size."""
 FRAMES = {"s3d": 14}
 FEW = {"s3d": 2, "maxvit_t": 2, "inception_v3": 2}
@@ -87,8 +103,11 @@ def shallow(model: nn.Module) -> nn.Module:
 
 def _looks(module: nn.Module) -> Any:
     shapes = tuple((n, tuple(p.shape)) for n, p in module.named_parameters())
-    parts = tuple((n, type(m).__name__, m.extra_repr()) for n, m in module.named_modules() if "drop" not in n.lower()
-                  and "StochasticDepth" not in type(m).__name__)  # fmt: skip
+    parts = tuple(
+        (n, type(m).__name__, m.extra_repr())
+        for n, m in module.named_modules()
+        if "drop" not in n.lower() and "StochasticDepth" not in type(m).__name__
+    )
     return (type(module), shapes, parts) if shapes else None
 
 

@@ -91,8 +91,10 @@ def random_net(dice: random.Random) -> Net | None:
     places = []
     for _ in range(dice.randint(1, 4)):
         places.append(place(*sorted(dice.sample(range(4), dice.choice((1, 1, 2, 3))))))
-    actors = [Actor(f"a{i}", "forward", dice.randrange(len(places)), dice.choice((1, 2, 2, 4)))
-              for i in range(dice.randint(2, 6))]  # fmt: skip
+    actors = [
+        Actor(f"a{i}", "forward", dice.randrange(len(places)), dice.choice((1, 2, 2, 4)))
+        for i in range(dice.randint(2, 6))
+    ]
     queues: list[Queue] = []
     for i, a in enumerate(actors):
         for j, b in enumerate(actors):
@@ -113,11 +115,16 @@ def random_net(dice: random.Random) -> Net | None:
     by = {a.name: a for a in actors}
     while True:
         able = [
-            a.name for a in actors if done[a.name] < a.fires
+            a.name
+            for a in actors
+            if done[a.name] < a.fires
             and all(full[q.name, a.name] >= q.taken(a.name) for q in queues if a.name in q.consumers)
-            and all(max(full[q.name, c] for c in q.consumers) + q.gives <= q.registers
-                    for q in queues if q.producer == a.name)
-        ]  # fmt: skip
+            and all(
+                max(full[q.name, c] for c in q.consumers) + q.gives <= q.registers
+                for q in queues
+                if q.producer == a.name
+            )
+        ]
         if not able:
             break
         name = dice.choice(able)

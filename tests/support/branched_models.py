@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import laminar
-from laminar.ir.cluster import Cluster
+from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.graph import Graph
 from laminar.planner.bounds.cell_bound import Bounds
 from laminar.planner.estimate.graphs_and_prices import Model

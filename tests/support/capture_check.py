@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 import laminar
-from laminar.capture.canonical import Canonical
+from laminar.capture.canonical.canonical import Canonical
 from laminar.capture.capture import capture, check_batch, state_of
-from laminar.capture.model_tensors import slots_of
+from laminar.capture.model.model_tensors import slots_of
 from laminar.ir.graph import RNG, Graph
 from laminar.runtime.check.one_device import run_graph
 

@@ -17,8 +17,8 @@ from laminar.errors import PlacementError
 from laminar.ir.mesh import Link, Mesh, Place
 from laminar.ir.sbp import B, NdSbp, P, Partial, S, Sbp, check, local_indices, local_shape
 from laminar.ir.tensor import TensorSpec
-from laminar.rules.boxing import Step, boxing
-from laminar.rules.crossing import Crossing
+from laminar.rules.boxing.boxing import Step, boxing
+from laminar.rules.boxing.crossing import Crossing
 
 FREE = Link(latency_s=0.0, bytes_per_s=1.0)
 """A wire on which only bytes count."""

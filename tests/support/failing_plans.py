@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from laminar.ir.plan import Plan
-from laminar.runtime.check.loopback import TRANSPORTS
+from laminar.ir.plans.plan import Plan
+from laminar.runtime.check.in_process.loopback import TRANSPORTS
 from laminar.runtime.check.verify import verify_program
 from tests.support.shrink_plan import describe, shrink
 from tests.support.zoo import Specimen, equal, specimen

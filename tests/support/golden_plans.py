@@ -21,9 +21,9 @@ import laminar
 from laminar import Graph, Mesh
 from laminar.forecast.pipeline_step import predict_staged
 from laminar.forecast.step import predict
-from laminar.ir.plan import Plan
+from laminar.ir.plans.plan import Plan
+from laminar.ir.plans.staged import Staged
 from laminar.ir.sbp import show
-from laminar.ir.staged import Staged
 from laminar.placement.micro_batch import micro
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
@@ -112,33 +112,50 @@ def tensor(graph: Graph) -> Plan:
 
 CASES = {
     "big_layers": Case(
-        partial(gpt_of, 2, 8192, 64, 2048, 2), "8xh100", tensor,
-        {"blocks.0.attention.qkv.weight": "S(0, blocks=3)", "blocks.0.attention.out.weight": "S(1)",
-         "blocks.0.mlp.up.weight": "S(0)", "blocks.0.mlp.down.weight": "S(1)"},
+        partial(gpt_of, 2, 8192, 64, 2048, 2),
+        "8xh100",
+        tensor,
+        {
+            "blocks.0.attention.qkv.weight": "S(0, blocks=3)",
+            "blocks.0.attention.out.weight": "S(1)",
+            "blocks.0.mlp.up.weight": "S(0)",
+            "blocks.0.mlp.down.weight": "S(1)",
+        },
     ),
     "small_layers": Case(
-        partial(gpt_of, 2, 512, 8, 1024, 64), "8xh100", data,
+        partial(gpt_of, 2, 512, 8, 1024, 64),
+        "8xh100",
+        data,
         {"blocks.0.attention.qkv.weight": "B", "blocks.0.mlp.up.weight": "B", "blocks.0.mlp.down.weight": "B"},
     ),
     "little_memory": Case(
-        partial(gpt_of, 2, 4096, 32, 2048, 32), "8xh100", lambda g: laminar.plans.zero(g, Mesh({"dp": 8}), stage=3),
-        {"blocks.0.attention.qkv.weight": "S(0)", "blocks.0.mlp.down.weight": "S(0)"}, {"memory_bytes": 9e9},
+        partial(gpt_of, 2, 4096, 32, 2048, 32),
+        "8xh100",
+        lambda g: laminar.plans.zero(g, Mesh({"dp": 8}), stage=3),
+        {"blocks.0.attention.qkv.weight": "S(0)", "blocks.0.mlp.down.weight": "S(0)"},
+        {"memory_bytes": 9e9},
     ),
     "tables": Case(
-        partial(dlrm_of, 2_000_000, 8, 64, 8192), "8xh100", data,
+        partial(dlrm_of, 2_000_000, 8, 64, 8192),
+        "8xh100",
+        data,
         {"tables.0.weight": "S(1)", "tables.7.weight": "S(1)", "bag.weight": "S(1)"},
     ),
     "experts": Case(
-        partial(moe_of, 8, 4096), "8xh100", data,
+        partial(moe_of, 8, 4096),
+        "8xh100",
+        data,
         {"blocks.0.experts.up": "S(0)", "blocks.0.experts.down": "S(0)", "blocks.0.qkv.weight": "B"},
     ),
-    "wide_inside": Case(partial(mlp_of, 8192, 32768, 8192), "8xh100", tensor,
-                        {"0.weight": "S(0)", "2.weight": "S(1)"}),
+    "wide_inside": Case(partial(mlp_of, 8192, 32768, 8192), "8xh100", tensor, {"0.weight": "S(0)", "2.weight": "S(1)"}),
     "slow_network": Case(
-        partial(gpt_of, 8, 2048, 16, 1024, 32), "4x1xh100@nvlink+eth50",
-        lambda g: laminar.plans.pipeline(micro(g, 8), stages=4, microbatches=8), {}, stages=4,
+        partial(gpt_of, 8, 2048, 16, 1024, 32),
+        "4x1xh100@nvlink+eth50",
+        lambda g: laminar.plans.pipeline(micro(g, 8), stages=4, microbatches=8),
+        {},
+        stages=4,
     ),
-}  # fmt: skip
+}
 
 
 def summary(plan: Plan | Staged, expected_s: float) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from laminar.cost.ops.families import measured_traits
 from laminar.cost.ops.price import OpCost
 from laminar.cost.ops.strides import local_layouts
 from laminar.cost.ops.table import Table, key_of, parse_key
-from laminar.ir.cluster import Cluster
+from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.program import Program
 from laminar.profile.sweep import measure_instrs
 
@@ -80,9 +80,15 @@ def held_out(cluster: Cluster, programs: Mapping[str, Program], section: str, bu
             families[family] = (p + predicted[key] * count[key], m + measured[key] * count[key])
         out.append(
             HeldOut(
-                name, len(fresh), len(count) - len(fresh), sum(predicted[k] * count[k] for k in fresh),
-                sum(measured[k] * count[k] for k in fresh), statistics.median(off), off[int(0.9 * (len(off) - 1))],
-                tuple((k, predicted[k], measured[k]) for k in worst), families,
+                name,
+                len(fresh),
+                len(count) - len(fresh),
+                sum(predicted[k] * count[k] for k in fresh),
+                sum(measured[k] * count[k] for k in fresh),
+                statistics.median(off),
+                off[int(0.9 * (len(off) - 1))],
+                tuple((k, predicted[k], measured[k]) for k in worst),
+                families,
             )
-        )  # fmt: skip
+        )
     return out

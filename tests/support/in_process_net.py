@@ -98,8 +98,16 @@ class Hall:
         for r in self.ranks:
             senders = {(k, b): s for (k, a, b), (s, _) in ends.items() if a == r}
             takers = {(k, a): t for (k, a, b), (_, t) in ends.items() if b == r}
-            self.actors[r] = Actors(net, run(r), self.lines[r], wired, senders, takers,
-                                    initial=initial(r) if initial else None, timeout_s=timeout_s)  # fmt: skip
+            self.actors[r] = Actors(
+                net,
+                run(r),
+                self.lines[r],
+                wired,
+                senders,
+                takers,
+                initial=initial(r) if initial else None,
+                timeout_s=timeout_s,
+            )
 
     def play(self, steps: int, seed: int | None = None, paused: Callable[[int, int], bool] | None = None) -> None:
         """Run steps in one thread; `paused(turn, rank)`: a rank does not get this turn."""
@@ -190,8 +198,11 @@ def all_to_all(net: Net, queue: Any, place: int) -> Route:
 
 def expected(net: Net, steps: int) -> dict[tuple[str, int, int], list[list[int]]]:
     """What every firing makes on each rank of its place, by plain evaluation; edges are `all_to_all`."""
-    boxes = {(q.name, c): deque([n] * len(net.places[net.by_name[c].place].ranks) for n in range(q.filled))
-             for q in net.queues for c in q.consumers}  # fmt: skip
+    boxes = {
+        (q.name, c): deque([n] * len(net.places[net.by_name[c].place].ranks) for n in range(q.filled))
+        for q in net.queues
+        for c in q.consumers
+    }
     out: dict[tuple[str, int, int], list[list[int]]] = {}
     done = {a.name: 0 for a in net.actors}
     moved = True

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from laminar.ir.cluster import Cluster, Figure
-from laminar.ir.mixed import Mixed
+from laminar.ir.clusters.cluster import Cluster, Figure
+from laminar.ir.clusters.mixed import Mixed
 
 
 def slower(part: Cluster, factor: float, memory_bytes: float | None = None) -> Cluster:
@@ -14,8 +14,14 @@ def slower(part: Cluster, factor: float, memory_bytes: float | None = None) -> C
     rates = {k: Figure(f.value * factor) for k, f in d.flops_per_s.items()}
     memory = Figure(memory_bytes) if memory_bytes else d.memory_bytes
     call = Figure(d.launch_s.value / factor)
-    device = replace(d, name=f"slow {d.name}", flops_per_s=rates, bytes_per_s=Figure(d.bytes_per_s.value * factor),
-                     memory_bytes=memory, launch_s=call)  # fmt: skip
+    device = replace(
+        d,
+        name=f"slow {d.name}",
+        flops_per_s=rates,
+        bytes_per_s=Figure(d.bytes_per_s.value * factor),
+        memory_bytes=memory,
+        launch_s=call,
+    )
     return replace(part, name=f"{part.name} at {factor:g}", device=device)
 
 

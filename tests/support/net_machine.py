@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 
 from laminar.ir.mesh import Mesh, Place
 from laminar.ir.net import KINDS, Actor, Firing, Net, Queue
-from laminar.lower.pipeline_net import Edge, Layout, Load, Stage
-from laminar.lower.schedules import dag_net
+from laminar.lower.stages.pipeline_net import Edge, Layout, Load, Stage
+from laminar.lower.stages.schedules import dag_net
 
 
 def places(count: int) -> tuple[Place, ...]:
@@ -312,8 +312,16 @@ def random_layout(rng: random.Random, stages: int = 6, micro_batches: int = 6) -
         place = s % spots if kind != "packed" or s < spots else rng.randrange(spots)
         last = all(e.source != s for e in edges)
         merged = last and rng.random() < 0.3
-        made.append(Stage(place=place, stash_bytes=rng.randint(1, 9), kept_bytes=rng.randint(0, 3),
-                          pending_bytes=rng.randint(0, 3), trained=rng.random() < 0.8, merged=merged))  # fmt: skip
+        made.append(
+            Stage(
+                place=place,
+                stash_bytes=rng.randint(1, 9),
+                kept_bytes=rng.randint(0, 3),
+                pending_bytes=rng.randint(0, 3),
+                trained=rng.random() < 0.8,
+                merged=merged,
+            )
+        )
     loads: tuple[Load, ...] = ()
     if rng.random() < 0.4:
         beside = rng.random() < 0.5
@@ -322,9 +330,16 @@ def random_layout(rng: random.Random, stages: int = 6, micro_batches: int = 6) -
     trained = [s for s in range(count) if made[s].trained]
     tied = (Edge(trained[0], trained[-1], 5),) if len(trained) > 1 and rng.random() < 0.2 else ()
     return Layout(
-        tied=tied, stages=tuple(made), edges=tuple(edges), places=spots, micro_batches=rng.randint(1, micro_batches),
-        apart=rng.random() < 0.5, loads=loads, saves=(0,) if rng.random() < 0.2 else (), decide=rng.random() < 0.3,
-    )  # fmt: skip
+        tied=tied,
+        stages=tuple(made),
+        edges=tuple(edges),
+        places=spots,
+        micro_batches=rng.randint(1, micro_batches),
+        apart=rng.random() < 0.5,
+        loads=loads,
+        saves=(0,) if rng.random() < 0.2 else (),
+        decide=rng.random() < 0.3,
+    )
 
 
 def random_schedule(rng: random.Random, layout: Layout) -> str:

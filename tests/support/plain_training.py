@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import laminar
-from laminar.capture.canonical import Canonical
+from laminar.capture.canonical.canonical import Canonical
 from tests.support.zoo import recipe
 
 STEPS = 20

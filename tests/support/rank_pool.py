@@ -28,13 +28,21 @@ SELDOM = (50_000, 20, 100)
 """When to look for garbage: graphs are many small objects that stay, and the usual figures take a sixth of the time."""
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "laminar.api", "laminar.train.job", "pytest"])
+CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "laminar.api", "laminar.train.job.job", "pytest"])
 
 
 def _serve(rank: int, world: int, port: int, tasks: Any, results: Any) -> None:
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world),
-                      MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo",
-                      TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")  # fmt: skip
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(world),
+        LOCAL_RANK=str(rank),
+        LOCAL_WORLD_SIZE=str(world),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        GLOO_SOCKET_IFNAME="lo",
+        TORCHELASTIC_USE_AGENT_STORE="True",
+        TORCHELASTIC_RESTART_COUNT="0",
+    )
     torch.set_num_threads(1)
     gc.set_threshold(*SELDOM)
     dist.init_process_group("gloo")

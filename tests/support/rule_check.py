@@ -17,19 +17,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laminar.capture.torch_ops import caller, spec_of, unplain
+from laminar.capture.ops.torch_ops import caller, spec_of, unplain
 from laminar.errors import PlacementError
-from laminar.ir.codec import Ref
 from laminar.ir.graph import Graph, Input, Node, Output, map_refs
 from laminar.ir.mesh import Mesh
-from laminar.ir.plan import Choice, Plan
+from laminar.ir.plans.plan import Choice, Plan
 from laminar.ir.program import Instr, Placed
 from laminar.ir.sbp import B, NdSbp, Partial, Split, check, show
+from laminar.ir.serial.codec import Ref
 from laminar.ir.tensor import TensorSpec
 from laminar.lower.lower import LOCAL_DIM, lower
 from laminar.rules.notation import Call, Signature, call_of, localise
 from laminar.rules.signing import Blocks, options
-from laminar.runtime.check import lockstep
+from laminar.runtime.check.in_process import lockstep
 from laminar.runtime.code.local_op import prepare
 from laminar.runtime.comm.shards import assemble, cut_pieces
 

@@ -71,31 +71,48 @@ def rule(name: str, left: list[Spec], right: list[Spec], outputs: list[tuple[int
 ONE = [(2, 0, 2, 0)]
 RIGHT = {
     "factor": rule("factor", [linear(-1, -4), linear(-2, -4), add(0, 1)], [add(-1, -2), linear(0, -4)], [(2, 0, 1, 0)]),
-    "longer": rule("longer", [linear(-1, -4), linear(-2, -5), add(0, 1)],
-                   [concat(-1, -2, 2), concat(-4, -5, 2), linear(0, 1)], ONE),
-    "wider": rule("wider", [linear(-1, -4), linear(-1, -5), concat(0, 1, 2)],
-                  [concat(-4, -5, 1), linear(-1, 0)], [(2, 0, 1, 0)]),
+    "longer": rule(
+        "longer", [linear(-1, -4), linear(-2, -5), add(0, 1)], [concat(-1, -2, 2), concat(-4, -5, 2), linear(0, 1)], ONE
+    ),
+    "wider": rule(
+        "wider", [linear(-1, -4), linear(-1, -5), concat(0, 1, 2)], [concat(-4, -5, 1), linear(-1, 0)], [(2, 0, 1, 0)]
+    ),
     "relu": rule("relu", [relu(-1), relu(-2), concat(0, 1, 2)], [concat(-1, -2, 2), relu(0)], [(2, 0, 1, 0)]),
     "distribute": rule("distribute", [add(-2, -3), mul(-1, 0)], [mul(-1, -2), mul(-1, -3), add(0, 1)], [(1, 0, 2, 0)]),
-    "batch": rule("batch", [linear(-1, -4), linear(-2, -5), concat(0, 1, 0)],
-                  [concat(-1, -2, 0), concat(-4, -5, 0), linear(0, 1)], ONE),
-    "gram": rule("gram", [linear(-1, -2), linear(-1, -1), concat(0, 1, 2)],
-                 [concat(-2, -1, 1), linear(-1, 0)], [(2, 0, 1, 0)]),
-}  # fmt: skip
+    "batch": rule(
+        "batch",
+        [linear(-1, -4), linear(-2, -5), concat(0, 1, 0)],
+        [concat(-1, -2, 0), concat(-4, -5, 0), linear(0, 1)],
+        ONE,
+    ),
+    "gram": rule(
+        "gram", [linear(-1, -2), linear(-1, -1), concat(0, 1, 2)], [concat(-2, -1, 1), linear(-1, 0)], [(2, 0, 1, 0)]
+    ),
+}
 TRUE_BUT_UNUSED = {
-    "handed out": rule("handed out", [linear(-1, -4), linear(-1, -5)],
-                       [concat(-4, -5, 1), linear(-1, 0), split(1, 2)], [(0, 0, 2, 0), (1, 0, 2, 1)]),
+    "handed out": rule(
+        "handed out",
+        [linear(-1, -4), linear(-1, -5)],
+        [concat(-4, -5, 1), linear(-1, 0), split(1, 2)],
+        [(0, 0, 2, 0), (1, 0, 2, 1)],
+    ),
     "fused": rule("fused", [linear(-1, -4), relu(0)], [linear(-1, -4, 2)], [(1, 0, 0, 0)]),
     "again": rule("again", [linear(-1, -4), linear(-2, -4), add(0, 1)], [add(-1, -2), linear(0, -4)], [(2, 0, 1, 0)]),
-}  # fmt: skip
+}
 WRONG = {
     "relu of a sum": rule("relu of a sum", [add(-1, -2), relu(0)], [relu(-1), relu(-2), add(0, 1)], [(1, 0, 2, 0)]),
-    "other order": rule("other order", [concat(-1, -2, 2), relu(0)], [relu(-1), relu(-2), concat(1, 0, 2)],
-                        [(1, 0, 2, 0)]),
-    "relu too early": rule("relu too early", [linear(-1, -4, 2), linear(-2, -4, 2), add(0, 1)],
-                           [add(-1, -2), linear(0, -4, 2)], [(2, 0, 1, 0)]),
+    "other order": rule(
+        "other order", [concat(-1, -2, 2), relu(0)], [relu(-1), relu(-2), concat(1, 0, 2)], [(1, 0, 2, 0)]
+    ),
+    "relu too early": rule(
+        "relu too early",
+        [linear(-1, -4, 2), linear(-2, -4, 2), add(0, 1)],
+        [add(-1, -2), linear(0, -4, 2)],
+        [(2, 0, 1, 0)],
+    ),
     "from nowhere": rule("from nowhere", [linear(-1, -4)], [concat(-4, -6, 0), linear(-1, 0)], [(0, 0, 1, 0)]),
     "too wide": rule("too wide", [linear(-1, -4), add(0, -1)], [concat(-1, -1, 2), linear(0, -4)], [(1, 0, 1, 0)]),
-    "placed": rule("placed", [("OP_PARTITION", [-1], {"PM_PARALLEL_DIM": 1, "PM_PARALLEL_DEGREE": 2})], [relu(-1)],
-                   [(0, 0, 0, 0)]),
-}  # fmt: skip
+    "placed": rule(
+        "placed", [("OP_PARTITION", [-1], {"PM_PARALLEL_DIM": 1, "PM_PARALLEL_DEGREE": 2})], [relu(-1)], [(0, 0, 0, 0)]
+    ),
+}

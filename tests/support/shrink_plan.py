@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from laminar.ir.graph import Graph
-from laminar.ir.plan import Choice, Plan
+from laminar.ir.plans.plan import Choice, Plan
 from laminar.ir.sbp import B, NdSbp, show
 
 Item = tuple[str, str]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from laminar.ir.staged import Staged
-from laminar.lower.stage_programs import stages
-from laminar.runtime.check import loopback_pipeline
+from laminar.ir.plans.staged import Staged
+from laminar.lower.stages.stage_programs import stages
+from laminar.runtime.check.in_process import loopback_pipeline
 from laminar.runtime.check.one_device import run_graph
 from laminar.runtime.check.rounding import TermSizes
 from laminar.runtime.check.verify import judged

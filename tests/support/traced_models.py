@@ -9,7 +9,7 @@ import torch
 import laminar
 from laminar.errors import LaminarError
 from laminar.forecast.step import predict
-from laminar.ir.cluster import Cluster
+from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.graph import Graph, map_refs
 from laminar.placement.random_plan import random_plan
 from laminar.planner.bounds.cell_bound import Bounds

@@ -9,9 +9,9 @@ from dataclasses import replace
 
 from laminar.errors import LaminarError
 from laminar.forecast.step import held_by, timed
-from laminar.ir.cluster import Cluster
+from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.graph import Graph
-from laminar.ir.plan import Choice, Plan
+from laminar.ir.plans.plan import Choice, Plan
 from laminar.ir.sbp import B, NdSbp, Partial, Sbp, Split
 from laminar.ir.tensor import TensorSpec
 from laminar.lower.step import step_programs
@@ -59,8 +59,10 @@ class Tried:
         """(parameter, state): whole, in pieces, or whole with the state in pieces, on each axis."""
         pieces: list[Sbp] = [Split(d) for d in range(len(spec.shape))]
         kinds: list[tuple[Sbp, Sbp]] = [(B, B), *((B, p) for p in pieces), *((p, p) for p in pieces)]
-        return [(tuple(k[0] for k in way), tuple(k[1] for k in way))
-                for way in itertools.product(kinds, repeat=len(self.cell.mesh.sizes))]  # fmt: skip
+        return [
+            (tuple(k[0] for k in way), tuple(k[1] for k in way))
+            for way in itertools.product(kinds, repeat=len(self.cell.mesh.sizes))
+        ]
 
     def with_param(self, plan: Plan, name: str, kind: tuple[NdSbp, NdSbp]) -> Plan:
         """The plan with a parameter stored, and its state kept, as told."""

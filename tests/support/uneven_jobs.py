@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import laminar
-from laminar.capture.canonical import Canonical
-from laminar.ir.staged import Staged
+from laminar.capture.canonical.canonical import Canonical
+from laminar.ir.plans.staged import Staged
 
 WORDS, TOKENS, WIDTH, SEED = 23, 5, 12, 7
 

@@ -20,8 +20,8 @@ from torch import Tensor
 import laminar
 from laminar.api import inputs_of
 from laminar.ir.graph import Graph, widen
-from laminar.ir.plan import Plan
-from laminar.runtime.check import loopback
+from laminar.ir.plans.plan import Plan
+from laminar.runtime.check.in_process import loopback
 from laminar.runtime.check.one_device import constants_of, run_graph
 from laminar.runtime.check.rounding import TermSizes
 from laminar.runtime.check.verify import TOLERANCE, Report, judged, verify_program, widened

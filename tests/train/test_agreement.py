@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import laminar
-from laminar.train.batch_checksum import SOME, Sampled
+from laminar.train.batch.batch_checksum import SOME, Sampled
 from tests.support.rank_pool import Ranks
 
 
@@ -36,8 +36,15 @@ def _job(plan: Any, **options: Any) -> tuple[Any, Any]:
     model = Net()
     if plan == "stages":
         plan = laminar.plans.pipeline(laminar.capture(model, _loss, torch.randn(4, 4)), 2, microbatches=2)
-    return model, laminar.parallelize(model, _loss, torch.optim.SGD(model.parameters(), lr=0.1),
-                                      batch=torch.randn(8, 4), plan=plan, device="cpu", **options)  # fmt: skip
+    return model, laminar.parallelize(
+        model,
+        _loss,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        batch=torch.randn(8, 4),
+        plan=plan,
+        device="cpu",
+        **options,
+    )
 
 
 def _shuffled(plan: str, local: bool) -> int:

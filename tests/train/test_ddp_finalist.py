@@ -17,14 +17,14 @@ from torch import Tensor, nn
 
 import laminar
 from laminar.capture.capture import capture
-from laminar.ir.plan import Plan, runs_ddp
+from laminar.ir.plans.plan import Plan, runs_ddp
 from laminar.planner.search.finalists import DDP, Finalist, finalists
 from laminar.runtime.check.probe_rules import probe
-from laminar.train import ddp_fits, interleaved_timing, plan_search, try_finalists
-from laminar.train.ddp_job import DdpJob
-from laminar.train.job import Job
+from laminar.train.auto import ddp_fits, interleaved_timing, plan_search, try_finalists
+from laminar.train.job.ddp_job import DdpJob
+from laminar.train.job.job import Job
+from laminar.train.optimizer.precision import Precision
 from laminar.train.options import JobOptions
-from laminar.train.precision import Precision
 from laminar.train.world import World
 from tests.support.rank_pool import Ranks
 from tests.support.small_job import adamw, batches, gap, plain
@@ -89,13 +89,16 @@ FITS: dict[str, tuple[Any, Any, str, str]] = {
     "dropout": (lambda: chain(nn.Dropout(0.1)), squares, "f32", "draws random numbers"),
     "batch norm": (lambda: chain(nn.BatchNorm1d(16)), squares, "f32", "writes buffers"),
     "batch norm without statistics": (
-        lambda: chain(nn.BatchNorm1d(16, track_running_stats=False)), squares, "f32", "mixes the samples"
+        lambda: chain(nn.BatchNorm1d(16, track_running_stats=False)),
+        squares,
+        "f32",
+        "mixes the samples",
     ),
     "samples that are compared": (chain, contrast, "f32", "mixes the samples"),
     "hooks": (_hooked, squares, "f32", "hooks of head"),
     "a parameter that is not reached": (_unreached, squares, "f32", "other.weight gets no gradient"),
     "rounding of its own": (chain, squares, "bf16-kahan", "no precision bf16-kahan"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", FITS)
@@ -160,17 +163,28 @@ def _front_door(ddp_s: float, folder: str, uneven: bool) -> dict[str, Any]:
         job.plan.save(f"{folder}/plan.json")
     laminar_again = chain()
     again = laminar.parallelize(
-        laminar_again, counted, adamw(laminar_again), batch=data[0], plan=_met(job, f"{folder}/plan.json"),
-        micro_batches=2, clip_norm=0.5, device="cpu",
-    )  # fmt: skip
+        laminar_again,
+        counted,
+        adamw(laminar_again),
+        batch=data[0],
+        plan=_met(job, f"{folder}/plan.json"),
+        micro_batches=2,
+        clip_norm=0.5,
+        device="cpu",
+    )
     again.resume(f"{folder}/saved")
     resumed = [again.step(b).loss for b in data[2:]]
     return {
-        "kind": type(job).__name__, "again": type(again).__name__, "account": job.plan.account, "drawn": same,
-        "losses": max(abs(a - b) for a, b in zip(losses, want, strict=True)), "weights": away,
-        "resumed": max(abs(a - b) for a, b in zip(resumed, losses[2:], strict=True)), "text": job.plan.explain(),
+        "kind": type(job).__name__,
+        "again": type(again).__name__,
+        "account": job.plan.account,
+        "drawn": same,
+        "losses": max(abs(a - b) for a, b in zip(losses, want, strict=True)),
+        "weights": away,
+        "resumed": max(abs(a - b) for a, b in zip(resumed, losses[2:], strict=True)),
+        "text": job.plan.explain(),
         "evaluation": abs(float(job.evaluate(data[:1])) - float(again.evaluate(data[:1]))),
-    }  # fmt: skip
+    }
 
 
 def _met(job: Any, path: str) -> str:

@@ -22,8 +22,9 @@ from torch import Tensor, nn
 import laminar
 from laminar import CheckError, events
 from laminar.ir.graph import Graph
-from laminar.train import first_batch_check, tracer
-from laminar.train.compare_results import off
+from laminar.train.check import first_batch_check
+from laminar.train.check.compare_results import off
+from laminar.train.engine import tracer
 from tests.support.rank_pool import Ranks
 from tests.support.small_job import adamw, batches, counted, mean, net
 
@@ -157,10 +158,16 @@ def _steps(plan: str, kind: str, options: dict[str, Any]) -> list[dict[str, Any]
 
 @pytest.mark.parametrize(
     ("kind", "options"),
-    [("noisy", {}), ("noisy", {"precision": "bf16"}), ("mean", {"micro_batches": 3, "precision": "fp16"}),
-     ("counted", {"micro_batches": 2}), ("mean", {"local": True}), ("mean", {"precision": "bf16-kahan"}),
-     ("mean", {"detect_anomaly": True})],
-)  # fmt: skip
+    [
+        ("noisy", {}),
+        ("noisy", {"precision": "bf16"}),
+        ("mean", {"micro_batches": 3, "precision": "fp16"}),
+        ("counted", {"micro_batches": 2}),
+        ("mean", {"local": True}),
+        ("mean", {"precision": "bf16-kahan"}),
+        ("mean", {"detect_anomaly": True}),
+    ],
+)
 @pytest.mark.parametrize("plan", ["data", "zero3", "tensor", "stages"])
 def test_no_false_alarm(two: Ranks, plan: str, kind: str, options: dict[str, Any]) -> None:
     """In half precision, in micro-batches, for shares, with draws, and where gradients are nothing but rounding."""
@@ -180,12 +187,14 @@ def _untouched(plan: str) -> list[str]:
         random.seed(0)
         np.random.seed(0)
         model = Noisy()
-        job = laminar.parallelize(model, _square, adamw(model), batch=torch.ones(12, 6), plan=plan, check=check,
-                                  device="cpu")  # fmt: skip
+        job = laminar.parallelize(
+            model, _square, adamw(model), batch=torch.ones(12, 6), plan=plan, check=check, device="cpu"
+        )
         for batch in torch.randn(3, 12, 6, generator=torch.Generator().manual_seed(3)):
             job.step(batch)
-        jobs.append((job.hash(), torch.rand(()).item(), random.random(), np.random.rand(),
-                     [p.grad for p in model.parameters()]))  # fmt: skip
+        jobs.append(
+            (job.hash(), torch.rand(()).item(), random.random(), np.random.rand(), [p.grad for p in model.parameters()])
+        )
     return [f"{a} {b}" for a, b in zip(*jobs, strict=True) if a != b]
 
 

@@ -45,8 +45,17 @@ def compare(plan: str, micro_batches: int, compile: bool | None, loss: str) -> f
     data += batches(2, samples=6, holes=loss == "counted", seed=9)  # another shape on the way
     model = net()
     other = copy.deepcopy(model).cuda()
-    job = laminar.parallelize(model, which, adamw(model), batch=data[0], plan=plan, device="cuda", compile=compile,
-                              micro_batches=micro_batches, clip_norm=1.0)  # fmt: skip
+    job = laminar.parallelize(
+        model,
+        which,
+        adamw(model),
+        batch=data[0],
+        plan=plan,
+        device="cuda",
+        compile=compile,
+        micro_batches=micro_batches,
+        clip_norm=1.0,
+    )
     losses = [job.step(b).loss for b in data]
 
     def clip() -> None:

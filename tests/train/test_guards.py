@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import laminar
 from laminar import events
 from laminar.errors import CaptureError, LaminarError, StateError
-from laminar.train import tracer
+from laminar.train.engine import tracer
 from tests.support.rank_pool import Ranks
 
 FACTOR = 1.0
@@ -115,8 +115,9 @@ def _pair(loss: Any = loss, **options: Any) -> tuple[Any, Any, Callable[[], None
     model = Net().double()
     twin = copy.deepcopy(model)
     batch = torch.randn(6, 4, dtype=torch.float64)
-    job = laminar.parallelize(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), batch=batch, device="cpu",
-                              **options)  # fmt: skip
+    job = laminar.parallelize(
+        model, loss, torch.optim.SGD(model.parameters(), lr=0.1), batch=batch, device="cpu", **options
+    )
     optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
 
     def step() -> None:
@@ -240,8 +241,9 @@ def test_a_change_in_the_loss_reaches_the_next_step(kind: str, precision: str) -
     if precision == "bf16":  # the loss stands inside of another function there
         torch.manual_seed(0)
         model, batch = Net().double(), torch.randn(6, 4, dtype=torch.float64)
-        job = laminar.parallelize(model, found, torch.optim.SGD(model.parameters(), lr=0.0), batch=batch, device="cpu",
-                                  precision="bf16")  # fmt: skip
+        job = laminar.parallelize(
+            model, found, torch.optim.SGD(model.parameters(), lr=0.0), batch=batch, device="cpu", precision="bf16"
+        )
         first = job.step(batch).loss
         change(0.25)
         assert kind == "a teacher" or job.step(batch).loss == pytest.approx(first * 0.25, rel=1e-2)
@@ -412,8 +414,9 @@ def _ranks(plan: Any, one_sided: bool) -> str:
     batch = torch.randn(6, 4, dtype=torch.float64)
     if plan == "stages":
         plan = laminar.plans.pipeline(laminar.capture(model, loss, batch[:3]), 2, microbatches=2)
-    job = laminar.parallelize(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), batch=batch, plan=plan,
-                              device="cpu")  # fmt: skip
+    job = laminar.parallelize(
+        model, loss, torch.optim.SGD(model.parameters(), lr=0.1), batch=batch, plan=plan, device="cpu"
+    )
     optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
     for tau in (1, 0.5, 0.25, 0.5):
         twin.tau = tau

@@ -23,7 +23,7 @@ from data import VOCAB
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from laminar.capture.canonical import Canonical
+from laminar.capture.canonical.canonical import Canonical
 
 ROOT = Path(__file__).parents[2]
 STEPS = 30

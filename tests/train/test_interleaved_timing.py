@@ -9,22 +9,22 @@ from typing import Any
 import pytest
 import torch
 
-from laminar.planner.search.finalists import Measured, fastest, measured
-from laminar.train import interleaved_timing as module
-from laminar.train.interleaved_timing import LEAST, MEASURED_ROUNDS, WARM, turns
+from laminar.planner.search.finalists import MEASURED_ROUNDS, Measured, fastest, measured
+from laminar.train.auto import interleaved_timing as module
+from laminar.train.auto.interleaved_timing import LEAST, WARM, turns
 
 
 class Fake:
     """A job whose steps take as long as it is told; it moves the clock instead of waiting for it."""
 
     device = torch.device("cpu")
-    peers = SimpleNamespace(barrier=lambda: None)
     now = 0.0
     calls: list[str]
 
     def __init__(self, name: str, seconds: Callable[[int], float], loss: float = 2.0, fails_at: int = -1) -> None:
         self.name, self.seconds, self.loss, self.fails_at, self.steps = name, seconds, loss, fails_at, 0
         self.optimizer = SimpleNamespace(param_groups=[{"lr": 0.1}, {"lr": torch.tensor(0.1)}])
+        self.peers = SimpleNamespace(barrier=lambda: None)
         self.closed = False
 
     def step(self, batch: Any) -> Any:

@@ -123,8 +123,13 @@ def _nested() -> float:
     g = torch.Generator().manual_seed(2)
 
     def one() -> Any:
-        return ((torch.randn(6, 3, generator=g).double(), {"y": torch.randn(6, 2, generator=g).double(),
-                                                           "scale": torch.tensor(0.5).double()}), "both")  # fmt: skip
+        return (
+            (
+                torch.randn(6, 3, generator=g).double(),
+                {"y": torch.randn(6, 2, generator=g).double(), "scale": torch.tensor(0.5).double()},
+            ),
+            "both",
+        )
 
     data = [one() for _ in range(4)]
     sgd = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, other)]
@@ -300,8 +305,9 @@ def _bytes(plan: str, micro_batches: int) -> tuple[dict[str, int], int]:
     model = net(words=64, d=32, dtype=torch.float32)
     whole = sum(p.nbytes for p in model.parameters())
     data = batches(2)
-    job = laminar.parallelize(model, mean, adamw(model), batch=data[0], plan=plan, micro_batches=micro_batches,
-                              device="cpu")  # fmt: skip
+    job = laminar.parallelize(
+        model, mean, adamw(model), batch=data[0], plan=plan, micro_batches=micro_batches, device="cpu"
+    )
     for b in data:
         job.step(b)
     assert sum(p.nbytes for p in model.parameters()) == job.memory()["parameters"]
@@ -527,8 +533,9 @@ def test_compensated_bfloat16_follows_float32_where_plain_bfloat16_stalls() -> N
 def _rounded(plan: str, precision: str) -> list[Tensor]:
     model = net(dtype=torch.float32)
     data = batches(5)
-    job = laminar.parallelize(model, mean, adamw(model), batch=data[0], plan=plan, precision=precision, device="cpu",
-                              micro_batches=2)  # fmt: skip
+    job = laminar.parallelize(
+        model, mean, adamw(model), batch=data[0], plan=plan, precision=precision, device="cpu", micro_batches=2
+    )
     for b in data:
         job.step(b)
     return [v.float() for v in job.state_dict().values()]
@@ -706,8 +713,9 @@ def _fallback(micro_batches: int) -> float:
     data = [torch.cat([d[:, :1] * torch.tensor([[1.0], [-1.0]]).repeat(4, 1), d[:, 1:] * 9], 1) for d in data]
     sgd = [torch.optim.SGD(m.parameters(), lr=0.01, momentum=0.9) for m in (model, other)]
     with pytest.warns(UserWarning, match="Batch norm sees each rank's share"):
-        job = laminar.parallelize(model, loss, sgd[0], batch=data[0], plan="ddp", micro_batches=micro_batches,
-                                  device="cpu")  # fmt: skip
+        job = laminar.parallelize(
+            model, loss, sgd[0], batch=data[0], plan="ddp", micro_batches=micro_batches, device="cpu"
+        )
         if job.rank:
             import warnings
 
@@ -738,8 +746,10 @@ def test_two_jobs_side_by_side(two: Ranks) -> None:
 def _side_by_side() -> list[float]:
     data = batches(3)
     models = [net(seed=i) for i in range(2)]
-    jobs = [laminar.parallelize(m, mean, adamw(m), batch=data[0], plan=p, device="cpu")
-            for m, p in zip(models, ("data", "zero3"), strict=True)]  # fmt: skip
+    jobs = [
+        laminar.parallelize(m, mean, adamw(m), batch=data[0], plan=p, device="cpu")
+        for m, p in zip(models, ("data", "zero3"), strict=True)
+    ]
     return [job.step(b).loss for b in data for job in jobs]
 
 

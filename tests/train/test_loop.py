@@ -367,7 +367,7 @@ class Measuring(Pretender):
         return result
 
     def evaluate(self, batches: Iterable[Any], metrics: Any = None) -> float:
-        from laminar.train.metrics import Evaluation
+        from laminar.train.batch.metrics import Evaluation
 
         return Evaluation(super().evaluate(batches), {name: f(None, None) for name, f in (metrics or {}).items()})
 
@@ -416,8 +416,14 @@ def test_callbacks_are_told_what_happens_and_may_end_a_run() -> None:
 
     seen: list[float] = []
     job = Pretender()
-    outcome = loop(job, numbers, 100, evaluate=lambda: [1], checkpoint="there",
-                   callbacks=[OnStep(lambda job, result: seen.append(result.loss)), Told()])  # fmt: skip
+    outcome = loop(
+        job,
+        numbers,
+        100,
+        evaluate=lambda: [1],
+        checkpoint="there",
+        callbacks=[OnStep(lambda job, result: seen.append(result.loss)), Told()],
+    )
     steps = [(what, k) for k in (1, 2, 3) for what, k in (("before", k - 1), ("after", k))]
     assert told == [("begin", 0), *steps, ("evaluation", 1.0), ("end", 3)]
     assert outcome.steps == 3 and job.saved == [("there", 3)] and seen == [1, 1 / 2, 1 / 3]

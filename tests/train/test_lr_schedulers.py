@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import laminar
 from laminar.errors import StateError
-from laminar.train.checkpoint import finish_write
+from laminar.train.saving.checkpoint import finish_write
 
 KINDS: dict[str, Callable[[Any], Any]] = {
     "cosine": lambda o: lr.CosineAnnealingLR(o, 12),

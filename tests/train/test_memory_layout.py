@@ -132,8 +132,9 @@ def test_rounded_updates_look_at_strides() -> None:
         ends = []
         for weight in (drawn(6, 4), drawn(6, 4).t().contiguous().t()):
             model = Weighted(weight.float(), USES["einsum_rows"][1])
-            job = laminar.parallelize(model, squares, OPTIMIZERS["adamw"], batch=drawn(8, 4).float(), device="cpu",
-                                      precision=precision)  # fmt: skip
+            job = laminar.parallelize(
+                model, squares, OPTIMIZERS["adamw"], batch=drawn(8, 4).float(), device="cpu", precision=precision
+            )
             for i in range(3):
                 job.step(drawn(8, 4).float() + i)
             ends.append(job.state_dict()["w"])

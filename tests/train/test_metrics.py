@@ -76,8 +76,10 @@ def wanted(loss: Any, model: nn.Module, batch: Any) -> tuple[float, dict[str, fl
     with torch.no_grad():
         found = loss(model, batch)
     return value(found["loss"]), {
-        "accuracy": value(found["accuracy"]), "few": value(found["few"]), "inner.most": value(found["inner"]["most"]),
-    }  # fmt: skip
+        "accuracy": value(found["accuracy"]),
+        "few": value(found["few"]),
+        "inner.most": value(found["inner"]["most"]),
+    }
 
 
 def close(got: dict[str, float], want: dict[str, float]) -> None:
@@ -185,15 +187,21 @@ def test_outputs_of_transformers_are_losses() -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
-    config = GPT2Config(vocab_size=17, n_positions=8, n_embd=8, n_layer=1, n_head=2, attn_pdrop=0, embd_pdrop=0,
-                        resid_pdrop=0)  # fmt: skip
+    config = GPT2Config(
+        vocab_size=17, n_positions=8, n_embd=8, n_layer=1, n_head=2, attn_pdrop=0, embd_pdrop=0, resid_pdrop=0
+    )
     model = GPT2LMHeadModel(config)
     ids = torch.randint(17, (2, 8))
     want = model(input_ids=ids, labels=ids).loss.item()
     graph = laminar.capture(model, lambda model, batch: model(**batch), {"input_ids": ids, "labels": ids})
     assert [o.name for o in graph.outputs if o.kind in ("loss", "metric")] == ["loss"]
-    job = laminar.parallelize(model, lambda model, batch: model(**batch), torch.optim.SGD(model.parameters(), lr=0.1),
-                              batch={"input_ids": ids, "labels": ids}, device="cpu")  # fmt: skip
+    job = laminar.parallelize(
+        model,
+        lambda model, batch: model(**batch),
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        batch={"input_ids": ids, "labels": ids},
+        device="cpu",
+    )
     assert job.step({"input_ids": ids, "labels": ids}).loss == pytest.approx(want, rel=1e-5)
     with pytest.raises(CaptureError, match="without a loss"):
         laminar.capture(model, lambda model, batch: model(**batch), {"input_ids": ids})
@@ -218,8 +226,14 @@ def test_metrics_may_be_parameters_and_repeat_the_loss() -> None:
     batch = {"x": batch["x"].float(), "y": batch["y"]}
     for micro_batches in (1, 2):
         model = Scaled()
-        job = laminar.parallelize(model, loss, torch.optim.SGD(model.parameters(), lr=0.5), batch=batch, device="cpu",
-                                  micro_batches=micro_batches)  # fmt: skip
+        job = laminar.parallelize(
+            model,
+            loss,
+            torch.optim.SGD(model.parameters(), lr=0.5),
+            batch=batch,
+            device="cpu",
+            micro_batches=micro_batches,
+        )
         result = job.step(batch)
         assert result.metrics == {"again": pytest.approx(result.loss), "scale": 2.0, "fixed": 3.0}
 
@@ -232,8 +246,9 @@ def test_what_can_not_be_a_metric_is_refused_by_name() -> None:
         laminar.capture(model, lambda m, b: {"loss": m(b["x"]).mean(), "epoch": 3}, batch)
     with pytest.raises(CaptureError, match="empty dict"):
         laminar.capture(model, lambda m, b: {}, batch)
-    job = laminar.parallelize(model, lambda m, b: m(b["x"]).mean(), torch.optim.SGD(model.parameters(), lr=0.1),
-                              batch=batch, device="cpu")  # fmt: skip
+    job = laminar.parallelize(
+        model, lambda m, b: m(b["x"]).mean(), torch.optim.SGD(model.parameters(), lr=0.1), batch=batch, device="cpu"
+    )
     with pytest.raises(CaptureError, match=r"the metric each is of shape \(10,\)"):
         job.evaluate([batch], metrics={"each": lambda m, b: m(b["x"]).amax(-1)})
     with pytest.raises(LaminarError, match="can't be called loss"):
@@ -244,8 +259,9 @@ def test_numbers_of_the_users_own_are_events() -> None:
     """With the number of steps made; what is no number is refused."""
     (batch,) = data(1)
     model = net()
-    job = laminar.parallelize(model, lambda m, b: m(b["x"]).mean(), torch.optim.SGD(model.parameters(), lr=0.1),
-                              batch=batch, device="cpu")  # fmt: skip
+    job = laminar.parallelize(
+        model, lambda m, b: m(b["x"]).mean(), torch.optim.SGD(model.parameters(), lr=0.1), batch=batch, device="cpu"
+    )
     job.step(batch)
     heard: list[events.Event] = []
     with events.listening(heard.append):

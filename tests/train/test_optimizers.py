@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import laminar
 from laminar.errors import OptimizerError
-from laminar.train.optimizer import KNOWN
+from laminar.train.optimizer.optimizer import KNOWN
 from tests.support.rank_pool import Ranks
 
 
@@ -131,10 +131,15 @@ class Silent(Signs):
 def _on_pieces(plan: str) -> dict[str, str | float]:
     out: dict[str, str | float] = {}
     cases: dict[str, tuple[Any, bool]] = {
-        "global": (Global, False), "global declared": (Global, True), "late": (Late, False),
-        "late declared": (Late, True), "later declared": (partial(Late, begins=50), True), "silent": (Silent, False),
-        "silent declared": (Silent, True), "signs": (Signs, False),
-    }  # fmt: skip
+        "global": (Global, False),
+        "global declared": (Global, True),
+        "late": (Late, False),
+        "late declared": (Late, True),
+        "later declared": (partial(Late, begins=50), True),
+        "silent": (Silent, False),
+        "silent declared": (Silent, True),
+        "signs": (Signs, False),
+    }
     for name, (make, declared) in cases.items():
         try:
             model = adapted()
@@ -186,8 +191,11 @@ def test_every_class_of_torch_is_sorted() -> None:
 def _at_places(make: Any, declared: bool) -> str:
     model = adapted(norm=False)
     plan = laminar.plans.pipeline(laminar.capture(model, loss, batches(1, 4)[0]), 2, 2)
-    return refusal(lambda: laminar.parallelize(model, loss, make, batch=batches(1)[0], plan=plan, device="cpu",
-                                               elementwise=declared).close())  # fmt: skip
+    return refusal(
+        lambda: laminar.parallelize(
+            model, loss, make, batch=batches(1)[0], plan=plan, device="cpu", elementwise=declared
+        ).close()
+    )
 
 
 def test_stages_take_optimizers_that_look_at_one_tensor(two: Ranks) -> None:
@@ -230,10 +238,15 @@ def _closed(plan: str, options: dict[str, Any]) -> tuple[float, list[float], lis
 
 @pytest.mark.parametrize(
     ("plan", "options"),
-    [("data", {}), ("data", {"search": "strong_wolfe"}), ("data", {"micro_batches": 2}), ("data", {"clip_norm": 0.3}),
-     ("ddp", {"micro_batches": 2})],
+    [
+        ("data", {}),
+        ("data", {"search": "strong_wolfe"}),
+        ("data", {"micro_batches": 2}),
+        ("data", {"clip_norm": 0.3}),
+        ("ddp", {"micro_batches": 2}),
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_lbfgs_on_two_ranks_is_lbfgs_on_one(two: Ranks, plan: str, options: dict[str, Any]) -> None:
     """All ranks see the same numbers, so they search along the same lines; statistics move with each evaluation."""
     for weights, losses, want in two.run(_closed, plan, options):

@@ -13,7 +13,7 @@ import laminar
 from laminar import events
 from laminar.cli import main
 from laminar.errors import LaminarError
-from laminar.train import plan_search
+from laminar.train.auto import plan_search
 from tests.support.marks import slow
 from tests.support.rank_pool import Ranks
 from tests.support.small_job import adamw, batches, gap, mean, net, plain

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import laminar
-from laminar.train.precision import Scaler
+from laminar.train.optimizer.precision import Scaler
 
 
 def fed(scaler: Scaler, steps: str) -> list[float]:

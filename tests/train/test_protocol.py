@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 import laminar
-from laminar.train.ddp_job import DdpJob
-from laminar.train.job import Job
-from laminar.train.pipeline_job import StagedJob
+from laminar.train.job.ddp_job import DdpJob
+from laminar.train.job.job import Job
+from laminar.train.job.pipeline_job import StagedJob
 from laminar.train.protocol import TrainingJob
-from laminar.train.state import JobState
+from laminar.train.state.state import JobState
 from tests.support import pipeline_jobs
 from tests.support.rank_pool import Ranks
 from tests.support.recorded_gpt import _batches, _loss

@@ -29,8 +29,15 @@ def _train(what: str, recompute: tuple[str, ...], parts: int) -> tuple[list[floa
     made = Net()
     mesh = Mesh({"tp" if what == "tensor_parallel" else "dp": 2})
     plan = partial(_plan, what=what, recompute=recompute)
-    job = laminar.parallelize(made, loss, partial(torch.optim.AdamW, lr=1e-2), batch=batches([SAMPLES])[0], plan=plan,
-                              mesh=mesh, micro_batches=parts)  # fmt: skip
+    job = laminar.parallelize(
+        made,
+        loss,
+        partial(torch.optim.AdamW, lr=1e-2),
+        batch=batches([SAMPLES])[0],
+        plan=plan,
+        mesh=mesh,
+        micro_batches=parts,
+    )
     losses = [job.step(b).loss for b in batches([SAMPLES, SAMPLES, SAMPLES // 2])]
     programs = [ready.program for ready in job.engine._ready.values()]
     again = min(sum(i.phase == "recompute" for i in p.instrs) for p in programs)

@@ -82,8 +82,10 @@ def trained(loss: Any, parts: int) -> tuple[float, list[str]]:
         )
         job.step(batch())
     weights = job.state_dict()
-    moved = [(weights[n] - (p.detach() - g)).abs().max() / g.abs().max()
-             for (n, p), g in zip(plain.named_parameters(), grads, strict=True)]  # fmt: skip
+    moved = [
+        (weights[n] - (p.detach() - g)).abs().max() / g.abs().max()
+        for (n, p), g in zip(plain.named_parameters(), grads, strict=True)
+    ]
     return float(max(moved)), [str(w.message) for w in heard]
 
 
@@ -119,9 +121,14 @@ def test_uneven_labels_are_named_in_low_precision_too() -> None:
         with warnings.catch_warnings(record=True) as heard:
             warnings.simplefilter("always")
             job = laminar.parallelize(
-                model().float(), loss, lambda p: torch.optim.SGD(p, lr=1e-3), batch={"x": x, "y": y}, plan="data",
-                micro_batches=2, precision="bf16",
-            )  # fmt: skip
+                model().float(),
+                loss,
+                lambda p: torch.optim.SGD(p, lr=1e-3),
+                batch={"x": x, "y": y},
+                plan="data",
+                micro_batches=2,
+                precision="bf16",
+            )
             job.step({"x": x, "y": y})
         said.append([str(w.message) for w in heard])
     even, uneven = said

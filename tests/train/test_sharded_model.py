@@ -154,11 +154,27 @@ def _saved(folder: str) -> bool:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=16, n_embd=16, n_layer=1, n_head=2,
-                                       resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))  # fmt: skip
+    model = GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=32,
+            n_positions=16,
+            n_embd=16,
+            n_layer=1,
+            n_head=2,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+        )
+    )
     ids = torch.randint(32, (4, 8))
-    job = laminar.parallelize(model, lambda m, b: m(input_ids=b, labels=b).loss,
-                              torch.optim.AdamW(model.parameters()), batch=ids, plan="zero3", device="cpu")  # fmt: skip
+    job = laminar.parallelize(
+        model,
+        lambda m, b: m(input_ids=b, labels=b).loss,
+        torch.optim.AdamW(model.parameters()),
+        batch=ids,
+        plan="zero3",
+        device="cpu",
+    )
     job.step(ids)
     for way in (lambda: model.save_pretrained(folder), lambda: model.generate(ids[:1], max_new_tokens=2)):
         with pytest.raises(StateError, match="sharded by a job"):

@@ -18,7 +18,7 @@ from laminar.ir.mesh import Mesh, Place
 from laminar.ir.sbp import B, NdSbp, Split, check
 from laminar.ir.tensor import TensorSpec
 from laminar.runtime.comm.shards import shard
-from laminar.train.shards import shards_of
+from laminar.train.state.shards import shards_of
 from tests.support import pipeline_jobs
 from tests.support.rank_pool import Ranks
 from tests.support.recorded_gpt import _batches, _loss
@@ -31,9 +31,11 @@ def placements(draw: st.DrawFn) -> tuple[tuple[int, ...], Mesh, NdSbp]:
     shape = tuple(draw(st.lists(st.integers(1, 13), min_size=0, max_size=3)))
     sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
     mesh = Mesh({f"axis{i}": n for i, n in enumerate(sizes)})
-    one = st.just(B) if not shape else st.one_of(
-        st.just(B), st.builds(Split, st.integers(0, len(shape) - 1), st.sampled_from([1, 1, 2, 3, 4]))
-    )  # fmt: skip
+    one = (
+        st.just(B)
+        if not shape
+        else st.one_of(st.just(B), st.builds(Split, st.integers(0, len(shape) - 1), st.sampled_from([1, 1, 2, 3, 4])))
+    )
     nd = tuple(draw(one) for _ in sizes)
     try:
         check(TensorSpec(shape, "f32"), nd, mesh.sizes, "drawn")
@@ -143,9 +145,14 @@ def test_shards_of_all_ranks_are_the_state_dicts(two: Ranks, plan: str) -> None:
 def _packed(graph: Any, mesh: Any) -> Any:
     """A packed split of a weight, and another axis across it."""
     return laminar.plans.seeded(
-        graph, mesh, {"up.weight": {"tp": laminar.S(0, blocks=2)}, "down.weight": {"tp": laminar.S(1, blocks=2)},
-                      "batch.*": {"dp": laminar.S(0)}}
-    )  # fmt: skip
+        graph,
+        mesh,
+        {
+            "up.weight": {"tp": laminar.S(0, blocks=2)},
+            "down.weight": {"tp": laminar.S(1, blocks=2)},
+            "batch.*": {"dp": laminar.S(0)},
+        },
+    )
 
 
 def _meshed() -> Any:

@@ -59,9 +59,15 @@ def _compare(name: str, layout: str, optimizer: str, dtype: torch.dtype) -> tupl
     model, loss, batches = material(name, dtype)
     other = copy.deepcopy(model)
     job = laminar.parallelize(
-        model, loss, OPTIMIZERS[optimizer](model.parameters()), batch=batches[0], plan=plan, mesh=Mesh(axes), seed=5,
+        model,
+        loss,
+        OPTIMIZERS[optimizer](model.parameters()),
+        batch=batches[0],
+        plan=plan,
+        mesh=Mesh(axes),
+        seed=5,
         device="cpu",
-    )  # fmt: skip
+    )
     losses = [job.step(batch).loss for batch in batches]
     want = plain(other, loss, OPTIMIZERS[optimizer](other.parameters()), batches, 5)
     gap, where = difference(job.state_dict(), other.state_dict())
@@ -98,9 +104,11 @@ def scatter(name: str, optimizer: str) -> float:
 def check(ranks: dict[int, Ranks], name: str, layout: str, optimizer: str, dtype: torch.dtype) -> None:
     """All ranks agree with plain PyTorch."""
     world = LAYOUTS[layout][0]
-    found = ranks[world].run(compare, name, layout, optimizer, dtype) if world > 1 else [
-        compare(name, layout, optimizer, dtype)
-    ]  # fmt: skip
+    found = (
+        ranks[world].run(compare, name, layout, optimizer, dtype)
+        if world > 1
+        else [compare(name, layout, optimizer, dtype)]
+    )
     for rank, (gap, where, losses) in enumerate(found):
         bound = TOLERANCE[dtype]
         if dtype == torch.float32 and gap > bound:

@@ -25,14 +25,14 @@ from torch import Tensor, nn
 import laminar
 from laminar import events
 from laminar.capture.capture import capture
-from laminar.ir.account import Account
-from laminar.ir.cluster import Cluster
-from laminar.ir.plan import Plan
+from laminar.ir.clusters.cluster import Cluster
+from laminar.ir.plans.account import Account
+from laminar.ir.plans.plan import Plan
 from laminar.placement import presets
 from laminar.placement.random_plan import random_plan
 from laminar.planner.search.finalists import Finalist
 from laminar.runtime.check.probe_rules import probe
-from laminar.train import interleaved_timing, plan_search, try_finalists
+from laminar.train.auto import interleaved_timing, plan_search, try_finalists
 from laminar.train.options import JobOptions
 from laminar.train.world import World
 from tests.support.rank_pool import Ranks
@@ -116,9 +116,16 @@ def _tried(
             around.enter_context(patch())
         heard = around.enter_context(listening())
         taken = try_finalists.tried(
-            World("cpu"), plan, finals, model, mean, adamw(model), data[0],
-            capture_s=capture_s, options=JobOptions(**options),
-        )  # fmt: skip
+            World("cpu"),
+            plan,
+            finals,
+            model,
+            mean,
+            adamw(model),
+            data[0],
+            capture_s=capture_s,
+            options=JobOptions(**options),
+        )
     return taken.hash, taken.account, heard
 
 
@@ -181,8 +188,9 @@ def _front_door(
 ) -> tuple[str, dict[str, Any], list[dict[str, Any]], list[float]]:
     model, data = net(), batches(3)
     with listening() as heard, told("TURN_S", 0.02):
-        job = laminar.parallelize(model, mean, adamw(model), batch=data[0], cluster=cluster, measure=measure,
-                                  micro_batches=micro_batches)  # fmt: skip
+        job = laminar.parallelize(
+            model, mean, adamw(model), batch=data[0], cluster=cluster, measure=measure, micro_batches=micro_batches
+        )
     losses = [float(job.step(b).loss) for b in data]
     out = job.plan.hash, job.plan.account, heard, losses
     job.close()

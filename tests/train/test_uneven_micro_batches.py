@@ -15,12 +15,12 @@ import laminar
 from laminar import Mesh, Sized
 from laminar.api import micro_batches
 from laminar.errors import BatchError, LaminarError, PlanError
-from laminar.lower.stage_net import joining, layout_of, piped, together, widest
-from laminar.lower.stage_programs import stages
+from laminar.lower.stages.stage_net import joining, layout_of, piped, together, widest
+from laminar.lower.stages.stage_programs import stages
 from laminar.staging import balance
 from laminar.staging.stage_plans import again
-from laminar.train.leaves import Leaves
-from laminar.train.pipeline_steps import SIZES
+from laminar.train.batch.leaves import Leaves
+from laminar.train.engine.pipeline_steps import SIZES
 from tests.support.marks import slow
 from tests.support.rank_pool import Ranks
 from tests.support.uneven_jobs import LOSSES, SEED, TOKENS, WIDTH, batch_of, counted, loss, make, model, plain, planned

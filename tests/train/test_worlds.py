@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 import laminar
-from laminar.train.job import Job
+from laminar.train.job.job import Job
+from laminar.train.job.pipeline_job import StagedJob
 from laminar.train.options import JobOptions
-from laminar.train.pipeline_job import StagedJob
 from laminar.train.world import World
 from tests.support import pipeline_jobs
 from tests.support.rank_pool import CONTEXT, Ranks
@@ -35,8 +35,14 @@ def trained(world: World, plan: Any, steps: int = 2) -> tuple[float, float]:
 
 def _rejoined(rank: int, port: int, said: Any) -> None:
     """A process that meets the other through its environment, as under torchrun, leaves, and meets it again."""
-    os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2",
-                      MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))  # fmt: skip
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE="2",
+        LOCAL_RANK=str(rank),
+        LOCAL_WORLD_SIZE="2",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
     torch.set_num_threads(1)
     found = []
     for plan in ("zero3", "tensor", "data"):
@@ -145,10 +151,11 @@ def _went_on(plans: list[Any]) -> tuple[float, float, float]:
         whole.step(batch)
     moments = [
         (a[k], b[k])
-        for a, b in zip(job.optimizer_state_dict()["state"].values(), whole.optimizer_state_dict()["state"].values(),
-                        strict=True)
+        for a, b in zip(
+            job.optimizer_state_dict()["state"].values(), whole.optimizer_state_dict()["state"].values(), strict=True
+        )
         for k in ("exp_avg", "exp_avg_sq")
-    ]  # fmt: skip
+    ]
     return (
         gap(job.state_dict(), whole.state_dict()),
         gap(job.state_dict(ema=True), whole.state_dict(ema=True)),

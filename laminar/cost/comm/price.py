@@ -31,7 +31,7 @@ from itertools import pairwise
 from laminar.cost.comm.algorithms import Terms, by_switch, direct, ring, send, through_memory, tree
 from laminar.cost.comm.topology import Team, mesh_team, team
 from laminar.errors import ClusterError
-from laminar.ir.cluster import Cluster
+from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.mesh import Mesh
 from laminar.ir.program import Instr
 

@@ -1,9 +1,9 @@
 """Messages between stages: which links they go through, and how long these carry them.
 
-A value that crosses from one place to another is dealt out as messages between pairs of ranks (`rules/crossing.py`).
-The innermost level that has both ranks of a pair joins them: the message leaves through the sender's link of that level
-and enters through the receiver's. Ranks that share a network card send through one link, and the fullest link decides
-when all of it has arrived.
+A value that crosses from one place to another is dealt out as messages between pairs of ranks
+(`rules/boxing/crossing.py`). The innermost level that has both ranks of a pair joins them: the message leaves through
+the sender's link of that level and enters through the receiver's. Ranks that share a network card send through one
+link, and the fullest link decides when all of it has arrived.
 
     seconds = latency + max over links (bytes through it / its rate)
 
@@ -17,11 +17,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from laminar.ir.cluster import Cluster, Level
+from laminar.ir.clusters.cluster import Cluster, Level
 from laminar.ir.mesh import Place
 from laminar.ir.sbp import NdSbp
 from laminar.ir.tensor import ITEM_BYTES, TensorSpec
-from laminar.rules.crossing import crossing
+from laminar.rules.boxing.crossing import crossing
 
 Message = tuple[int, int, int]
 """From which rank to which, and how many bytes."""

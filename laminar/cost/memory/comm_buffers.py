@@ -14,11 +14,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from laminar.errors import ClusterError
-from laminar.ir.codec import Ref
-from laminar.ir.limits import ALIGN, DIRECT_BYTES, RINGS, SMALL_RING_BYTES, aligned_bytes
+from laminar.ir.clusters.limits import ALIGN, DIRECT_BYTES, RINGS, SMALL_RING_BYTES, aligned_bytes
 from laminar.ir.ops import DRAWS, WRITE_INTO_PLACE, may_share_memory
 from laminar.ir.program import Instr, Program
 from laminar.ir.sbp import Split, chunk
+from laminar.ir.serial.codec import Ref
 from laminar.ir.tensor import ITEM_BYTES
 
 BACKENDS = ("shared", "gloo", "nccl", "null")

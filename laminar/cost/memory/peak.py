@@ -33,7 +33,7 @@ from laminar.ir.ops import HOST_BRING, HOST_SEND
 from laminar.ir.program import Program
 
 DRAWN_BYTES = 32
-"""What a keyed draw takes for each number at most, before its result: four times 64 bits (`capture/kernels.py`)."""
+"""What a keyed draw takes for each number at most, before its result: four times 64 bits (`capture/ops/kernels.py`)."""
 
 
 @dataclass(frozen=True)
@@ -152,9 +152,14 @@ class _Play:
     # -- memory --------------------------------------------------------------------------------
 
     def _take(
-        self, nbytes: int, fixed: bool = False, active: bool = True, gives: bool = False, takes: bool = False,
+        self,
+        nbytes: int,
+        fixed: bool = False,
+        active: bool = True,
+        gives: bool = False,
+        takes: bool = False,
         dtype: str = "",
-    ) -> _Place:  # fmt: skip
+    ) -> _Place:
         index = len(self.lives)
         self.lives.append(Life(nbytes, (nbytes, dtype), -1 if fixed else len(self.parts), gives=gives, takes=takes))
         before = self.handed.get(index)

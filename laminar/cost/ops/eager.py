@@ -26,9 +26,14 @@ def as_they_are(graph: Graph) -> list[dict[str, Any]]:
             name = str(node.args[2 if node.op == OPS[0] else 3]).rpartition("-")[0]
             row = rows.setdefault(
                 (node.module, name),
-                {"module": node.module, "part": name, "share": 0.0, "where": node.where,
-                 "by": "samples" if node.args[-4] else "whole tensors"},
-            )  # fmt: skip
+                {
+                    "module": node.module,
+                    "part": name,
+                    "share": 0.0,
+                    "where": node.where,
+                    "by": "samples" if node.args[-4] else "whole tensors",
+                },
+            )
             row["share"] += work[node.name] / total
     return list(rows.values())
 

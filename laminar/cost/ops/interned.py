@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from laminar.ir.codec import Ref
 from laminar.ir.program import Instr, Program
+from laminar.ir.serial.codec import Ref
 
 
 class Forms:

@@ -23,7 +23,7 @@ import numpy as np
 
 from laminar.cost.ops.families import COMPUTES, NAMES, Traits, describe, measured_traits
 from laminar.cost.ops.table import Entry, Section, Table, canonical, key_of, local_call, nearest_section
-from laminar.ir.cluster import Cluster
+from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.mesh import Mesh
 from laminar.ir.program import Instr
 from laminar.ir.tensor import TensorSpec
@@ -173,9 +173,13 @@ class OpCost:
         self._families: dict[str, Family | None] = {}
 
     def __call__(
-        self, op: str, ins: tuple[TensorSpec, ...] = (), outs: tuple[TensorSpec | None, ...] = (),
-        args: tuple[Any, ...] = (), marks: tuple[str, ...] = (),
-    ) -> Answer:  # fmt: skip
+        self,
+        op: str,
+        ins: tuple[TensorSpec, ...] = (),
+        outs: tuple[TensorSpec | None, ...] = (),
+        args: tuple[Any, ...] = (),
+        marks: tuple[str, ...] = (),
+    ) -> Answer:
         """Seconds of a call with local shapes; `marks` as `cost.layout` gives them."""
         asked = (op, ins, outs, args, marks)
         found = self._answers.get(asked)
@@ -284,10 +288,14 @@ class OpCost:
             off = np.abs(ratio - 1)
             out.append(
                 Check(
-                    name, len(ratio), float(np.median(off)), float(np.quantile(off, 0.9)),
-                    float((ratio * seconds).sum() / seconds.sum() - 1), family.length,
+                    name,
+                    len(ratio),
+                    float(np.median(off)),
+                    float(np.quantile(off, 0.9)),
+                    float((ratio * seconds).sum() / seconds.sum() - 1),
+                    family.length,
                 )
-            )  # fmt: skip
+            )
         return out
 
 

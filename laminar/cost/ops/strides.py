@@ -21,10 +21,10 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from laminar.cost.ops.interned import Forms, forms_of
-from laminar.ir.codec import Ref
 from laminar.ir.mesh import Mesh
 from laminar.ir.ops import FREE, HOST_COPIES, WRITE_INTO_PLACE
 from laminar.ir.program import Program
+from laminar.ir.serial.codec import Ref
 from laminar.rules.notation import Call
 
 Strides = tuple[int, ...]

@@ -17,7 +17,7 @@ In one tick all ends come first, then places choose, in the order of their numbe
 firings have. The *steady* step time is the mean distance of such ends, without the first, which finds the pipe empty.
 The *bubble* of a place is the share of that time in which it runs nothing.
 
-This says nothing about whether a net finishes under another timing; `lower/deadlock.py` does.
+This says nothing about whether a net finishes under another timing; `lower/stages/deadlock.py` does.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ import numpy as np
 from laminar.cost.machine import Machine
 from laminar.ir.mesh import Mesh
 from laminar.ir.sbp import B, NdSbp, Partial, Sbp, Split
-from laminar.lower.buckets import BUCKET_BYTES, GATHER_BYTES, REDUCTIONS, SMALL_BYTES
+from laminar.lower.boxing.buckets import BUCKET_BYTES, GATHER_BYTES, REDUCTIONS, SMALL_BYTES
 
 NO_LATENCY_BYTES = 1 << 28
 PROBED_SIZES = [round(2 ** (k / 4)) for k in range(4 * 10, 4 * 29)]

@@ -24,8 +24,8 @@ from laminar.forecast.pipeline_step import CONTROL_S, MEETING_S
 from laminar.ir.graph import Graph, Node
 from laminar.ir.ops import FREE
 from laminar.ir.tensor import TensorSpec
-from laminar.lower.mincut_recompute import written_out
-from laminar.lower.stage_programs import Part, stages
+from laminar.lower.memory.mincut_recompute import written_out
+from laminar.lower.stages.stage_programs import Part, stages
 from laminar.placement import presets
 from laminar.planner.bounds.cell_bound import Bounds
 from laminar.planner.bounds.one_device import ONE_DEVICE, Kernel, kernel_s, kernels_of

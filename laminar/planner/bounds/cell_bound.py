@@ -46,9 +46,9 @@ import numpy as np
 from laminar.cost.machine import UPDATES, Machine
 from laminar.cost.sim.tasks import SCALE
 from laminar.forecast.pipeline_step import MEETING_S
-from laminar.ir.codec import Ref
 from laminar.ir.graph import Graph, Node
 from laminar.ir.mesh import Mesh
+from laminar.ir.serial.codec import Ref
 from laminar.ir.tensor import TensorSpec
 from laminar.planner.bounds.boxing_bound import NO_LATENCY_BYTES, PARAMETERS, ROW, Ways, pairs_of
 from laminar.planner.bounds.memory_bound import Kept, held_s, starts

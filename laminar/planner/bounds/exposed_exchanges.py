@@ -24,9 +24,9 @@ from __future__ import annotations
 
 from functools import cached_property
 
-from laminar.ir.codec import Ref
 from laminar.ir.graph import Graph, Node
 from laminar.ir.ops import FREE
+from laminar.ir.serial.codec import Ref
 from laminar.planner.tuning import FEW_BESIDE
 
 

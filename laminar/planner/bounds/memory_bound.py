@@ -38,8 +38,8 @@ stretch, and a byte worth c p:
     layer(v)           the least of what a layer makes again, in seconds, and of v times the bytes it keeps
 
 A layer counts in (3) if it and the next one lie within stages 0..r*: then all who read its values in forward do, and
-backward ops are where their values were made or read (`lower/split_stages.py`). Those are j - 1; of the first, whose
-neighbour is another, nothing is said.
+backward ops are where their values were made or read (`lower/stages/split_stages.py`). Those are j - 1; of the first,
+whose neighbour is another, nothing is said.
 
 **A layer** keeps or makes again what backward reads. What is made again needs what its op reads, kept or made again,
 and takes the op's seconds at their least; kernels that a compiler writes count nothing. Which values a plan keeps is
@@ -59,10 +59,10 @@ import numpy as np
 from scipy.sparse import csr_matrix
 from scipy.sparse.csgraph import maximum_flow
 
-from laminar.ir.codec import Ref
 from laminar.ir.graph import Graph, Node
 from laminar.ir.ops import FREE
-from laminar.lower.split_stages import light_ops, repeated
+from laminar.ir.serial.codec import Ref
+from laminar.lower.stages.split_stages import light_ops, repeated
 from laminar.placement.fold import Fold
 from laminar.planner.tuning import STRETCH_SHARES
 

@@ -27,7 +27,7 @@ from laminar.cost.ops.families import COMPUTES, family_of
 from laminar.forecast.pipeline_step import MEETING_S
 from laminar.ir.graph import Graph
 from laminar.ir.ops import FREE
-from laminar.lower.split_stages import split
+from laminar.lower.stages.split_stages import split
 from laminar.planner.bounds.one_device import ONE_DEVICE, Alone, kernel_s
 from laminar.planner.estimate.mixed_pipelines import Shop, Sides
 from laminar.planner.estimate.score_placement import extrapolated

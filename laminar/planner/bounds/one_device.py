@@ -14,12 +14,12 @@ from __future__ import annotations
 from laminar.cost.machine import Machine, fused_work, kernel_kind
 from laminar.cost.ops.interned import Forms
 from laminar.ir.mesh import Mesh
-from laminar.ir.patterns import WITHOUT_PRODUCTS, pick
+from laminar.ir.plans.patterns import WITHOUT_PRODUCTS, pick
 from laminar.ir.program import Program
 from laminar.lower.kernels import kernels
-from laminar.lower.mincut_recompute import recompute, written_out
-from laminar.lower.planned_recompute import boundary_bytes
-from laminar.lower.stage_programs import KEPT, stages
+from laminar.lower.memory.mincut_recompute import recompute, written_out
+from laminar.lower.memory.planned_recompute import boundary_bytes
+from laminar.lower.stages.stage_programs import KEPT, stages
 from laminar.lower.step import step_programs
 from laminar.placement import presets
 from laminar.planner.estimate.graphs_and_prices import Model

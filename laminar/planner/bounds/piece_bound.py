@@ -22,8 +22,8 @@ from functools import lru_cache
 import numpy as np
 
 from laminar.cost.machine import UPDATES, Machine
-from laminar.ir.codec import Ref
 from laminar.ir.graph import Node, Output
+from laminar.ir.serial.codec import Ref
 from laminar.ir.tensor import TensorSpec
 from laminar.placement.minsum import Factor, floor
 from laminar.planner.bounds.boxing_bound import (

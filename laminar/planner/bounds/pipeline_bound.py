@@ -23,11 +23,11 @@ place (V = 1):
 
     T >= F[k] + M x[k]       F[k]: forward of all ops before stage k, at their cheapest                           (2)
 
-Backward ops are in the stage of the forward ops that they belong to or behind it (`lower/split_stages.py` puts them
-where everything is at hand, as late as that may be), so stages k, k + 1, ... together do at least what belongs to the
-ops from the first one of k on. By (2) they can't do more than sum((T - F[j]) / M for j >= k). `Row.least_s` looks for
-the least T for which cuts exist that satisfy this for every k, and for all stages together with W. The best cuts have
-every stage begin as early as that allows: an earlier begin leaves a stage and all before it more time. So they
+Backward ops are in the stage of the forward ops that they belong to or behind it (`lower/stages/split_stages.py` puts
+them where everything is at hand, as late as that may be), so stages k, k + 1, ... together do at least what belongs to
+the ops from the first one of k on. By (2) they can't do more than sum((T - F[j]) / M for j >= k). `Row.least_s` looks
+for the least T for which cuts exist that satisfy this for every k, and for all stages together with W. The best cuts
+have every stage begin as early as that allows: an earlier begin leaves a stage and all before it more time. So they
 follow from T, from the last stage to the first, and T is found by halving.
 
 Where the cuts of a plan are *given* (one stage at each place, gradients together), more can be said: by the rule about
@@ -53,7 +53,7 @@ from itertools import accumulate, pairwise
 
 from laminar.ir.graph import Graph
 from laminar.ir.ops import FREE
-from laminar.lower.split_stages import LINEAR, light_ops, repeated
+from laminar.lower.stages.split_stages import LINEAR, light_ops, repeated
 from laminar.placement.fold import Fold
 from laminar.planner.tuning import BOUND_PRECISION
 from laminar.staging.balance import work_s

@@ -19,7 +19,7 @@ import numpy as np
 from laminar.cost.machine import Machine
 from laminar.ir.graph import Graph, Node
 from laminar.ir.mesh import Mesh
-from laminar.ir.plan import Choice, Plan
+from laminar.ir.plans.plan import Choice, Plan
 from laminar.ir.sbp import NdSbp
 from laminar.planner.bounds.boxing_bound import number
 from laminar.planner.bounds.cell_bound import Bounds

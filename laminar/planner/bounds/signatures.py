@@ -24,11 +24,11 @@ import numpy as np
 
 from laminar.cost.machine import ALONE, Machine
 from laminar.cost.ops.families import COMPUTES, family_of
-from laminar.ir.codec import Ref
 from laminar.ir.graph import Graph, Node, Output
 from laminar.ir.mesh import Mesh
 from laminar.ir.ops import FREE
 from laminar.ir.sbp import NdSbp, Split
+from laminar.ir.serial.codec import Ref
 from laminar.ir.tensor import TensorSpec
 from laminar.placement.complete import circulating
 from laminar.planner.bounds.boxing_bound import COLUMN, ROW, Pairs, known, number, pairs_of, placement
@@ -337,8 +337,11 @@ class Piece:
                 readers.setdefault(ref.name, []).append((node, i))
         at = {node.name: node for node in self.nodes}
         leaving = {o.ref.name for o in self.grads}
-        views = [n for n in self.nodes if n.op in FREE and len(n.ins) == 1 and len(n.outs) == 1
-                 and n.ins[0].name in kept and n.name not in leaving]  # fmt: skip
+        views = [
+            n
+            for n in self.nodes
+            if n.op in FREE and len(n.ins) == 1 and len(n.outs) == 1 and n.ins[0].name in kept and n.name not in leaving
+        ]
         for node in (*views, *reversed(views), *views):
             maker = at[node.ins[0].name]
             made = kept[maker.name].placed[:, len(maker.ins) + node.ins[0].index]

@@ -3,7 +3,7 @@
 Of a step without stages. Blocks are alike, so a mix is three numbers: how many are made again, how many without their
 products, and how many wait in the host's memory. What one block of each takes and saves is simulated on a shallow
 model; the first two add up. Copies to the host cost nothing as long as the link keeps up with the work beside it, and
-from there on what is left over (`lower/offload.py` says who waits for whom):
+from there on what is left over (`lower/memory/offload.py` says who waits for whom):
 
     there     a block must have left when the next one leaves, the last one before memory is fullest: where a head
               takes much, that is when all blocks are done, else one block earlier.
@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 
 from laminar.forecast.step import Prediction, held_by, predict, timed
 from laminar.ir.ops import HOST_SEND
-from laminar.ir.plan import Plan
+from laminar.ir.plans.plan import Plan
 from laminar.lower.step import step_programs
 from laminar.planner.space.styles import Style
 

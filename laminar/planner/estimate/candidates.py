@@ -8,11 +8,11 @@ from functools import cached_property
 from laminar.errors import PlanError
 from laminar.forecast.pipeline_step import StagedPrediction
 from laminar.forecast.step import Prediction
-from laminar.ir.account import SimulatedPlan
-from laminar.ir.certificate import Certificate
-from laminar.ir.plan import Plan
-from laminar.ir.rewrites import Steps
-from laminar.ir.staged import Staged
+from laminar.ir.plans.account import SimulatedPlan
+from laminar.ir.plans.certificate import Certificate
+from laminar.ir.plans.plan import Plan
+from laminar.ir.plans.rewrites import Steps
+from laminar.ir.plans.staged import Staged
 from laminar.planner.space.cell import Cell
 from laminar.planner.space.plan_space import Space
 from laminar.planner.space.styles import Style
@@ -82,12 +82,34 @@ class Final:
     def simple(self) -> tuple[int, ...]:
         """The smaller, the simpler."""
         cell, style = self.score.cell, self.score.style
-        ways = ("data", "typed", "kept", "inner", "tensor", "sequence", "free", "lean", "hidden", "once", "sparing",
-                "both", "mixed")  # fmt: skip
+        ways = (
+            "data",
+            "typed",
+            "kept",
+            "inner",
+            "tensor",
+            "sequence",
+            "free",
+            "lean",
+            "hidden",
+            "once",
+            "sparing",
+            "both",
+            "mixed",
+        )
         steps = len(self.plan.rewrites)
-        return (steps, cell.stages, bool(self.score.apart), cell.micro_batches > 1, cell.virtual,
-                max(map(ways.index, style.words)), cell.tp > 1, self.score.zero, cell.recompute,
-                self.score.away > 0)  # fmt: skip
+        return (
+            steps,
+            cell.stages,
+            bool(self.score.apart),
+            cell.micro_batches > 1,
+            cell.virtual,
+            max(map(ways.index, style.words)),
+            cell.tp > 1,
+            self.score.zero,
+            cell.recompute,
+            self.score.away > 0,
+        )
 
     def row(self) -> SimulatedPlan:
         """For `explain`."""
@@ -140,9 +162,14 @@ class Nothing:
 
 def described(score: Score) -> str:
     """A plan in a few words."""
-    names = {"data": "data parallel", "inner": "pieces within a node", "tensor": "tensor parallel",
-             "sequence": "tensor and sequence parallel",
-             "free": "placed freely", "lean": "placed freely within memory"}  # fmt: skip
+    names = {
+        "data": "data parallel",
+        "inner": "pieces within a node",
+        "tensor": "tensor parallel",
+        "sequence": "tensor and sequence parallel",
+        "free": "placed freely",
+        "lean": "placed freely within memory",
+    }
     ways = dict.fromkeys(names[s] for s in score.style.axes)
     cell = score.cell
     mesh = " x ".join(f"{n}={s}" for n, s in zip(cell.mesh.names, cell.mesh.sizes, strict=True))

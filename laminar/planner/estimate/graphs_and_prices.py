@@ -19,8 +19,8 @@ from laminar.forecast.pipeline_step import inside
 from laminar.forecast.step import machine
 from laminar.ir.graph import Graph, Node
 from laminar.ir.mesh import Mesh
-from laminar.ir.patterns import WITH_COLLECTIVES, WITHOUT_PRODUCTS
-from laminar.ir.plan import Plan
+from laminar.ir.plans.patterns import WITH_COLLECTIVES, WITHOUT_PRODUCTS
+from laminar.ir.plans.plan import Plan
 from laminar.ir.sbp import local_spec
 from laminar.placement.fold import Fold, fold
 from laminar.placement.micro_batch import micro

@@ -23,11 +23,11 @@ from laminar.cost.machine import UPDATES
 from laminar.cost.sim.simulate import simulate
 from laminar.errors import LaminarError, PlanError
 from laminar.forecast.pipeline_step import CONTROL_S, MEETING_S, StagedPrediction, inside, part_schedule, predict_staged
-from laminar.ir.cluster import Cluster
+from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh
-from laminar.ir.plan import Plan
-from laminar.ir.staged import Staged
+from laminar.ir.plans.plan import Plan
+from laminar.ir.plans.staged import Staged
 from laminar.planner.estimate.candidates import Score
 from laminar.planner.estimate.cost_by_depth import Parts, Share
 from laminar.planner.estimate.graphs_and_prices import Model

@@ -27,8 +27,8 @@ from laminar.errors import PlanError
 from laminar.forecast.pipeline_step import StagedPrediction, predict_staged
 from laminar.forecast.step import Prediction, predict
 from laminar.ir.graph import Graph
-from laminar.ir.plan import Plan
-from laminar.ir.staged import Staged, StagePlan
+from laminar.ir.plans.plan import Plan
+from laminar.ir.plans.staged import Staged, StagePlan
 from laminar.planner.estimate.activation_mix import tried
 from laminar.planner.estimate.block_mix import Mix, Ways
 from laminar.planner.estimate.cost_by_depth import Parts, Share
@@ -68,7 +68,7 @@ def under_way(cell: Cell, place: int, more: int = 0) -> np.ndarray:
         return np.array([[min(many, stages - place)]], dtype=float)
     ahead = min(2 * (stages - place - 1) + (virtual - 1) * stages + 1 + more, many * virtual)
     begun = np.arange(min(many * virtual, ahead + 2 * virtual * stages))
-    # As `lower/schedules.py` has it: rounds of micro-batches through each virtual stage, and back in reverse.
+    # As `lower/stages/schedules.py` has it: rounds of micro-batches through each virtual stage, and back in reverse.
     forward = np.eye(virtual)[begun // stages % virtual].cumsum(0)
     backward = np.eye(virtual)[virtual - 1 - begun // stages % virtual].cumsum(0)
     ended = np.maximum(0, begun - ahead + 1)
@@ -297,9 +297,17 @@ def _pipelined(model: Model, score: Score, deep: Graph, plan: Plan, cut_by: Cut,
     share = share_of(model, cell, score.style, score.zero)
 
     def run(plan: Plan, work: Mapping[str, float]) -> Staged:
-        made = pipeline(deep, cell.stages, cell.micro_batches, cell.virtual, plan, couple="microbatch",
-                        speeds=None if cut_by == "sent" else [work] * cell.stages, by_place=cut_by == "places",
-                        stash=1 + (more / 2) / (cell.stages * cell.virtual))  # fmt: skip
+        made = pipeline(
+            deep,
+            cell.stages,
+            cell.micro_batches,
+            cell.virtual,
+            plan,
+            couple="microbatch",
+            speeds=None if cut_by == "sent" else [work] * cell.stages,
+            by_place=cut_by == "places",
+            stash=1 + (more / 2) / (cell.stages * cell.virtual),
+        )
         return replace(made, name="searched", coupled=False)
 
     if not score.again:

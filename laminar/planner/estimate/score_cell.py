@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from laminar.errors import LaminarError
 from laminar.forecast.pipeline_step import StagedPrediction
-from laminar.ir.plan import Plan
+from laminar.ir.plans.plan import Plan
 from laminar.planner.estimate.candidates import Final, Score
 from laminar.planner.estimate.cost_by_depth import Parts, Share
 from laminar.planner.estimate.graphs_and_prices import Model

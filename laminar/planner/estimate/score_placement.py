@@ -16,7 +16,7 @@ from functools import partial
 
 from laminar.errors import NoPlanFits
 from laminar.forecast.step import held_by, timed
-from laminar.ir.plan import Plan
+from laminar.ir.plans.plan import Plan
 from laminar.lower.step import step_programs
 from laminar.planner.estimate.activation_mix import ways_of
 from laminar.planner.estimate.candidates import Score
@@ -55,8 +55,9 @@ def scored(
         return (_between if cell.plain else _spread)(model, cell, style, zero, plan, worth_s)
     if not cell.plain:
         parts = parts_of(model, share_of(model, cell, style, zero))
-        return Score(cell, style, zero, plan, pipelined_s(model, cell, parts, zero),
-                     held_bytes(model, cell, parts, zero))  # fmt: skip
+        return Score(
+            cell, style, zero, plan, pipelined_s(model, cell, parts, zero), held_bytes(model, cell, parts, zero)
+        )
     return _shallow(model, cell, style, zero, plan, worth_s, roomy)
 
 
@@ -144,8 +145,14 @@ def _spread(model: Model, cell: Cell, style: Style, zero: int, plan: Plan | None
     here = places(model, cell, style, zero)
     found = here.spread()
     if found is None:
-        return Score(cell, style, zero, plan, pipelined_s(model, cell, here.parts, zero),
-                     held_bytes(model, cell, here.parts, zero))  # fmt: skip
+        return Score(
+            cell,
+            style,
+            zero,
+            plan,
+            pipelined_s(model, cell, here.parts, zero),
+            held_bytes(model, cell, here.parts, zero),
+        )
     blocks = len(model.block_names)
     seconds, again = here.seconds(found, blocks)
     held = max(

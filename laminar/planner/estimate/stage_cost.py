@@ -25,10 +25,10 @@ from laminar.cost.sim.simulate import simulate
 from laminar.forecast.pipeline_step import CONTROL_S, MEETING_S, owned, part_memory, part_schedule
 from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh
-from laminar.ir.plan import Plan
+from laminar.ir.plans.plan import Plan
 from laminar.ir.sbp import B, Partial, local_spec
-from laminar.lower.buckets import BUCKET_BYTES
-from laminar.lower.stage_programs import KEPT, stages
+from laminar.lower.boxing.buckets import BUCKET_BYTES
+from laminar.lower.stages.stage_programs import KEPT, stages
 from laminar.planner.space.cell import Cell
 from laminar.planner.space.styles import Style
 from laminar.staging.balance import slowest_s, work_s

@@ -26,9 +26,9 @@ import numpy as np
 from laminar.cost.machine import UPDATES
 from laminar.errors import LaminarError
 from laminar.forecast.step import held_by, predict, timed
-from laminar.ir.plan import Plan
+from laminar.ir.plans.plan import Plan
 from laminar.ir.sbp import local_spec
-from laminar.lower.buckets import SMALL_BYTES
+from laminar.lower.boxing.buckets import SMALL_BYTES
 from laminar.lower.step import step_programs
 from laminar.placement.minsum_capped import Capped
 from laminar.planner.estimate.candidates import Final, Score
@@ -266,9 +266,16 @@ class Mix:
         plan = replace(self.plan(stored, count), name="searched")
         ran = predict(model.graph, plan, request.cluster, optimizer=request.optimizer)
         cell = replace(self.cell, recompute=count > 0)
-        score = Score(cell, replace(self.style, mixed_storage=True), self.base.zero, plan, ran.seconds,
-                      float(ran.memory.peak_bytes), again=(count,) if count else (),
-                      blocks=len(model.block_names) if count else 0)  # fmt: skip
+        score = Score(
+            cell,
+            replace(self.style, mixed_storage=True),
+            self.base.zero,
+            plan,
+            ran.seconds,
+            float(ran.memory.peak_bytes),
+            again=(count,) if count else (),
+            blocks=len(model.block_names) if count else 0,
+        )
         return Final(score, plan, ran)
 
     def whole(self, stored: dict[str, int], ways: Sequence[Way]) -> dict[str, int]:
@@ -314,8 +321,12 @@ class Mix:
             mine = [(w, way) for w, way in enumerate(ways) if way.group == k]
             if mine:
                 none = (mine[0][0], 0, 0.0, 0.0)
-                choice([none, *((w, n, n * y.seconds, n * y.nbytes) for w, y in mine
-                                for n in range(1, len(group.units) + 1))])  # fmt: skip
+                choice(
+                    [
+                        none,
+                        *((w, n, n * y.seconds, n * y.nbytes) for w, y in mine for n in range(1, len(group.units) + 1)),
+                    ]
+                )
         choice([(-1, n, n * again[1], n * again[2]) for n in range(again[0] + 1)])
         answer = problem.solve(STORAGE_SOLVE_S)
         if answer.values is None:

@@ -25,11 +25,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from laminar.ir.account import Account
-from laminar.ir.codec import Ref
 from laminar.ir.graph import Graph, Node
-from laminar.ir.plan import Choice, Plan
+from laminar.ir.plans.account import Account
+from laminar.ir.plans.plan import Choice, Plan
 from laminar.ir.sbp import B, NdSbp, Partial, local_spec
+from laminar.ir.serial.codec import Ref
 from laminar.ir.tensor import TensorSpec
 from laminar.placement.complete import circulating
 from laminar.planner.mcmc.joint_prices import Joint

@@ -24,8 +24,8 @@ from laminar.cost.schedule import Schedule
 from laminar.cost.sim.delta import again
 from laminar.cost.sim.simulate import Times, simulate
 from laminar.cost.sim.tasks import COMPUTE, TRANSFER, Load, Task
-from laminar.ir.codec import Ref
 from laminar.ir.program import Program
+from laminar.ir.serial.codec import Ref
 from laminar.planner.mcmc.additive_cost import Additive
 
 BEFORE_UPDATE = ("norm", "optimizer")

@@ -24,7 +24,7 @@ from laminar.errors import LaminarError, PlanError
 from laminar.forecast.pipeline_step import predict_staged
 from laminar.forecast.step import held_by, timed
 from laminar.ir.graph import Graph
-from laminar.ir.plan import Plan
+from laminar.ir.plans.plan import Plan
 from laminar.lower.step import step_programs
 from laminar.planner.estimate.graphs_and_prices import Model
 from laminar.planner.mcmc.additive_cost import Additive, classes

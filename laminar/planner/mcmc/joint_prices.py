@@ -16,10 +16,10 @@ from laminar.errors import PlacementError
 from laminar.ir.mesh import Mesh
 from laminar.ir.sbp import NdSbp, Partial, Sbp, Split, check, local_spec
 from laminar.ir.tensor import TensorSpec
-from laminar.lower.buckets import BUCKET_BYTES
+from laminar.lower.boxing.buckets import BUCKET_BYTES
 from laminar.placement.complete import STEP_S
 from laminar.planner.space.axis_prices import PricedAxis
-from laminar.rules.boxing import boxing
+from laminar.rules.boxing.boxing import boxing
 from laminar.rules.notation import Call, Signature, localise
 from laminar.rules.signing import Blocks, Probed, options
 

@@ -19,15 +19,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from laminar.errors import PlanError
-from laminar.ir.account import Account, ParallelForm
 from laminar.ir.graph import Graph, Node
 from laminar.ir.ops import FREE
-from laminar.ir.patterns import pick
-from laminar.ir.plan import Plan
-from laminar.ir.planned import Planned
+from laminar.ir.plans.account import Account, ParallelForm
+from laminar.ir.plans.patterns import pick
+from laminar.ir.plans.plan import Plan
+from laminar.ir.plans.planned import Planned
+from laminar.ir.plans.staged import Staged
 from laminar.ir.sbp import B, NdSbp, Partial, Sbp, Split, local_spec
-from laminar.ir.staged import Staged
-from laminar.lower.split_stages import split
+from laminar.lower.stages.split_stages import split
 from laminar.placement.micro_batch import micro
 from laminar.placement.presets import residual_stream
 from laminar.rewrite.variants import rewritten
@@ -48,8 +48,10 @@ def placed(plan: Planned, graph: Graph) -> tuple[Graph, Plan]:
     part = rewritten(part, plan)
     meshes = {s.plan.mesh for s in plan.stages}
     if len(meshes) > 1:
-        raise PlanError(f"stages are spread over different meshes: {', '.join(sorted(map(str, meshes)))}",
-                        next="ask about one stage: plan.stages[k].plan")  # fmt: skip
+        raise PlanError(
+            f"stages are spread over different meshes: {', '.join(sorted(map(str, meshes)))}",
+            next="ask about one stage: plan.stages[k].plan",
+        )
     cut = split(part, plan.of, len(plan.stages))
     ops = {
         cut.like.get(n.name, n.name): s.plan.ops[n.name]
@@ -199,6 +201,8 @@ class _Reading:
         elif by_sample:
             odd = [i.name for i in leaves if i not in by_sample]
             self.obstacles.append(f"axis {name} splits the batch by sample, but not {_some(odd)}")
+        elif not split and any(self.plan.inputs[i.name][axis] == Split(1) for i in leaves):
+            self.obstacles.append(f"axis {name} splits sequences by token")
         elif not split:
             self.obstacles.append(f"axis {name} splits neither samples nor weights")
         else:
@@ -221,8 +225,11 @@ class _Reading:
                     wrong.append(weight)
         if wrong:
             self.obstacles.append(f"on axis {name} these are split neither by column nor by row: {_some(wrong)}")
-        heads = [n.name for n in self.graph.nodes if n.op == "laminar.attention"
-                 and any(p[axis] != Split(1) for p in self.plan.ops[n.name].ins[:3])]  # fmt: skip
+        heads = [
+            n.name
+            for n in self.graph.nodes
+            if n.op == "laminar.attention" and any(p[axis] != Split(1) for p in self.plan.ops[n.name].ins[:3])
+        ]
         if heads:
             self.obstacles.append(f"on axis {name} attention is not split by heads: {_some(heads)}")
         self._stream(axis, name)
@@ -230,8 +237,11 @@ class _Reading:
             found = self.used[table][axis]
             if found != Split(0):
                 self.notes.append(f"table {table} is {found} on {name}; it would be split by vocabulary, or whole")
-        biases = [i.name for i in self.params if len(i.spec.shape) == 1 and self.used[i.name][axis] == B
-                  and self.plan.inputs[i.name][axis] != B]  # fmt: skip
+        biases = [
+            i.name
+            for i in self.params
+            if len(i.spec.shape) == 1 and self.used[i.name][axis] == B and self.plan.inputs[i.name][axis] != B
+        ]
         if biases:
             self.notes.append(f"{len(biases)} vectors are stored in pieces on {name} and used whole: {_some(biases)}")
 

@@ -14,17 +14,17 @@ from laminar.cost.machine import Machine
 from laminar.cost.ops.families import COMPUTES, family_of
 from laminar.errors import LaminarError
 from laminar.forecast.step import machine
-from laminar.ir.cluster import Cluster
-from laminar.ir.codec import Ref
+from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.graph import Graph, Node
 from laminar.ir.ops import FREE
-from laminar.ir.plan import Plan
-from laminar.ir.planned import Planned
+from laminar.ir.plans.plan import Plan
+from laminar.ir.plans.planned import Planned
+from laminar.ir.plans.staged import Staged
 from laminar.ir.sbp import NdSbp, show
-from laminar.ir.staged import Staged
+from laminar.ir.serial.codec import Ref
 from laminar.placement.fold import fold
 from laminar.planner.report.classify import placed
-from laminar.rules.boxing import boxing
+from laminar.rules.boxing.boxing import boxing
 from laminar.rules.notation import Signature, call_of, localise
 
 LOOKS = FREE | {"aten._to_copy", "aten.clone"}
@@ -163,8 +163,11 @@ class _Sketching:
                 if self._batch(maker) and maker not in out.boxes:
                     out.boxes[maker] = Box(maker, maker, [], show(self.whole.inputs[maker]), [], 0.0, 0.0, False)
         if len(out.boxes) > MOST:
-            raise LaminarError(f"{len(out.boxes)} ops would be drawn", allowed=f"up to {MOST}",
-                               next="--dot, and a tool for large graphs")  # fmt: skip
+            raise LaminarError(
+                f"{len(out.boxes)} ops would be drawn",
+                allowed=f"up to {MOST}",
+                next="--dot, and a tool for large graphs",
+            )
         out.arrows = [Arrow(a, b, ", ".join(dict.fromkeys(moves))) for (a, b), moves in arrows.items()]
         _laid_out(out)
         return out

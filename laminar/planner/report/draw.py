@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from laminar.errors import LaminarError
-from laminar.ir.account import StageWork
-from laminar.ir.cluster import Cluster
+from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.graph import Graph
-from laminar.ir.planned import Planned
-from laminar.ir.staged import Staged
+from laminar.ir.plans.account import StageWork
+from laminar.ir.plans.planned import Planned
+from laminar.ir.plans.staged import Staged
 from laminar.planner.report.diagram import Arrow, Box, Sketch, sketched
 from laminar.planner.report.graph_of_plan import cluster_for, graph_for
 
@@ -111,9 +111,17 @@ def draw(plan: Planned, path: str | Path, *, graph: Graph | None = None, cluster
     for b in boxes:
         x, y, tall = at[b.name]
         axis.add_patch(
-            FancyBboxPatch((x - WIDE / 2, y), WIDE, tall, boxstyle="round,pad=0.02,rounding_size=0.08",
-                           facecolor=_colour(b, sketch), edgecolor="#4a5560", linewidth=0.8, zorder=3)
-        )  # fmt: skip
+            FancyBboxPatch(
+                (x - WIDE / 2, y),
+                WIDE,
+                tall,
+                boxstyle="round,pad=0.02,rounding_size=0.08",
+                facecolor=_colour(b, sketch),
+                edgecolor="#4a5560",
+                linewidth=0.8,
+                zorder=3,
+            )
+        )
         size = min(9.0, 9.0 * 34 / len(b.title))
         axis.text(x, y + 0.15, b.title, ha="center", va="center", fontsize=size, weight="bold", zorder=4)
         for k, line in enumerate(b.lines):
@@ -156,8 +164,19 @@ def _tops(boxes: Sequence[Box], head: float) -> tuple[dict[int, float], float]:
 def _frame(axis: Any, places: list[tuple[float, float, float]], layers: int, patch: Any) -> None:
     x0, x1 = min(p[0] for p in places) - WIDE / 2 - 0.7, max(p[0] for p in places) + WIDE / 2 + 0.7
     y0, y1 = min(p[1] for p in places) - 0.12, max(p[1] + p[2] for p in places) + 0.12
-    axis.add_patch(patch((x0, y0), x1 - x0, y1 - y0, boxstyle="round,pad=0.02,rounding_size=0.1", fill=False,
-                         edgecolor=FRAME, linestyle="--", linewidth=1.2, zorder=1))  # fmt: skip
+    axis.add_patch(
+        patch(
+            (x0, y0),
+            x1 - x0,
+            y1 - y0,
+            boxstyle="round,pad=0.02,rounding_size=0.1",
+            fill=False,
+            edgecolor=FRAME,
+            linestyle="--",
+            linewidth=1.2,
+            zorder=1,
+        )
+    )
     axis.text(x1 - 0.08, y0 + 0.16, f"x{layers}", ha="right", va="center", fontsize=13, color=FRAME, weight="bold")
 
 
@@ -171,9 +190,20 @@ def _arrow(axis: Any, at: dict[str, tuple[float, float, float]], arrow: Arrow, s
     if apart > 1:
         start, end = (x0 - WIDE / 2 - 0.02, y0 + tall / 2), (x1 - WIDE / 2 - 0.02, y1 + 0.15)
         bend = min(0.5, 0.9 / max(0.5, y1 - y0))
-    axis.annotate("", xy=end, xytext=start, zorder=2,
-                  arrowprops={"arrowstyle": "-|>", "color": colour, "linewidth": 1.6 if arrow.label else 0.9,
-                              "connectionstyle": f"arc3,rad={bend:.3f}", "shrinkA": 0, "shrinkB": 0})  # fmt: skip
+    axis.annotate(
+        "",
+        xy=end,
+        xytext=start,
+        zorder=2,
+        arrowprops={
+            "arrowstyle": "-|>",
+            "color": colour,
+            "linewidth": 1.6 if arrow.label else 0.9,
+            "connectionstyle": f"arc3,rad={bend:.3f}",
+            "shrinkA": 0,
+            "shrinkB": 0,
+        },
+    )
     if arrow.label:
         x, y = ((start[0] + end[0]) / 2, (start[1] + end[1]) / 2)
         if bend:

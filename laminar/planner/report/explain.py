@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from laminar.errors import PlanError
-from laminar.ir.account import Account, EstimatedPlan, OffloadSaving, RecomputeSaving, StageWork
-from laminar.ir.plan import Plan
-from laminar.ir.planned import Planned
-from laminar.ir.rewrites import carried, described
+from laminar.ir.plans.account import Account, EstimatedPlan, OffloadSaving, RecomputeSaving, StageWork
+from laminar.ir.plans.plan import Plan
+from laminar.ir.plans.planned import Planned
+from laminar.ir.plans.rewrites import carried, described
+from laminar.ir.plans.staged import Staged
 from laminar.ir.sbp import show
-from laminar.ir.staged import Staged
 from laminar.planner.report.words import difference, sized
 
 OVERRUN_S = 0.5
@@ -253,5 +253,8 @@ def costs(account: Account, price: float | None) -> list[str]:
         return []
     step_s = account.step.step_s
     each = 1e6 * step_s * account.devices * price / 3600 / count
-    return ["", f"at {price:g} for a device-hour: {each:.4g} for a million {unit} "
-            f"({account.devices} devices, {count / step_s:,.0f} {unit} a second)"]  # fmt: skip
+    return [
+        "",
+        f"at {price:g} for a device-hour: {each:.4g} for a million {unit} "
+        f"({account.devices} devices, {count / step_s:,.0f} {unit} a second)",
+    ]

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from laminar.errors import PlanError
-from laminar.ir.account import ParallelForm
 from laminar.ir.graph import Graph
-from laminar.ir.patterns import WITHOUT_PRODUCTS
-from laminar.ir.planned import Planned
+from laminar.ir.plans.account import ParallelForm
+from laminar.ir.plans.patterns import WITHOUT_PRODUCTS
+from laminar.ir.plans.planned import Planned
 from laminar.planner.report.classify import form
 from laminar.planner.report.graph_of_plan import graph_for
 
@@ -48,8 +48,13 @@ class Flags:
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
-        return {"style": self.style, "ok": self.ok, "flags": list(self.flags), "notes": list(self.notes),
-                "obstacles": list(self.obstacles)}  # fmt: skip
+        return {
+            "style": self.style,
+            "ok": self.ok,
+            "flags": list(self.flags),
+            "notes": list(self.notes),
+            "obstacles": list(self.obstacles),
+        }
 
 
 def flags(plan: Planned, style: str, *, graph: Graph | None = None) -> Flags:
@@ -81,8 +86,12 @@ def megatron(found: ParallelForm) -> Flags:
         out.append("--use-distributed-optimizer")
     elif found.zero:
         strategy = "optim_grads" if found.zero == 2 else "optim_grads_params"
-        out += ["--use-distributed-optimizer", "--use-megatron-fsdp",
-                f"--data-parallel-sharding-strategy {strategy}", "--no-gradient-accumulation-fusion"]  # fmt: skip
+        out += [
+            "--use-distributed-optimizer",
+            "--use-megatron-fsdp",
+            f"--data-parallel-sharding-strategy {strategy}",
+            "--no-gradient-accumulation-fusion",
+        ]
         if found.stages > 1:
             notes.append("parameters are gathered again for every micro-batch there")
     if found.zero and found.pieces < found.data:

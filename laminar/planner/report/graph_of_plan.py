@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from laminar.errors import PlanError
-from laminar.ir.cluster import Cluster
+from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.graph import Graph
-from laminar.ir.planned import Planned
+from laminar.ir.plans.planned import Planned
 from laminar.placement.micro_batch import micro
 from laminar.rules.samples import samples_of
 

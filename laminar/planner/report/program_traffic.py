@@ -6,11 +6,11 @@ from dataclasses import replace
 
 from laminar.cost.ops.eager import as_they_are, shown
 from laminar.ir.graph import Graph
-from laminar.ir.patterns import pick
-from laminar.ir.plan import Plan
+from laminar.ir.plans.patterns import pick
+from laminar.ir.plans.plan import Plan
 from laminar.lower.lower import lower
-from laminar.lower.offload import offload_saving
-from laminar.lower.planned_recompute import recompute_saving
+from laminar.lower.memory.offload import offload_saving
+from laminar.lower.memory.planned_recompute import recompute_saving
 from laminar.rewrite.variants import rewritten
 
 

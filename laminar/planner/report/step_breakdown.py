@@ -24,10 +24,10 @@ from laminar.cost.ops.families import COMPUTES
 from laminar.cost.sim.simulate import simulate, timeline
 from laminar.forecast.pipeline_step import StagedPrediction, inside, part_schedule
 from laminar.forecast.step import Prediction
-from laminar.ir.account import BindingLimit
-from laminar.ir.cluster import Cluster
+from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh
+from laminar.ir.plans.account import BindingLimit
 from laminar.ir.timeline import KINDS, Span, Timeline
 from laminar.rules.samples import samples_of
 
@@ -35,8 +35,13 @@ DRAWS = 20_000
 OWN = 0.01
 """Standard error of log(seconds) that is one plan's own, whatever it shares with others. Assumed."""
 BUBBLE, EXCHANGE, TRANSFERS = "bubble", "exposed exchange", "transfers between stages"
-BINDS = {"products": "compute", "other kernels": "memory bandwidth of the device", BUBBLE: "the pipeline's bubble",
-         "update": "the optimizer's update", "launches": "launches by the host"}  # fmt: skip
+BINDS = {
+    "products": "compute",
+    "other kernels": "memory bandwidth of the device",
+    BUBBLE: "the pipeline's bubble",
+    "update": "the optimizer's update",
+    "launches": "launches by the host",
+}
 """What a part is bound by; exchanges by their link."""
 
 

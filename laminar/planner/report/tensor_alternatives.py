@@ -20,16 +20,16 @@ from typing import Any
 from laminar.errors import LaminarError, PlanError
 from laminar.forecast.pipeline_step import predict_staged
 from laminar.forecast.step import machine, predict
-from laminar.ir.account import Account, SearchOptions
-from laminar.ir.cluster import Cluster
-from laminar.ir.codec import Ref
+from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.graph import Graph, Node
-from laminar.ir.patterns import known, pick
-from laminar.ir.plan import Plan
-from laminar.ir.planned import Planned
+from laminar.ir.plans.account import Account, SearchOptions
+from laminar.ir.plans.patterns import known, pick
+from laminar.ir.plans.plan import Plan
+from laminar.ir.plans.planned import Planned
+from laminar.ir.plans.staged import Staged, StagePlan
 from laminar.ir.sbp import B, NdSbp, Partial, Sbp, Split, check, local_spec, show
-from laminar.ir.staged import Staged, StagePlan
-from laminar.lower.split_stages import split
+from laminar.ir.serial.codec import Ref
+from laminar.lower.stages.split_stages import split
 from laminar.placement import presets
 from laminar.placement.complete import Pins, completed
 from laminar.placement.fold import fold
@@ -110,10 +110,18 @@ class Why:
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
         return {
-            "name": self.name, "spec": self.spec, "used": self.used, "grad": self.grad, "state": self.state,
-            "bytes": self.bytes, "alike": self.alike, "read_by": self.read_by, "patterns": list(self.patterns),
-            "chosen": _row(self.chosen), "options": [_row(o) for o in self.options],
-        }  # fmt: skip
+            "name": self.name,
+            "spec": self.spec,
+            "used": self.used,
+            "grad": self.grad,
+            "state": self.state,
+            "bytes": self.bytes,
+            "alike": self.alike,
+            "read_by": self.read_by,
+            "patterns": list(self.patterns),
+            "chosen": _row(self.chosen),
+            "options": [_row(o) for o in self.options],
+        }
 
 
 def _row(option: Option) -> dict[str, Any]:
@@ -165,8 +173,10 @@ class _Asking:
         for nd in self.others(lies):
             one = self.tried(nd)
             # Blocks that make no difference are not told.
-            if not any(one.step_s == o.step_s and one.peak_bytes == o.peak_bytes and dims(nd) == dims(k)
-                       for k, o in found.items()):  # fmt: skip
+            if not any(
+                one.step_s == o.step_s and one.peak_bytes == o.peak_bytes and dims(nd) == dims(k)
+                for k, o in found.items()
+            ):
                 found[nd] = one
         node, patterns = self.reader()
         trained = f"grad:{self.name}" in self.whole.outputs

@@ -11,13 +11,25 @@ from __future__ import annotations
 from dataclasses import replace
 
 from laminar.cost.ops.roofline import flops
-from laminar.ir.account import Account, ModelWork
-from laminar.ir.cluster import Cluster
+from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.graph import Graph
+from laminar.ir.plans.account import Account, ModelWork
 from laminar.rules.notation import call_of
 
-PRODUCTS = ("mm", "bmm", "_scaled_mm", "addmm", "baddbmm", "mv", "convolution", "convolution_backward", "attention",
-            "attention_backward", "lstm", "lstm_backward")  # fmt: skip
+PRODUCTS = (
+    "mm",
+    "bmm",
+    "_scaled_mm",
+    "addmm",
+    "baddbmm",
+    "mv",
+    "convolution",
+    "convolution_backward",
+    "attention",
+    "attention_backward",
+    "lstm",
+    "lstm_backward",
+)
 NAMES = {"f32": "float32", "f64": "float64", "bf16": "bfloat16", "f16": "float16"}
 DAY_S = 86400.0
 
@@ -69,8 +81,11 @@ def rate_lines(account: Account, amount: float | None = None, price: float | Non
         return []
     how, products = account.work.precision, account.work.products
     what = "as the model is" if how == "f32" else f"--precision {how}"
-    lines = ["", f"precision: {what}, products in {NAMES.get(products, products)}"
-             + ("; --precision bf16 prices autocast" if how == "f32" and products == "f32" else "")]  # fmt: skip
+    lines = [
+        "",
+        f"precision: {what}, products in {NAMES.get(products, products)}"
+        + ("; --precision bf16 prices autocast" if how == "f32" and products == "f32" else ""),
+    ]
     found = rates(account, amount, price)
     unit = "tokens" if "tokens_per_s" in found else "samples"
     if found:

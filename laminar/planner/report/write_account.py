@@ -6,11 +6,11 @@ import math
 from dataclasses import replace
 
 from laminar.errors import LaminarError
-from laminar.ir.account import ChanceToWin, EstimatedPlan, KeptOutPlan, SearchOptions, SimulatedPlan
 from laminar.ir.graph import Graph
-from laminar.ir.plan import Plan
-from laminar.ir.planned import Origin
-from laminar.ir.staged import Staged
+from laminar.ir.plans.account import ChanceToWin, EstimatedPlan, KeptOutPlan, SearchOptions, SimulatedPlan
+from laminar.ir.plans.plan import Plan
+from laminar.ir.plans.planned import Origin
+from laminar.ir.plans.staged import Staged
 from laminar.planner.estimate.candidates import Final, Found, described
 from laminar.planner.report.classify import form
 from laminar.planner.report.program_traffic import with_traffic
@@ -66,8 +66,11 @@ def explained(graph: Graph, request: Request, found: Found) -> Plan | Staged:
 
 def _kept_out(found: Found, request: Request) -> KeptOutPlan | None:
     """The fastest of the plans that are faster and do not fit."""
-    scores = [s for s in found.scores if s.seconds < found.certificate.step_s and s.peak_bytes > request.room_bytes
-              and math.isfinite(s.peak_bytes)]  # fmt: skip
+    scores = [
+        s
+        for s in found.scores
+        if s.seconds < found.certificate.step_s and s.peak_bytes > request.room_bytes and math.isfinite(s.peak_bytes)
+    ]
     if not scores:
         return None
     fastest = min(scores, key=lambda s: s.seconds)

@@ -23,13 +23,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from laminar.errors import PlanError
-from laminar.ir.account import BatchTaken, OtherBatch
-from laminar.ir.certificate import Certificate
-from laminar.ir.codec import content_hash
 from laminar.ir.graph import Graph
-from laminar.ir.plan import Plan
-from laminar.ir.planned import Planned
-from laminar.ir.staged import Staged
+from laminar.ir.plans.account import BatchTaken, OtherBatch
+from laminar.ir.plans.certificate import Certificate
+from laminar.ir.plans.plan import Plan
+from laminar.ir.plans.planned import Planned
+from laminar.ir.plans.staged import Staged
+from laminar.ir.serial.codec import content_hash
 from laminar.placement.micro_batch import micro
 from laminar.placement.presets import like
 from laminar.planner.estimate.candidates import Nothing

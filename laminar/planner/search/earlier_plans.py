@@ -16,9 +16,9 @@ from laminar.cache import store, stored
 from laminar.forecast.pipeline_step import predict_staged
 from laminar.forecast.step import predict
 from laminar.ir.graph import Graph
-from laminar.ir.plan import Plan
-from laminar.ir.rewrites import carried
-from laminar.ir.staged import Staged, plan_of
+from laminar.ir.plans.plan import Plan
+from laminar.ir.plans.rewrites import carried
+from laminar.ir.plans.staged import Staged, plan_of
 from laminar.placement.micro_batch import micro
 from laminar.planner.estimate.candidates import Final, Score
 from laminar.planner.estimate.score_placement import feasible

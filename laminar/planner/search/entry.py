@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from laminar.ir.graph import Graph
-from laminar.ir.plan import Plan
-from laminar.ir.staged import Staged
+from laminar.ir.plans.plan import Plan
+from laminar.ir.plans.staged import Staged
 from laminar.placement.fold import fold
 from laminar.planner.estimate.candidates import Nothing
 from laminar.planner.search.one_batch import refused, tried

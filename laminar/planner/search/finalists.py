@@ -2,10 +2,10 @@
 
 Besides what a search finds, plans with a name take part, whatever was predicted of them: who has to choose one by hand
 would try these. torch's own data parallel may be one more (`as_ddp`); whether it does the same is up to whoever knows
-the model (`train/ddp_fits.py`). What it takes is assumed to be what our data parallel is predicted to take.
+the model (`train/auto/ddp_fits.py`). What it takes is assumed to be what our data parallel is predicted to take.
 
-Nothing is run here. Whoever has ranks at hand runs them (`train/interleaved_timing.py`): `laminar plan --measure` on
-ranks that it starts, a job with `plan="auto"` on its own. Either way what was measured stands in the account of the
+Nothing is run here. Whoever has ranks at hand runs them (`train/auto/interleaved_timing.py`): `laminar plan --measure`
+on ranks that it starts, a job with `plan="auto"` on its own. Either way what was measured stands in the account of the
 plan that is taken, and the plan tells of itself, not of the one that was predicted fastest.
 """
 
@@ -21,11 +21,11 @@ from typing import Any
 from laminar.errors import LaminarError
 from laminar.forecast.pipeline_step import StagedPrediction, predict_staged
 from laminar.forecast.step import Prediction, predict
-from laminar.ir.account import Account, MeasuredPlan, MeasuredPlans, PlanLeftOut, SimulatedPlan
 from laminar.ir.mesh import Mesh
-from laminar.ir.plan import Plan, runs_ddp
-from laminar.ir.planned import Origin
-from laminar.ir.staged import Staged, plan_of
+from laminar.ir.plans.account import Account, MeasuredPlan, MeasuredPlans, PlanLeftOut, SimulatedPlan
+from laminar.ir.plans.plan import Plan, runs_ddp
+from laminar.ir.plans.planned import Origin
+from laminar.ir.plans.staged import Staged, plan_of
 from laminar.placement import presets
 from laminar.placement.micro_batch import micro
 from laminar.planner.report.step_breakdown import binding, held, spent
@@ -153,9 +153,14 @@ def fastest(rows: Sequence[Measured | str]) -> int:
 
 
 def settled(
-    plan: Plan | Staged, finals: Sequence[Finalist], rows: Sequence[Measured | str],
-    left_out: Mapping[str, str] = NOBODY_LEFT_OUT, *, seconds: float | None = None, micro_batches: int = 1,
-) -> Plan | Staged:  # fmt: skip
+    plan: Plan | Staged,
+    finals: Sequence[Finalist],
+    rows: Sequence[Measured | str],
+    left_out: Mapping[str, str] = NOBODY_LEFT_OUT,
+    *,
+    seconds: float | None = None,
+    micro_batches: int = 1,
+) -> Plan | Staged:
     """The plan that is taken, with all that was measured in its account; at least one has run.
 
     `plan` is the one that was predicted fastest, and the first of the finalists; `left_out` are those that were none,
@@ -164,10 +169,19 @@ def settled(
     assert plan.origin is not None, "a plan that comes from a search"
     best, ran = fastest(rows), [row for row in rows if isinstance(row, Measured)]
     found = [
-        MeasuredPlan(plan=f.name, step_s=row.step_s, low_s=row.low_s, high_s=row.high_s, ratio=row.ratio,
-                     ahead=row.ahead, predicted_s=f.step_s, taken=k == best)
-        for k, (row, f) in enumerate(zip(rows, finals, strict=True)) if isinstance(row, Measured)
-    ]  # fmt: skip
+        MeasuredPlan(
+            plan=f.name,
+            step_s=row.step_s,
+            low_s=row.low_s,
+            high_s=row.high_s,
+            ratio=row.ratio,
+            ahead=row.ahead,
+            predicted_s=f.step_s,
+            taken=k == best,
+        )
+        for k, (row, f) in enumerate(zip(rows, finals, strict=True))
+        if isinstance(row, Measured)
+    ]
     out = [PlanLeftOut(plan=f.name, why=row) for row, f in zip(rows, finals, strict=True) if isinstance(row, str)]
     out += [PlanLeftOut(plan=name, why=why) for name, why in left_out.items()]
     told = MeasuredPlans(

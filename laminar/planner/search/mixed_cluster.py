@@ -21,13 +21,13 @@ from dataclasses import dataclass, replace
 from laminar.cost.calibrate import interval
 from laminar.errors import LaminarError, PlanError
 from laminar.forecast.pipeline_step import StagedPrediction, predict_staged
-from laminar.ir.account import PartUsed, SimulatedPlan
-from laminar.ir.certificate import Certificate, Contradiction
-from laminar.ir.cluster import Cluster
+from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.graph import Graph
-from laminar.ir.plan import Plan
-from laminar.ir.planned import Origin
-from laminar.ir.staged import Staged
+from laminar.ir.plans.account import PartUsed, SimulatedPlan
+from laminar.ir.plans.certificate import Certificate, Contradiction
+from laminar.ir.plans.plan import Plan
+from laminar.ir.plans.planned import Origin
+from laminar.ir.plans.staged import Staged
 from laminar.planner.bounds.mixed_bound import SidesBounds
 from laminar.planner.estimate.candidates import Found
 from laminar.planner.estimate.mixed_pipelines import Guess, Priced, Shop, Side, Sides, all_sides, guessed, room_bytes
@@ -298,8 +298,9 @@ class MixedSearch:
 
     def no_room(self) -> PlanError:
         """Nothing fits, or nothing is allowed."""
-        names = ", ".join(f"{part.name} {room / 1e9:.1f} GB" for part, room in
-                          zip(self.cluster.parts, self.rooms, strict=True))  # fmt: skip
+        names = ", ".join(
+            f"{part.name} {room / 1e9:.1f} GB" for part, room in zip(self.cluster.parts, self.rooms, strict=True)
+        )
         return PlanError(
             f"no plan was found for {self.cluster.name}: {len(self.cells)} pipelines over its parts, and none that "
             f"fits on one part",
@@ -310,21 +311,25 @@ class MixedSearch:
     @property
     def space(self) -> Space:
         """All pipelines over the parts, and plans on one of them."""
-        return Space({
-            "graph": self.graph.hash,
-            "cluster": self.cluster.hash,
-            "devices": self.cluster.devices,
-            "optimizer": self.request.optimizer,
-            "memory_bytes": self.rooms,
-            "pipelines": [cell.to_json() for cell in self.cells],
-            "alone": [self.parts[k].certificate.space if k in self.parts else "" for k in range(len(self.rooms))],
-            "outside": list(self.outside),
-        })  # fmt: skip
+        return Space(
+            {
+                "graph": self.graph.hash,
+                "cluster": self.cluster.hash,
+                "devices": self.cluster.devices,
+                "optimizer": self.request.optimizer,
+                "memory_bytes": self.rooms,
+                "pipelines": [cell.to_json() for cell in self.cells],
+                "alone": [self.parts[k].certificate.space if k in self.parts else "" for k in range(len(self.rooms))],
+                "outside": list(self.outside),
+            }
+        )
 
     def certificate(self, step_s: float, sigma: float) -> Certificate:
         """What is proved about all pipelines over the parts, and about plans on one of them."""
-        alone = [self.parts[k].certificate.bound_s if k in self.parts else self.bounds.part_s(k)
-                 for k in range(len(self.rooms))]  # fmt: skip
+        alone = [
+            self.parts[k].certificate.bound_s if k in self.parts else self.bounds.part_s(k)
+            for k in range(len(self.rooms))
+        ]
         ruled_out = {c for c, bound_s in self.at.items() if bound_s >= step_s and c not in self.looked_at}
         inner = [f.certificate for f in self.parts.values()]
         wrong = (*(c for one in inner for c in one.contradictions), *withdrawn(self.contradictions))

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from laminar.ir.cluster import Cluster
+from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.graph import Graph
-from laminar.ir.staged import Staged
+from laminar.ir.plans.staged import Staged
 from laminar.placement import presets
 from laminar.planner.estimate.mixed_pipelines import Sides, pipeline_on
 from laminar.planner.space.named_plans import NAMED_MICRO_BATCHES

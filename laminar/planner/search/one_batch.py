@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 from laminar.errors import PlanError
 from laminar.ir.graph import Graph
-from laminar.ir.plan import Plan
-from laminar.ir.staged import Staged
+from laminar.ir.plans.plan import Plan
+from laminar.ir.plans.staged import Staged
 from laminar.planner.estimate.candidates import Nothing
 from laminar.planner.report.write_account import explained
 from laminar.planner.search.best_first.search import sought

@@ -28,13 +28,13 @@ from laminar.cost.sim.no_gc import uncollected
 from laminar.errors import LaminarError, PlanError
 from laminar.forecast.pipeline_step import StagedPrediction, predict_staged
 from laminar.forecast.step import Prediction, predict
-from laminar.ir.account import PartUsed, PlannedAnew, SimulatedPlan
-from laminar.ir.certificate import Certificate
-from laminar.ir.cluster import Cluster
+from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.graph import Graph
-from laminar.ir.plan import Plan
-from laminar.ir.planned import Origin
-from laminar.ir.staged import Staged
+from laminar.ir.plans.account import PartUsed, PlannedAnew, SimulatedPlan
+from laminar.ir.plans.certificate import Certificate
+from laminar.ir.plans.plan import Plan
+from laminar.ir.plans.planned import Origin
+from laminar.ir.plans.staged import Staged
 from laminar.planner.estimate.candidates import Score, described
 from laminar.planner.estimate.mixed_pipelines import Guess, Priced, Shop, Side, Sides, guessed, room_bytes
 from laminar.planner.estimate.stage_cost import ends_s, parts_of, share_of
@@ -322,8 +322,10 @@ class Replan:
         """On several kinds: a few pipelines of the search for such clusters, with the former tensor parallel ranks."""
         search = MixedSearch(self.graph, self.request)
         former = self.plan.micro_batches if isinstance(self.plan, Staged) else 0
-        likely = sorted((c for c in search.cells if c.recompute == self.former.recompute),
-                        key=lambda c: (max(s.tp for s in c.sides) != self.former.tp, search.ideal_s(c)))  # fmt: skip
+        likely = sorted(
+            (c for c in search.cells if c.recompute == self.former.recompute),
+            key=lambda c: (max(s.tp for s in c.sides) != self.former.tp, search.ideal_s(c)),
+        )
         same = [c for c in likely if c.micro_batches == former]
         for cell in [*same[:2], *likely[:2]]:
             search.guess(cell)
@@ -333,8 +335,10 @@ class Replan:
             if found is not None:
                 option = Option(guess.seconds, self.request.cluster, self.request.cluster.devices, None, guess)
                 return found.plan, found.ran, found.row().plan, option
-        raise PlanError(f"nothing like the former plan fits on {self.request.cluster.name}",
-                        next="search anew: laminar.plan(graph, cluster)")  # fmt: skip
+        raise PlanError(
+            f"nothing like the former plan fits on {self.request.cluster.name}",
+            next="search anew: laminar.plan(graph, cluster)",
+        )
 
     def finished(
         self, plan: Plan | Staged, ran: Prediction | StagedPrediction, words: str, option: Option

@@ -19,11 +19,11 @@ from typing import Any
 from laminar.errors import ClusterError, PlanError
 from laminar.forecast.pipeline_step import StagedPrediction, predict_staged
 from laminar.forecast.step import Prediction, predict
-from laminar.ir.account import SimulatedPlan
-from laminar.ir.cluster import Cluster, Figure
+from laminar.ir.clusters.cluster import Cluster, Figure
 from laminar.ir.graph import Graph
-from laminar.ir.plan import Plan
-from laminar.ir.staged import Staged
+from laminar.ir.plans.account import SimulatedPlan
+from laminar.ir.plans.plan import Plan
+from laminar.ir.plans.staged import Staged
 from laminar.planner.report.classify import placed
 from laminar.planner.report.graph_of_plan import cluster_for, cluster_named, graph_for
 from laminar.planner.report.step_breakdown import spent
@@ -50,8 +50,12 @@ class WhatIf:
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
-        return {"changed": self.changed, "words": list(self.words), "before": _figures(self.before),
-                "after": _figures(self.after) if self.after else None}  # fmt: skip
+        return {
+            "changed": self.changed,
+            "words": list(self.words),
+            "before": _figures(self.before),
+            "after": _figures(self.after) if self.after else None,
+        }
 
 
 def what_if(
@@ -88,8 +92,11 @@ def what_if(
     request = asking(new, **options)  # what makes no sense is an error, not an answer
     for pattern in request.place:
         if not matching(whole, pattern):
-            raise PlanError(f"{pattern!r} names no tensor of the model", allowed="  ".join(CHANGES),
-                            next="`laminar capture --report` lists all names")  # fmt: skip
+            raise PlanError(
+                f"{pattern!r} names no tensor of the model",
+                allowed="  ".join(CHANGES),
+                next="`laminar capture --report` lists all names",
+            )
     before = _predicted(plan, whole, old)
     changed = " and ".join(said)
     try:
@@ -124,8 +131,10 @@ def _words(before: Plan | Staged, after: Plan | Staged) -> list[str]:
     words.append(f"a step takes {b.step.step_s * 1e3:.3f} ms instead of {a.step.step_s * 1e3:.3f}: {pace}")
     if a.samples and b.samples and a.samples != b.samples:
         rates = b.samples / b.step.step_s, a.samples / a.step.step_s
-        words.append(f"a batch has {b.samples} samples instead of {a.samples}: "
-                     f"{rates[0]:,.1f} samples a second instead of {rates[1]:,.1f}")  # fmt: skip
+        words.append(
+            f"a batch has {b.samples} samples instead of {a.samples}: "
+            f"{rates[0]:,.1f} samples a second instead of {rates[1]:,.1f}"
+        )
     words.append(f"the fullest rank holds {sized(b.step.peak_bytes)} instead of {sized(a.step.peak_bytes)}")
     apart = difference(a.choice.spent, b.choice.spent, a.step.step_s)
     if apart:

@@ -19,7 +19,7 @@ from laminar.ir.sbp import Sbp
 from laminar.ir.tensor import TensorSpec
 from laminar.placement.complete import AxisCosts
 from laminar.planner.tuning import FUSED_SHARE
-from laminar.rules.boxing import Step
+from laminar.rules.boxing.boxing import Step
 from laminar.rules.notation import Call
 
 

@@ -64,8 +64,14 @@ class Cell:
 
     def to_json(self) -> dict[str, int | bool]:
         """Plain data."""
-        return {"stages": self.stages, "microbatches": self.micro_batches, "virtual": self.virtual, "dp": self.dp,
-                "tp": self.tp, "recompute": self.recompute}  # fmt: skip
+        return {
+            "stages": self.stages,
+            "microbatches": self.micro_batches,
+            "virtual": self.virtual,
+            "dp": self.dp,
+            "tp": self.tp,
+            "recompute": self.recompute,
+        }
 
 
 def divisors(n: int) -> list[int]:

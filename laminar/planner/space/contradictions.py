@@ -1,9 +1,9 @@
 """Simulated plans held against what was proved of their cells.
 
 Every plan that a search simulates is held against its bound. One that is faster shows that the proof is wrong, and a
-wrong proof is worth nothing: the certificate (`ir/certificate.py`) is withdrawn, with an event and a sentence that says
-so. With LAMINAR_CHECK_BOUNDS=1 in the environment the search ends with an error instead, and asks for the best bound of
-every cell that it simulates a plan of.
+wrong proof is worth nothing: the certificate (`ir/plans/certificate.py`) is withdrawn, with an event and a sentence
+that says so. With LAMINAR_CHECK_BOUNDS=1 in the environment the search ends with an error instead, and asks for the
+best bound of every cell that it simulates a plan of.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 from laminar.errors import LaminarError
 from laminar.events import emit
-from laminar.ir.certificate import Contradiction
+from laminar.ir.plans.certificate import Contradiction
 
 ROUNDING = 1e-6
 """What is simulated is counted in nanoseconds, what is proved in floating point."""

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from laminar.ir.graph import Graph
-from laminar.lower.split_stages import light_ops
+from laminar.lower.stages.split_stages import light_ops
 
 BEGINNING = ""
 """The fork of a region whose branches read inputs only."""
@@ -52,8 +52,11 @@ def forward_reads(graph: Graph) -> dict[str, list[str]]:
     for node in reversed(ops.values()):
         if node.name in needed:
             needed.update(r.name for r in node.ins)
-    return {name: list(dict.fromkeys(r.name for r in node.ins if r.name in ops)) for name, node in ops.items()
-            if name in needed}  # fmt: skip
+    return {
+        name: list(dict.fromkeys(r.name for r in node.ins if r.name in ops))
+        for name, node in ops.items()
+        if name in needed
+    }
 
 
 def regions(reads: Reads) -> list[Region]:

@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 
 from laminar.ir.graph import Graph
-from laminar.ir.plan import Plan
-from laminar.ir.staged import Staged
+from laminar.ir.plans.plan import Plan
+from laminar.ir.plans.staged import Staged
 from laminar.placement import presets
 from laminar.planner.space.cell import Cell
 from laminar.planner.space.request import Request

@@ -19,13 +19,13 @@ from functools import cached_property
 from typing import Any
 
 from laminar.errors import PlanError
-from laminar.ir.codec import content_hash
 from laminar.ir.graph import Graph
 from laminar.ir.ops import FREE
-from laminar.ir.patterns import WITH_COLLECTIVES, WITHOUT_PRODUCTS
-from laminar.ir.plan import Plan
-from laminar.ir.planned import Planned
-from laminar.ir.staged import Staged
+from laminar.ir.plans.patterns import WITH_COLLECTIVES, WITHOUT_PRODUCTS
+from laminar.ir.plans.plan import Plan
+from laminar.ir.plans.planned import Planned
+from laminar.ir.plans.staged import Staged
+from laminar.ir.serial.codec import content_hash
 from laminar.placement.micro_batch import micro
 from laminar.planner.space.cell import Cell
 from laminar.planner.space.pins import parsed, pattern
@@ -80,27 +80,29 @@ class Space:
     ) -> Space:
         """All plans of these cells; `blocks` names the modules that may be made again, up to `rows` stages in a row."""
         rows = max((n for c in cells if c.stages > 1 and (n := c.stages * c.virtual) <= rows), default=0)
-        return Space({
-            "graph": graph.hash,
-            "cluster": request.cluster.hash,
-            "devices": request.cluster.devices,
-            "optimizer": request.optimizer,
-            "memory_bytes": request.room_bytes,
-            "placements": PLACEMENTS,
-            "cuts": STAGE_CUTS,
-            **({"rows": rows, "in a row": STAGES_IN_A_ROW.format(rows)} if rows else {}),
-            **({"sets": BRANCH_PLACEMENTS} if more.get("branches") else {}),
-            **({"pinned": dict(request.place)} if request.place else {}),
-            **({"recompute": RECOMPUTED} if request.recomputes else {}),
-            **({"offload": OFFLOADED} if request.offloads else {}),
-            **({"blocks": blocks} if blocks else {}),
-            **({"rules": texts(request.rules)} if request.rules and request.allows("rewrite") else {}),
-            "zero": [0, 1, 2, 3] if request.allows("zero") else [0],
-            "gathers": PARAMETER_GATHERS,
-            "algorithms": ALGORITHMS,
-            "cells": [[c.stages, c.micro_batches, c.virtual, c.dp, c.tp, int(c.recompute)] for c in cells],
-            **more,
-        })  # fmt: skip
+        return Space(
+            {
+                "graph": graph.hash,
+                "cluster": request.cluster.hash,
+                "devices": request.cluster.devices,
+                "optimizer": request.optimizer,
+                "memory_bytes": request.room_bytes,
+                "placements": PLACEMENTS,
+                "cuts": STAGE_CUTS,
+                **({"rows": rows, "in a row": STAGES_IN_A_ROW.format(rows)} if rows else {}),
+                **({"sets": BRANCH_PLACEMENTS} if more.get("branches") else {}),
+                **({"pinned": dict(request.place)} if request.place else {}),
+                **({"recompute": RECOMPUTED} if request.recomputes else {}),
+                **({"offload": OFFLOADED} if request.offloads else {}),
+                **({"blocks": blocks} if blocks else {}),
+                **({"rules": texts(request.rules)} if request.rules and request.allows("rewrite") else {}),
+                "zero": [0, 1, 2, 3] if request.allows("zero") else [0],
+                "gathers": PARAMETER_GATHERS,
+                "algorithms": ALGORITHMS,
+                "cells": [[c.stages, c.micro_batches, c.virtual, c.dp, c.tp, int(c.recompute)] for c in cells],
+                **more,
+            }
+        )
 
     @cached_property
     def hash(self) -> str:
@@ -258,8 +260,10 @@ class Space:
         """For a cluster whose parts differ."""
         if not isinstance(plan, Staged):
             return Member(False, "plans on one part alone have spaces of their own")
-        sizes = [(p.mesh.sizes[0] if len(p.mesh.sizes) > 1 or p.mesh.names[0] != "tp" else 1, p.mesh.ranks)
-                 for p in plan.places]  # fmt: skip
+        sizes = [
+            (p.mesh.sizes[0] if len(p.mesh.sizes) > 1 or p.mesh.names[0] != "tp" else 1, p.mesh.ranks)
+            for p in plan.places
+        ]
         meshes = [(dp, ranks // dp) for dp, ranks in sizes]
         again = any(one.recompute for one in _plans(plan))
         for way in self.data["pipelines"]:

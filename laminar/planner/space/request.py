@@ -13,7 +13,7 @@ from typing import Any
 
 from laminar.cost.machine import UPDATES
 from laminar.errors import PlanError
-from laminar.ir.cluster import Cluster
+from laminar.ir.clusters.cluster import Cluster
 from laminar.rewrite.apply import Rule
 
 DIMENSIONS = ("data", "tensor", "pipeline", "zero", "recompute", "offload", "rewrite")
@@ -58,14 +58,22 @@ class Request:
         if self.budget_s < 0 or self.proposals < 0:
             raise PlanError(f"a budget of {self.budget_s} s and {self.proposals} proposals", allowed="0 or more")
         if self.margin is not None and not 0 <= self.margin < 1:
-            raise PlanError(f"a margin of {self.margin}", allowed="a share of the memory: 0 or more, less than 1",
-                            next="margin=0.08 leaves 8 % free")  # fmt: skip
+            raise PlanError(
+                f"a margin of {self.margin}",
+                allowed="a share of the memory: 0 or more, less than 1",
+                next="margin=0.08 leaves 8 % free",
+            )
         if self.margin is not None and self.memory_bytes is not None:
-            raise PlanError("memory_bytes and margin both say what a rank may fill",
-                            next="leave out one: memory_bytes counts bytes, margin is a share left free")  # fmt: skip
+            raise PlanError(
+                "memory_bytes and margin both say what a rank may fill",
+                next="leave out one: memory_bytes counts bytes, margin is a share left free",
+            )
         if self.batch not in BATCHES:
-            raise PlanError(f"the batch is {self.batch!r}", allowed="  ".join(BATCHES),
-                            next="for a batch of so many samples, capture the model with it")  # fmt: skip
+            raise PlanError(
+                f"the batch is {self.batch!r}",
+                allowed="  ".join(BATCHES),
+                next="for a batch of so many samples, capture the model with it",
+            )
         if self.optimizer not in UPDATES:
             raise PlanError(f"no prices for optimizer {self.optimizer!r}", allowed="  ".join(UPDATES))
         for name, value in self.pin.items():
@@ -141,5 +149,6 @@ def asking(
     known = {*PINNABLE, *STORED_PINS.values()}
     place = {k: v for k, v in stored_pins(pin).items() if k not in known and isinstance(v, str)}
     numbers = {k: v for k, v in stored_pins(pin).items() if k not in place}
-    return Request(cluster, memory_bytes, budget_s, optimizer, numbers,
-                   dimensions(only), place, proposals, margin, batch, read)  # fmt: skip
+    return Request(
+        cluster, memory_bytes, budget_s, optimizer, numbers, dimensions(only), place, proposals, margin, batch, read
+    )

@@ -27,7 +27,7 @@ from laminar.errors import LaminarError
 from laminar.forecast.step import machine, timed
 from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh
-from laminar.ir.rewrites import Steps
+from laminar.ir.plans.rewrites import Steps
 from laminar.lower.step import step_programs
 from laminar.placement import presets
 from laminar.placement.fold import Fold, fold

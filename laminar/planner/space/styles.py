@@ -25,7 +25,7 @@ from laminar.cost.machine import Machine
 from laminar.errors import LaminarError, PlanError
 from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh
-from laminar.ir.plan import Plan
+from laminar.ir.plans.plan import Plan
 from laminar.ir.sbp import Split, local_spec
 from laminar.placement import presets
 from laminar.placement.complete import Pins, Solved, completed

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laminar.capture.torch_ops import caller, constant_tensor, unplain
-from laminar.ir.codec import Ref
+from laminar.capture.ops.torch_ops import caller, constant_tensor, unplain
 from laminar.ir.graph import Graph, Node, map_refs
+from laminar.ir.serial.codec import Ref
 
 
 def constants_of(graph: Graph, wide: bool = False) -> dict[str, Tensor]:

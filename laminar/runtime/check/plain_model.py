@@ -21,22 +21,41 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from laminar.capture import torch_private
-from laminar.capture.canonical import HANDLERS, Canonical, body_of
+from laminar.capture.canonical.canonical import HANDLERS, Canonical, body_of
+from laminar.capture.canonical.rewritten_functions import WRITTEN_OUT
 from laminar.capture.capture import read_loss
-from laminar.capture.eager_search import keyed
-from laminar.capture.model_tensors import Slot, slots_of, swapped
-from laminar.capture.origins import canonical_again
-from laminar.capture.rewritten_functions import WRITTEN_OUT
+from laminar.capture.eager.eager_search import keyed
+from laminar.capture.model.model_tensors import Slot, slots_of, swapped
+from laminar.capture.tracing.origins import canonical_again
 from laminar.runtime.pipeline.loader import LOADER
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 RUN_BY_TORCH = frozenset(
-    [F.batch_norm, F.embedding, F.embedding_bag, F.gaussian_nll_loss, Tensor.data.__set__,  # type: ignore[attr-defined]
-     F.instance_norm, F.ctc_loss, torch.ctc_loss, torch.masked_select, Tensor.masked_select, Tensor.tolist,
-     Tensor.numpy, Tensor.__array__, Tensor.__deepcopy__, F.grouped_mm, torch_private.grouped_mm,
-     F.adaptive_avg_pool2d, F.adaptive_avg_pool3d, torch_private.multilabel_margin_loss,
-     torch.batch_norm, torch.instance_norm, *WRITTEN_OUT]
-)  # fmt: skip
+    [
+        F.batch_norm,
+        F.embedding,
+        F.embedding_bag,
+        F.gaussian_nll_loss,
+        Tensor.data.__set__,  # type: ignore[attr-defined]
+        F.instance_norm,
+        F.ctc_loss,
+        torch.ctc_loss,
+        torch.masked_select,
+        Tensor.masked_select,
+        Tensor.tolist,
+        Tensor.numpy,
+        Tensor.__array__,
+        Tensor.__deepcopy__,
+        F.grouped_mm,
+        torch_private.grouped_mm,
+        F.adaptive_avg_pool2d,
+        F.adaptive_avg_pool3d,
+        torch_private.multilabel_margin_loss,
+        torch.batch_norm,
+        torch.instance_norm,
+        *WRITTEN_OUT,
+    ]
+)
 """Functions that capture has forms of its own for, without a draw in them: here torch's own run."""
 RECURRENT = frozenset([torch_private.lstm, torch_private.gru, torch_private.rnn_tanh, torch_private.rnn_relu])
 

@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laminar.capture.torch_ops import DTYPES, caller, unplain
+from laminar.capture.ops.torch_ops import DTYPES, caller, unplain
 from laminar.ir.graph import Graph, Node, map_refs
 from laminar.ir.mesh import Mesh
 from laminar.ir.sbp import PSUM, B, Sbp, Split
 from laminar.ir.tensor import TensorSpec
 from laminar.rules.notation import call_of
-from laminar.rules.table import rule_for
+from laminar.rules.ops.table import rule_for
 from laminar.runtime.comm.shards import assemble, shard
 
 PROBE_DRAWS = 3

@@ -29,9 +29,13 @@ from laminar.runtime.comm.transport import Groups, join_process_group
 
 
 def on_ranks(
-    world: int, call: Callable[..., Any], *args: Any, threads: int = 1, timeout_s: float = 240.0,
+    world: int,
+    call: Callable[..., Any],
+    *args: Any,
+    threads: int = 1,
+    timeout_s: float = 240.0,
     waiting: Callable[[], None] | None = None,
-) -> list[Any]:  # fmt: skip
+) -> list[Any]:
     """What `call(*args)` returns on each rank of a new process group; `call` must be importable by name.
 
     `waiting` is called again and again until they are done, to show how far they are.
@@ -90,9 +94,12 @@ def _child(rank: int, world: int, folder: str, threads: int) -> None:
 
 
 def run_processes(
-    program: Program, inputs: Mapping[str, Tensor], constants: Mapping[str, Tensor] | None = None, device: str = "cpu",
+    program: Program,
+    inputs: Mapping[str, Tensor],
+    constants: Mapping[str, Tensor] | None = None,
+    device: str = "cpu",
     timeout_s: float = 240.0,
-) -> list[dict[str, Tensor]]:  # fmt: skip
+) -> list[dict[str, Tensor]]:
     """Outputs of every rank by `kind:name`, from whole inputs."""
     whole = {k: v.detach().contiguous() for k, v in inputs.items()}
     return on_ranks(program.mesh.ranks, _run, program, whole, dict(constants or {}), device, timeout_s=timeout_s)

@@ -23,12 +23,12 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from laminar.capture.torch_ops import DTYPES
+from laminar.capture.ops.torch_ops import DTYPES
 from laminar.errors import GraphError, LaminarError
-from laminar.ir.codec import Ref
 from laminar.ir.graph import RNG, Graph, Input, widen
-from laminar.ir.plan import Plan
-from laminar.ir.staged import Staged
+from laminar.ir.plans.plan import Plan
+from laminar.ir.plans.staged import Staged
+from laminar.ir.serial.codec import Ref
 from laminar.placement.fold import fold
 from laminar.placement.micro_batch import micro
 from laminar.rewrite.apply import Rule, work_of
@@ -163,11 +163,27 @@ def random_inputs(graph: Graph, seed: int = 0) -> dict[str, Tensor]:
     return out
 
 
-INDEXED = {"aten.embedding": (1, 0, 0), "aten.nll_loss_forward": (1, 0, -1), "aten.nll_loss_backward": (2, 1, -1),
-           "aten.nll_loss2d_forward": (1, 0, 1), "aten.nll_loss2d_backward": (2, 1, 1)}  # fmt: skip
+INDEXED = {
+    "aten.embedding": (1, 0, 0),
+    "aten.nll_loss_forward": (1, 0, -1),
+    "aten.nll_loss_backward": (2, 1, -1),
+    "aten.nll_loss2d_forward": (1, 0, 1),
+    "aten.nll_loss2d_backward": (2, 1, 1),
+}
 """Ops that take whole numbers as indices: the argument that holds them, the tensor and the dim they point into."""
-MOVED = ("aten.view", "aten.slice.Tensor", "aten.select.int", "aten.transpose.int", "aten.t", "aten.permute",
-         "aten.unsqueeze", "aten.squeeze.dim", "aten._to_copy", "aten.expand", "aten.split.Tensor")  # fmt: skip
+MOVED = (
+    "aten.view",
+    "aten.slice.Tensor",
+    "aten.select.int",
+    "aten.transpose.int",
+    "aten.t",
+    "aten.permute",
+    "aten.unsqueeze",
+    "aten.squeeze.dim",
+    "aten._to_copy",
+    "aten.expand",
+    "aten.split.Tensor",
+)
 
 
 def bound_of(graph: Graph, item: Input) -> int:

@@ -23,7 +23,7 @@ import torch
 
 from laminar.cache import kept
 from laminar.errors import RuleError
-from laminar.ir.account import FileRules
+from laminar.ir.plans.account import FileRules
 from laminar.rewrite.apply import Rule
 from laminar.rewrite.implied import implied
 from laminar.rewrite.rule_files import FAILS, NOT_LOADED, entries, load
@@ -54,8 +54,13 @@ class Verdict:
 
     def to_json(self) -> dict[str, Any]:
         """Plain data; `from_json` is the inverse."""
-        return {"name": self.name, "reason": self.reason, "loaded": self.loaded, "proved": self.proved,
-                "rules": [list(rule) for rule in self.rules]}  # fmt: skip
+        return {
+            "name": self.name,
+            "reason": self.reason,
+            "loaded": self.loaded,
+            "proved": self.proved,
+            "rules": [list(rule) for rule in self.rules],
+        }
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Verdict:
@@ -102,11 +107,13 @@ class ProvedRules:
 
     def __str__(self) -> str:
         n = self.counts()
-        return "\n".join([
-            f"{self.file}: {n.rules} rules, {n.loaded} loaded, {n.proved} of them proved on random numbers",
-            f"  {n.new} are new, and searched with",
-            *(f"  {count} left out: {reason}" for reason, count in self.left_out.items()),
-        ])  # fmt: skip
+        return "\n".join(
+            [
+                f"{self.file}: {n.rules} rules, {n.loaded} loaded, {n.proved} of them proved on random numbers",
+                f"  {n.new} are new, and searched with",
+                *(f"  {count} left out: {reason}" for reason, count in self.left_out.items()),
+            ]
+        )
 
 
 def proved_rules(path: str | Path, progress: Callable[[int, int], None] | None = None) -> ProvedRules:

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laminar.ir.codec import Ref
 from laminar.ir.graph import Graph, Node
 from laminar.ir.ops import VIEWS
+from laminar.ir.serial.codec import Ref
 from laminar.runtime.check.one_device import run_graph
 
 NUDGE = {torch.float64: 2.0**-36, torch.complex128: 2.0**-36}

@@ -19,16 +19,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laminar.ir.codec import Ref
 from laminar.ir.graph import Graph, Node, widen
-from laminar.ir.plan import Plan
+from laminar.ir.plans.plan import Plan
+from laminar.ir.plans.staged import Staged
 from laminar.ir.program import Instr, Program
 from laminar.ir.sbp import show
-from laminar.ir.staged import Staged
+from laminar.ir.serial.codec import Ref
 from laminar.lower.lower import lower
-from laminar.lower.stage_programs import Stages, in_other_precision, stages
+from laminar.lower.stages.stage_programs import Stages, in_other_precision, stages
 from laminar.rewrite.variants import rewritten
-from laminar.runtime.check import lockstep, loopback, loopback_pipeline
+from laminar.runtime.check.in_process import lockstep, loopback, loopback_pipeline
 from laminar.runtime.check.one_device import constants_of, run_graph
 from laminar.runtime.check.one_device import widened_tensor as widened_one
 from laminar.runtime.check.processes import run_processes

@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laminar.capture import kernels
-from laminar.capture import op_library as op_library  # registers the canonical ops
-from laminar.capture.torch_ops import find_op
+from laminar.capture.ops import (
+    kernels,  # registers the canonical ops
+)
+from laminar.capture.ops import op_library as op_library  # registers the canonical ops
+from laminar.capture.ops.torch_ops import find_op
 
 
 def _stats_dtype(x: Tensor) -> torch.dtype:
@@ -111,18 +113,28 @@ def _loaded(shape: Sequence[int], key: Tensor) -> list[Tensor]:
 
 
 def _uniform(
-    shape: Sequence[int], key: Tensor, site: int, dtype: torch.dtype, part: Sequence[int] | None = None,
-    index: Sequence[Tensor] | None = None, full: Sequence[int] | None = None,
-) -> Tensor:  # fmt: skip
+    shape: Sequence[int],
+    key: Tensor,
+    site: int,
+    dtype: torch.dtype,
+    part: Sequence[int] | None = None,
+    index: Sequence[Tensor] | None = None,
+    full: Sequence[int] | None = None,
+) -> Tensor:
     """The keyed draw of `kernels.uniform`, to the last bit."""
     index = _loaded(shape, key) if index is None else index
     return kernels.uniform(shape, key, site, dtype, part, index, full or shape)
 
 
 def _normal(
-    shape: Sequence[int], key: Tensor, site: int, dtype: torch.dtype, part: Sequence[int] | None = None,
-    index: Sequence[Tensor] | None = None, full: Sequence[int] | None = None,
-) -> Tensor:  # fmt: skip
+    shape: Sequence[int],
+    key: Tensor,
+    site: int,
+    dtype: torch.dtype,
+    part: Sequence[int] | None = None,
+    index: Sequence[Tensor] | None = None,
+    full: Sequence[int] | None = None,
+) -> Tensor:
     """The keyed draw of `kernels.normal`."""
     index = _loaded(shape, key) if index is None else index
     return kernels.normal(shape, key, site, dtype, part, index, full or shape)

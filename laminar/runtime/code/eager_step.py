@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from laminar.capture.torch_ops import DTYPES, constant_tensor, gives_list
-from laminar.ir.codec import Ref
+from laminar.capture.ops.torch_ops import DTYPES, constant_tensor, gives_list
 from laminar.ir.program import Instr, Program
 from laminar.ir.sbp import local_shape
+from laminar.ir.serial.codec import Ref
 from laminar.runtime.code.call_list import Calls
 from laminar.runtime.code.fused_lstm import FORWARD, FUSED, paired
 from laminar.runtime.code.host_copies import exchange_of

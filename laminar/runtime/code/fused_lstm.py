@@ -4,7 +4,7 @@
 the host as any other. torch's kernel (oneDNN's, two to three times as fast) keeps a workspace of bytes instead, laid
 out as only its own backward knows. So the two are exchanged together, and only where nobody else would see it: every
 reader of gates and cells is a backward line that takes both as they were made. All other programs, other dtypes and
-other devices run the forms of `capture/kernels.py`.
+other devices run the forms of `capture/ops/kernels.py`.
 
 The workspace is about three times as large as gates and cells, of which `cost/memory/peak.py` knows nothing.
 """
@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laminar.capture import kernels
-from laminar.ir.codec import Ref
+from laminar.capture.ops import kernels
 from laminar.ir.program import Program
+from laminar.ir.serial.codec import Ref
 
 FORWARD, BACKWARD = "laminar.lstm", "laminar.lstm_backward"
 GATES, CELLS = 3, 4
@@ -68,9 +68,16 @@ def _stacked(*states: Tensor) -> list[Tensor]:
 
 
 def fused_lstm(
-    x: Tensor, h0: Tensor, c0: Tensor, w_ih: Tensor, w_hh: Tensor, bias: Tensor | None, reverse: bool,
-    *, keeps: bool = True,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | Workspace, Tensor | None]:  # fmt: skip
+    x: Tensor,
+    h0: Tensor,
+    c0: Tensor,
+    w_ih: Tensor,
+    w_hh: Tensor,
+    bias: Tensor | None,
+    reverse: bool,
+    *,
+    keeps: bool = True,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | Workspace, Tensor | None]:
     """As `kernels.lstm`, with a workspace instead of gates, and no cells; unless it `keeps` it, of no use."""
     if not _can(x):
         return kernels.lstm(x, h0, c0, w_ih, w_hh, bias, reverse)
@@ -84,19 +91,47 @@ def fused_lstm(
 
 
 def fused_lstm_backward(
-    dy: Tensor, dh: Tensor, dc: Tensor, x: Tensor, h0: Tensor, c0: Tensor, w_ih: Tensor, w_hh: Tensor,
-    y: Tensor, kept: Tensor | Workspace, cells: Tensor | None, reverse: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    dy: Tensor,
+    dh: Tensor,
+    dc: Tensor,
+    x: Tensor,
+    h0: Tensor,
+    c0: Tensor,
+    w_ih: Tensor,
+    w_hh: Tensor,
+    y: Tensor,
+    kept: Tensor | Workspace,
+    cells: Tensor | None,
+    reverse: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """As `kernels.lstm_backward`, of what `fused_lstm` has kept."""
     if not isinstance(kept, Workspace):
         assert cells is not None
         return kernels.lstm_backward(dy, dh, dc, x, h0, c0, w_ih, w_hh, y, kept, cells, reverse)
     hidden = h0.shape[-1]
     dx, dw_ih, dw_hh, db, _, dh0, dc0 = torch.ops.aten.mkldnn_rnn_layer_backward(
-        x.contiguous(), w_ih, w_hh, kept.bias, torch.zeros_like(kept.bias),
-        *_stacked(h0, c0), y.contiguous(), kept.h, kept.c, dy.contiguous(), *_stacked(dh, dc),
-        reverse, LSTM, hidden, 1, True, True, False, [], False, kept.bytes,
-    )  # fmt: skip
+        x.contiguous(),
+        w_ih,
+        w_hh,
+        kept.bias,
+        torch.zeros_like(kept.bias),
+        *_stacked(h0, c0),
+        y.contiguous(),
+        kept.h,
+        kept.c,
+        dy.contiguous(),
+        *_stacked(dh, dc),
+        reverse,
+        LSTM,
+        hidden,
+        1,
+        True,
+        True,
+        False,
+        [],
+        False,
+        kept.bytes,
+    )
     return dx, dh0[0], dc0[0], dw_ih, dw_hh, db
 
 

@@ -1,4 +1,4 @@
-"""Values that wait in the host's memory: how `host.send` and `host.bring` (`lower/offload.py`) run.
+"""Values that wait in the host's memory: how `host.send` and `host.bring` (`lower/memory/offload.py`) run.
 
 Both are started and finished like collectives, so that what stands between runs beside the copy. On a GPU:
 

@@ -1,9 +1,9 @@
 """A program through Inductor: fused kernels between collectives, and no host work where shapes allow.
 
-Same call as `EagerStep`, other means. The program is first made cheap to keep (`lower/mincut_recompute.py`), then
-cut at collectives and where backward begins into *parts*, pure functions of tensors. Each part is traced
-to ATen, decomposed and compiled when it is first reached, with the strides its inputs then have. Forward
-and backward are never one part: a compiler would share what recomputation is there to make twice.
+Same call as `EagerStep`, other means. The program is first made cheap to keep (`lower/memory/mincut_recompute.py`),
+then cut at collectives and where backward begins into *parts*, pure functions of tensors. Each part is traced to ATen,
+decomposed and compiled when it is first reached, with the strides its inputs then have. Forward and backward are never
+one part: a compiler would share what recomputation is there to make twice.
 
     memory    a part gets its inputs in a list that it empties; what nobody needs afterwards is freed at
               its last reader inside the part, or overwritten there.
@@ -32,14 +32,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laminar.capture.torch_ops import DTYPES, constant_tensor, find_op
+from laminar.capture.ops.torch_ops import DTYPES, constant_tensor, find_op
 from laminar.capture.torch_private import compiled_graph
 from laminar.events import emit
-from laminar.ir.codec import Dtype, Ref
 from laminar.ir.ops import HOST_BRING
 from laminar.ir.program import Instr, Program
-from laminar.lower.mincut_recompute import TRAFFIC, recompute, written_out
-from laminar.lower.planned_recompute import early
+from laminar.ir.serial.codec import Dtype, Ref
+from laminar.lower.memory.mincut_recompute import TRAFFIC, recompute, written_out
+from laminar.lower.memory.planned_recompute import early
 from laminar.runtime.code.cuda_graph import RecordedGraph
 from laminar.runtime.code.decompositions import DECOMPOSED
 from laminar.runtime.code.host_copies import Bring, Send, exchange_of

@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any
 
 from laminar.capture import torch_private
-from laminar.capture.torch_ops import find_op
+from laminar.capture.ops.torch_ops import find_op
 from laminar.ir.ops import LOCAL_BOXING
 from laminar.ir.ops import may_share_memory as by_name
 from laminar.ir.program import Instr

@@ -1,9 +1,10 @@
 """Crossings on real tensors: what a rank sends from where, and where it puts what arrives.
 
-`rules/crossing.py` says which region goes where, in intervals. Here they become views: an interval is a `narrow`,
-intervals of one length at one distance are a strided view (and so are such patterns of patterns), so each region is
-copied by a few strided copies, most by one, and by none where it lies in one stretch of memory. Between two ranks that
-pair off with whole local tensors, that is always: the tensor itself is sent, and received where it will be used.
+`rules/boxing/crossing.py` says which region goes where, in intervals. Here they become views: an interval is a
+`narrow`, intervals of one length at one distance are a strided view (and so are such patterns of patterns), so each
+region is copied by a few strided copies, most by one, and by none where it lies in one stretch of memory. Between two
+ranks that pair off with whole local tensors, that is always: the tensor itself is sent, and received where it will be
+used.
 
 A `CrossMeshSender` or `CrossMeshReceiver` is made once for a rank and an edge, and used for every micro-batch. They
 never talk to anybody: `pack` gives tensors to send, `room` gives tensors to receive into. A tensor that `pack` gave may
@@ -26,10 +27,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laminar.capture.torch_ops import DTYPES
+from laminar.capture.ops.torch_ops import DTYPES
 from laminar.errors import PlacementError
-from laminar.rules.crossing import Crossing
-from laminar.rules.regions import Intervals, Region
+from laminar.rules.boxing.crossing import Crossing
+from laminar.rules.boxing.regions import Intervals, Region
 
 
 class StridedRun(NamedTuple):

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from laminar.capture.torch_private import foreach_copy
-from laminar.ir import limits
-from laminar.ir.limits import ALIGN
+from laminar.ir.clusters import limits
+from laminar.ir.clusters.limits import ALIGN
 from laminar.ir.program import Program
 from laminar.ir.sbp import chunk
 from laminar.runtime.comm.aliases import result_may_alias
@@ -231,8 +231,11 @@ class P2PReduceScatter:
             for i, piece in zip(pieces.packed, pieces.split(packed, at), strict=True):
                 terms[i][r] = piece
         if pieces.packed:
-            pairs = [(v, views[i][r]) for r, row in enumerate(self.packed_views)
-                     for v, i in zip(row, pieces.packed, strict=True)]  # fmt: skip
+            pairs = [
+                (v, views[i][r])
+                for r, row in enumerate(self.packed_views)
+                for v, i in zip(row, pieces.packed, strict=True)
+            ]
             foreach_copy([v.view(x.shape) for v, x in pairs], [x for _, x in pairs])
         for r in wire.others:
             for i in pieces.alone:

@@ -1,7 +1,7 @@
 """What exchanges ask of a group of ranks: four collectives, and messages with tags. All of them return at once.
 
 `ProcessGroup` is the whole of it, so that an exchange does not know whom it talks through. `C10dGroup` is a process
-group of torch.distributed; `runtime/check/loopback.py` has one for ranks that live in one process.
+group of torch.distributed; `runtime/check/in_process/loopback.py` has one for ranks that live in one process.
 """
 
 from __future__ import annotations

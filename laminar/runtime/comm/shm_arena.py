@@ -34,8 +34,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from laminar.errors import PeerError
-from laminar.ir import limits
-from laminar.ir.limits import ALIGN, RINGS, aligned_bytes
+from laminar.ir.clusters import limits
+from laminar.ir.clusters.limits import ALIGN, RINGS, aligned_bytes
 
 READY, MIDDLE, DONE = range(3)
 SPINS = 100
@@ -116,8 +116,10 @@ class ShmArena:
             if self._poll.poll(0) and self._flags[rank][column] < value:
                 raise PeerError("a rank of this machine has died while others wait for it", next="read its log")
             if time.monotonic() - since > self.timeout_s:
-                raise PeerError(f"waited {self.timeout_s:.0f} s for part {rank} of a group of {self.ranks}",
-                                   next="see what that rank is doing")  # fmt: skip
+                raise PeerError(
+                    f"waited {self.timeout_s:.0f} s for part {rank} of a group of {self.ranks}",
+                    next="see what that rank is doing",
+                )
 
     def take(self, nbytes: int) -> Segment:
         """The next segment of the ring, once what went on there has come to its end."""

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from laminar.capture.torch_private import foreach_copy
-from laminar.ir import limits
-from laminar.ir.limits import aligned_bytes
+from laminar.ir.clusters import limits
+from laminar.ir.clusters.limits import aligned_bytes
 from laminar.ir.sbp import chunk
 from laminar.runtime.comm.boxing_ops import Box
 from laminar.runtime.comm.p2p_collectives import carve, windows
@@ -217,8 +217,9 @@ class ShmReduceScatter(_Transient):
         ]
         whole = [torch.Size(b.src).numel() for b in boxes]
         dims = [b.src[b.take[0]] // b.take[1] for b in boxes]
-        self.sizes = [n // d * each[r] for r in range(arena.ranks)
-                      for n, d, each in zip(whole, dims, self.lengths, strict=True)]  # fmt: skip
+        self.sizes = [
+            n // d * each[r] for r in range(arena.ranks) for n, d, each in zip(whole, dims, self.lengths, strict=True)
+        ]
         self.outs = [torch.empty(b.dst, dtype=dtype) for b in boxes] if leaves else None
 
     @staticmethod
@@ -238,8 +239,10 @@ class ShmReduceScatter(_Transient):
     def arrive(self, pending: PendingExchange) -> None:
         pending.segment.wait(READY)
         n, total = len(self.boxes), sum(self.sizes)
-        mine = [pending.segment.of(r, self.dtype)[:total].split(self.sizes)[self.at * n : (self.at + 1) * n]
-                for r in range(self.arena.ranks)]  # fmt: skip
+        mine = [
+            pending.segment.of(r, self.dtype)[:total].split(self.sizes)[self.at * n : (self.at + 1) * n]
+            for r in range(self.arena.ranks)
+        ]
         for i, out in enumerate(pending.made):
             if out.numel():
                 reduce_into([terms[i] for terms in mine], self.op, out.view(-1))

@@ -20,12 +20,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laminar.capture.torch_ops import DTYPES
+from laminar.capture.ops.torch_ops import DTYPES
 from laminar.capture.torch_private import foreach_copy
 from laminar.errors import MeshError
-from laminar.ir.codec import Ref
 from laminar.ir.mesh import Mesh
 from laminar.ir.program import Instr, Program
+from laminar.ir.serial.codec import Ref
 from laminar.runtime.comm import p2p_collectives, shm_collectives
 from laminar.runtime.comm.boxing_ops import Box
 from laminar.runtime.comm.process_group import C10dGroup, ProcessGroup
@@ -240,8 +240,10 @@ class Groups:
         self._all = dist.group.WORLD if group is None else group
         world = dist.get_world_size(group)
         if ranks is None and mesh.ranks != world:
-            raise MeshError(f"{mesh} has {mesh.ranks} ranks, the world has {world}",
-                            next=f"start {mesh.ranks} processes, or use a mesh of {world}")  # fmt: skip
+            raise MeshError(
+                f"{mesh} has {mesh.ranks} ranks, the world has {world}",
+                next=f"start {mesh.ranks} processes, or use a mesh of {world}",
+            )
         numbers = dist.get_process_group_ranks(self._all)
         members = tuple(numbers[r] for r in (range(world) if ranks is None else ranks))
         self._begin(mesh, members, dist.get_rank(), device, share, timeout_s)

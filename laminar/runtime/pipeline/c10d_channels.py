@@ -131,8 +131,10 @@ class PostedReceiver:
             try:
                 self._works[slot].wait(self.patience)
             except RuntimeError as error:
-                raise PeerError(f"{self.wire.name}: rank {self.source} announced register {n}, which did not arrive",
-                                said=str(error).splitlines()[0]) from error  # fmt: skip
+                raise PeerError(
+                    f"{self.wire.name}: rank {self.source} announced register {n}, which did not arrive",
+                    said=str(error).splitlines()[0],
+                ) from error
             self._works[slot] = None
         views = self._slots.views(n, layout)
         return list(views) if self.device.type == "cpu" else [v.to(self.device) for v in views]

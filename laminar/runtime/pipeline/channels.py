@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from laminar.errors import NetError
-from laminar.ir.limits import ALIGN
+from laminar.ir.clusters.limits import ALIGN
 from laminar.ir.net import Net, Queue
 
 REMEMBERED_LAYOUTS = 4096
@@ -71,8 +71,10 @@ def straight(net: Net, queue: Queue, place: int, max_bytes: int = 0) -> Route:
     """The i-th rank of the producer's place gives all it has to the i-th of another of the same size."""
     src, dst = net.places[net.by_name[queue.producer].place].ranks, net.places[place].ranks
     if len(src) != len(dst):
-        raise NetError(f"queue {queue.name} leads from {len(src)} ranks to {len(dst)}",
-                       next="say with a Route who gives what to whom")  # fmt: skip
+        raise NetError(
+            f"queue {queue.name} leads from {len(src)} ranks to {len(dst)}",
+            next="say with a Route who gives what to whom",
+        )
     return Route(tuple(zip(src, dst, strict=True)), max_bytes or queue.bytes)
 
 
@@ -111,8 +113,10 @@ def _check(net: Net, wire: QueueRoute, home: int) -> None:
     if len(set(pairs)) != len(pairs) or any(a not in src or b not in dst for a, b in pairs):
         raise NetError(f"{wire.name} has a pair twice, or one that is not from {sorted(src)} to {sorted(dst)}")
     if missing := dst - {b for _, b in pairs}:
-        raise NetError(f"{wire.name} gives nothing to ranks {sorted(missing)}",
-                       next="add a pair; what is packed for it may be empty")  # fmt: skip
+        raise NetError(
+            f"{wire.name} gives nothing to ranks {sorted(missing)}",
+            next="add a pair; what is packed for it may be empty",
+        )
     if wire.route.max_bytes < 1 and any(a != b for a, b in pairs):
         raise NetError(f"{wire.name} does not say how large a message may be", next="give the queue its bytes")
 
@@ -247,8 +251,10 @@ def from_bytes(layout: MessageLayout, data: bytes) -> list[Tensor]:
 def fits(wire: QueueRoute, layout: MessageLayout) -> None:
     """Refuse a message that is larger than declared."""
     if layout.nbytes > wire.route.max_bytes:
-        raise NetError(f"{wire.name}: a message of {layout.nbytes:,} bytes, {wire.route.max_bytes:,} were declared",
-                       next="declare the largest micro-batch there is")  # fmt: skip
+        raise NetError(
+            f"{wire.name}: a message of {layout.nbytes:,} bytes, {wire.route.max_bytes:,} were declared",
+            next="declare the largest micro-batch there is",
+        )
 
 
 @dataclass

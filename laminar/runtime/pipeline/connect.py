@@ -96,23 +96,37 @@ def connect_actors(
         peer = dist.get_group_rank(talk, numbers[other]) if key not in agreed and me in (src, dst) else -1
         if src == me:
             senders[number, dst] = (
-                RingSender(mine[key], registers) if key in agreed
-                else InOrderSender(talk, peer) if nccl
+                RingSender(mine[key], registers)
+                if key in agreed
+                else InOrderSender(talk, peer)
+                if nccl
                 else PostedSender(talk, peer, tag_of(wired, number), wire, device.type == "cuda")
-            )  # fmt: skip
+            )
         elif dst == me:
             receivers[number, src] = (
-                RingReceiver(mine[key], registers, device) if key in agreed
-                else InOrderReceiver(talk, peer, device) if nccl
+                RingReceiver(mine[key], registers, device)
+                if key in agreed
+                else InOrderReceiver(talk, peer, device)
+                if nccl
                 else PostedReceiver(talk, peer, tag_of(wired, number), wire, device, timeout_s, src)
-            )  # fmt: skip
+            )
 
     def leave() -> None:
         for pair, talk in groups.items():
             if pair is None or me in pair:
                 dist.destroy_process_group(talk)
 
-    out = Actors(net, run, connections, wired, senders, receivers, initial=initial, timeout_s=timeout_s,
-                 on_failure=on_failure, on_close=leave)  # fmt: skip
+    out = Actors(
+        net,
+        run,
+        connections,
+        wired,
+        senders,
+        receivers,
+        initial=initial,
+        timeout_s=timeout_s,
+        on_failure=on_failure,
+        on_close=leave,
+    )
     out.control.live()
     return out

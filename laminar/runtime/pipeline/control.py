@@ -170,8 +170,11 @@ class ControlPlane:
             with contextlib.suppress(RankError):
                 while time.monotonic() < until:
                     self.hear(0.05)
-            self.tell(FailureCause(-1, f"rank {self.rank} lost another in {where}: {_first_line(error)}",
-                            "see the logs of all ranks"))  # fmt: skip
+            self.tell(
+                FailureCause(
+                    -1, f"rank {self.rank} lost another in {where}: {_first_line(error)}", "see the logs of all ranks"
+                )
+            )
         self.tell(
             FailureCause(self.rank, f"rank {self.rank} failed in {where}: {type(error).__name__}: {_first_line(error)}")
         )
@@ -187,8 +190,13 @@ class ControlPlane:
         """A sign of life, in a thread of its own."""
         inside = self._inside
         if inside is not None and (for_s := time.monotonic() - inside[1]) > self.timeout_s:
-            self.tell(FailureCause(self.rank, f"rank {self.rank} has been {inside[0]} for {for_s:.1f} s",
-                            "see what it does there, or allow more time"))  # fmt: skip
+            self.tell(
+                FailureCause(
+                    self.rank,
+                    f"rank {self.rank} has been {inside[0]} for {for_s:.1f} s",
+                    "see what it does there, or allow more time",
+                )
+            )
         for peer in self.connections.peers:
             self.connections.post(peer, HEARTBEAT, tail=self.liveness.heartbeat())
         self.connections.flush()

@@ -128,8 +128,10 @@ class TcpConnections:
                 else:
                     s.close()  # a stranger
         except OSError as error:
-            raise PeerError(f"rank {me} has no connection to another rank: {error}",
-                            next="see whether ranks can open connections to each other") from error  # fmt: skip
+            raise PeerError(
+                f"rank {me} has no connection to another rank: {error}",
+                next="see whether ranks can open connections to each other",
+            ) from error
         finally:
             door.close()
         return TcpConnections(me, sockets)

@@ -111,13 +111,19 @@ class Liveness:
         now = self.clock()
         for peer, when in self._heard.items():
             if now - when > self.timeout_s:
-                return FailureCause(peer, f"rank {peer} has given no sign of life for {now - when:.1f} s; "
-                                   f"last known: {self.last(peer)}", "see whether that process still runs")  # fmt: skip
+                return FailureCause(
+                    peer,
+                    f"rank {peer} has given no sign of life for {now - when:.1f} s; last known: {self.last(peer)}",
+                    "see whether that process still runs",
+                )
         if now - self._moved > 2 * self.timeout_s:
             all_ = {self.rank: self.doing} | {r: doing for r, (_, doing) in self._known.items()}
             stands = "; ".join(f"rank {r}: {doing}" for r, doing in sorted(all_.items()))
-            return FailureCause(self.rank, f"no rank has moved for {now - self._moved:.1f} s: {stands}",
-                         "see that every rank runs the same steps of the same net")  # fmt: skip
+            return FailureCause(
+                self.rank,
+                f"no rank has moved for {now - self._moved:.1f} s: {stands}",
+                "see that every rank runs the same steps of the same net",
+            )
         return None
 
 

@@ -8,7 +8,7 @@ next, so for that moment it may be one more).
 
 Batches come in the order of the iterable, and the iterable is only ever touched by that one thread. What it raises is
 raised where the batch would have been taken, with the number of the batch. Ranks agree on every batch
-before it counts as loaded (`train/prefetch.py`): that happens on the same thread, beside the step.
+before it counts as loaded (`train/batch/prefetch.py`): that happens on the same thread, beside the step.
 
 A loader ends when its data does, when it is closed, or when nobody holds it any more. The thread can't be torn out of
 user code that blocks: it then ends when that returns.
@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from laminar.capture.batches import mapped
+from laminar.capture.model.batches import mapped
 from laminar.runtime.trace.tape import now
 
 LOADER = "laminar loader"

@@ -55,8 +55,10 @@ class Inlet:
 
     def _granted(self, n: int) -> None:
         if not self.read <= n < self.read + self.queue.registers:
-            raise RankError(f"register {n} of queue {self.queue.name} came with {self.read} read: "
-                            f"it has {self.queue.registers} registers")  # fmt: skip
+            raise RankError(
+                f"register {n} of queue {self.queue.name} came with {self.read} read: "
+                f"it has {self.queue.registers} registers"
+            )
 
     def has(self, consumer: str) -> bool:
         """Whether a consumer's next registers are full."""
@@ -145,8 +147,10 @@ def connect(
                 inlet.storages = frozenset().union(*(r.storages for r in inlet.receivers.values()))
             given = initial.get(q.name, ())
             if len(given) != q.filled:
-                raise NetError(f"queue {q.name} begins with {q.filled} registers filled, {len(given)} were given",
-                               next="give `initial` values on every rank that reads it")  # fmt: skip
+                raise NetError(
+                    f"queue {q.name} begins with {q.filled} registers filled, {len(given)} were given",
+                    next="give `initial` values on every rank that reads it",
+                )
             inlet.full.update(enumerate(given))
             inlets[q.name, place] = inlet
         if rank not in net.places[home].ranks:

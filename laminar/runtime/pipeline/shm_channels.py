@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laminar.ir.limits import ALIGN, aligned_bytes
+from laminar.ir.clusters.limits import ALIGN, aligned_bytes
 from laminar.runtime.comm import shm_arena
 from laminar.runtime.pipeline.channels import QueueRoute
 

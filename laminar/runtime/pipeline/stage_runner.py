@@ -2,9 +2,9 @@
 
 A firing reads what its queues hand it, this rank's share of the micro-batch, and the weights it holds; it runs the
 part's program, adds gradients and values to the sums of the step in the order of micro-batches, and hands
-on what other parts need. Values of a queue are in the order in which `lower/stage_net.py` names them.
+on what other parts need. Values of a queue are in the order in which `lower/stages/stage_net.py` names them.
 
-Between places values go through the crossings of `rules/crossing.py`: each rank packs what every other lacks.
+Between places values go through the crossings of `rules/boxing/crossing.py`: each rank packs what every other lacks.
 
 Micro-batches of different sizes pass through the same queues. Each size (`SizeCode`) has code and crossings of its own;
 a step says which size each of its micro-batches has, and a message which micro-batch it belongs to. Sums are shared.
@@ -19,15 +19,15 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from laminar.capture.losses import is_mean
-from laminar.capture.torch_ops import DTYPES
-from laminar.ir.limits import ALIGN
+from laminar.capture.model.losses import is_mean
+from laminar.capture.ops.torch_ops import DTYPES
+from laminar.ir.clusters.limits import ALIGN
 from laminar.ir.mesh import Place
 from laminar.ir.program import Program
 from laminar.ir.tensor import ITEM_BYTES
-from laminar.lower.stage_net import Piped, joining
-from laminar.lower.stage_programs import KEPT, Part, Stages
-from laminar.rules.crossing import Crossing, crossing
+from laminar.lower.stages.stage_net import Piped, joining
+from laminar.lower.stages.stage_programs import KEPT, Part, Stages
+from laminar.rules.boxing.crossing import Crossing, crossing
 from laminar.runtime.code.eager_step import Adding
 from laminar.runtime.comm.aliases import result_may_alias
 from laminar.runtime.comm.cross_mesh import Window, reduction_identity

@@ -157,9 +157,13 @@ def joined_timeline(told: Sequence[RankSteps], known: Sequence[Clock], meta: dic
     spans += [span for each in moved for span in each.beside]
     ranks = len(told)
     return Timeline(
-        kind="measured", ranks=ranks, spans=tuple(spans), stands_for={r: (r,) for r in range(ranks)},
-        memory={}, meta=meta,
-    )  # fmt: skip
+        kind="measured",
+        ranks=ranks,
+        spans=tuple(spans),
+        stands_for={r: (r,) for r in range(ranks)},
+        memory={},
+        meta=meta,
+    )
 
 
 def _moved(told: RankSteps, by: int) -> RankSteps:

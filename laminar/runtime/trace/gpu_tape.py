@@ -53,8 +53,12 @@ FAMILIES = (
     ("cheap", r"elementwise"),
 )
 """Families by kernel name, the first that fits: names as of torch 2.11 to 2.13 with Triton, cuBLAS and cuDNN."""
-NCCL_KERNELS = {"AllReduce": "all_reduce", "AllGather": "all_gather", "ReduceScatter": "reduce_scatter",
-               "SendRecv": "all_to_all"}  # fmt: skip
+NCCL_KERNELS = {
+    "AllReduce": "all_reduce",
+    "AllGather": "all_gather",
+    "ReduceScatter": "reduce_scatter",
+    "SendRecv": "all_to_all",
+}
 """What NCCL's kernels have in their names."""
 _PATTERNS = [(family, re.compile(pattern, re.IGNORECASE)) for family, pattern in FAMILIES]
 
@@ -198,7 +202,14 @@ def _span(start: int, end: int, event: dict[str, Any], rank: int, main: Any) -> 
     else:
         lane = "compute" if stream == main else f"compute:{stream}"
     return Span(
-        name=short(name), lane=lane, rank=rank, start=start, end=end,
-        kind="communication" if kind == "communication" else "compute", op=name if len(name) <= 256 else short(name),
-        family=family, bytes=int(args.get("bytes", 0) or 0), source="measured",
-    )  # fmt: skip
+        name=short(name),
+        lane=lane,
+        rank=rank,
+        start=start,
+        end=end,
+        kind="communication" if kind == "communication" else "compute",
+        op=name if len(name) <= 256 else short(name),
+        family=family,
+        bytes=int(args.get("bytes", 0) or 0),
+        source="measured",
+    )

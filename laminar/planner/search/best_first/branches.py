@@ -28,9 +28,9 @@ from typing import Any
 
 from laminar.errors import LaminarError
 from laminar.forecast.pipeline_step import predict_staged
-from laminar.ir.plan import Plan
-from laminar.ir.staged import Staged
-from laminar.lower.split_stages import light_ops
+from laminar.ir.plans.plan import Plan
+from laminar.ir.plans.staged import Staged
+from laminar.lower.stages.split_stages import light_ops
 from laminar.planner.bounds.branch_bound import Floor
 from laminar.planner.bounds.cell_bound import Bounds
 from laminar.planner.bounds.piece_bound import per_element_s
@@ -86,9 +86,15 @@ class Way:
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
-        return {"fork": self.region.fork, "join": self.region.join, "branches": [list(g) for g in self.groups],
-                "devices": list(self.sizes), "before": self.before, "behind": self.behind,
-                "microbatches": self.micro_batches}  # fmt: skip
+        return {
+            "fork": self.region.fork,
+            "join": self.region.join,
+            "branches": [list(g) for g in self.groups],
+            "devices": list(self.sizes),
+            "before": self.before,
+            "behind": self.behind,
+            "microbatches": self.micro_batches,
+        }
 
     def __str__(self) -> str:
         sizes = " and ".join(map(str, self.sizes))
@@ -266,13 +272,16 @@ class Branches:
         """No plan of a way takes less."""
         key = (way.region, way.groups, way.before is None, way.micro_batches)
         if key not in self.floors:
-            self.floors[key] = Floor(self.model, self.model.whole(way.micro_batches), self.stage_of(way),
-                                     len(way.homes), way.micro_batches)  # fmt: skip
+            self.floors[key] = Floor(
+                self.model, self.model.whole(way.micro_batches), self.stage_of(way), len(way.homes), way.micro_batches
+            )
         floor = self.floors[key]
         if not exchanges:
             return floor.seconds(way.sizes, way.homes)
-        busy = [floor.exchanged_s(self.bounds, p, self._cells(size, way.micro_batches), way.homes)
-                for p, size in enumerate(way.sizes)]  # fmt: skip
+        busy = [
+            floor.exchanged_s(self.bounds, p, self._cells(size, way.micro_batches), way.homes)
+            for p, size in enumerate(way.sizes)
+        ]
         return floor.seconds(way.sizes, way.homes, busy)
 
     def _cells(self, size: int, micro: int) -> list[Cell]:
@@ -314,8 +323,9 @@ class Branches:
         request = self.request
         try:
             staged = self.plan(way, inners)
-            ran = predict_staged(self.model.whole(way.micro_batches), staged, request.cluster,
-                                 optimizer=request.optimizer)  # fmt: skip
+            ran = predict_staged(
+                self.model.whole(way.micro_batches), staged, request.cluster, optimizer=request.optimizer
+            )
         except LaminarError:
             return None
         largest = max(inners, key=lambda inner: (inner.cell.ranks, inner.zero))

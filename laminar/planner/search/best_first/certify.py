@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from laminar.cost.calibrate import interval
-from laminar.ir.certificate import Certificate, Contradiction
+from laminar.ir.plans.certificate import Certificate, Contradiction
 from laminar.planner.estimate.candidates import Final, Found, Nothing, Score, described
 from laminar.planner.estimate.score_placement import no_room
 from laminar.planner.search.best_first.branches import Branches, Way
@@ -134,12 +134,15 @@ class GraphSearches:
         sure = [first, *(s for s in self.rewritten if s.bounds.proved)]
         return Nothing(
             no_room(request, min((s.peak_bytes for s in scores), default=math.inf)),
-            min(*(s.bounds.lowest_s if settled else min(s.bounds.at.values()) for s in sure), *self.ways.values(),
-                math.inf),
+            min(
+                *(s.bounds.lowest_s if settled else min(s.bounds.at.values()) for s in sure),
+                *self.ways.values(),
+                math.inf,
+            ),
             self.space(sure).hash,
             not all(s.peak_bytes > request.room_bytes for s in scores),
             first.clock.left() > 0 or not settled,
-        )  # fmt: skip
+        )
 
 
 def simplest(finals: Sequence[Final], earlier_s: float) -> Final:

@@ -22,8 +22,8 @@ from laminar.errors import LaminarError, PlanError
 from laminar.forecast.pipeline_step import StagedPrediction
 from laminar.forecast.step import predict
 from laminar.ir.graph import Graph
-from laminar.ir.plan import Plan
-from laminar.ir.rewrites import Steps
+from laminar.ir.plans.plan import Plan
+from laminar.ir.plans.rewrites import Steps
 from laminar.planner.bounds.cell_bound import Bounds
 from laminar.planner.estimate import pipeline_recompute
 from laminar.planner.estimate.candidates import USUAL, Final, Score, described

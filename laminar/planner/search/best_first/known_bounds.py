@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable
 from enum import IntEnum
 
-from laminar.ir.staged import Staged
+from laminar.ir.plans.staged import Staged
 from laminar.planner.bounds.cell_bound import Bounds
 from laminar.planner.estimate.candidates import Final
 from laminar.planner.space.cell import Cell

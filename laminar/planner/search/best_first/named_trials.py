@@ -19,9 +19,9 @@ from itertools import groupby
 
 from laminar.errors import LaminarError
 from laminar.forecast.pipeline_step import predict_staged
-from laminar.ir.certificate import Contradiction
-from laminar.ir.plan import Choice, Plan
-from laminar.ir.staged import Staged
+from laminar.ir.plans.certificate import Contradiction
+from laminar.ir.plans.plan import Choice, Plan
+from laminar.ir.plans.staged import Staged
 from laminar.planner.bounds.cell_bound import Bounds
 from laminar.planner.bounds.plan_bound import cut_bound_s, plan_bound_s
 from laminar.planner.estimate.candidates import Final, Score, described

@@ -13,10 +13,10 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from laminar.errors import LaminarError
-from laminar.ir.certificate import Contradiction
 from laminar.ir.graph import Graph
-from laminar.ir.plan import Plan
-from laminar.ir.rewrites import Steps
+from laminar.ir.plans.certificate import Contradiction
+from laminar.ir.plans.plan import Plan
+from laminar.ir.plans.rewrites import Steps
 from laminar.placement.micro_batch import micro
 from laminar.planner.estimate import pipeline_recompute
 from laminar.planner.estimate.candidates import Final, Score, described
@@ -87,9 +87,12 @@ class Trials:
         """Whether a plan of the same cell was simulated that was expected to take no more, of time and memory."""
         return any(
             s.seconds  # what was simulated without having been scored says nothing about scores
-            and s.cell == score.cell and s.zero == score.zero and s.seconds <= score.seconds
-            and s.peak_bytes <= score.peak_bytes / SAME_MEMORY for s in self.done
-        )  # fmt: skip
+            and s.cell == score.cell
+            and s.zero == score.zero
+            and s.seconds <= score.seconds
+            and s.peak_bytes <= score.peak_bytes / SAME_MEMORY
+            for s in self.done
+        )
 
     def confirm(self, score: Score) -> Final | None:
         """Simulate a plan at full depth: only what was simulated may win. The plan, if it fits."""

@@ -1,0 +1,1 @@
+"""What ops are: torch's names and ours both ways, kernels, derivatives, and parts of a model that run as one op."""

@@ -1,0 +1,1 @@
+"""Exchanges in a program: lines of boxing, small ones merged to buckets, started early and awaited late."""

@@ -1,0 +1,1 @@
+"""Pipelines: a graph split into stages, their programs, the net of actors and queues, schedules, deadlock check."""

@@ -1,0 +1,153 @@
+"""What jobs have in common: state, the ranks, a recorder, a loader, and what users ask of these.
+
+A job of any kind is built by making these parts and then handing them in; nothing here is left for others to fill in.
+What differs is how a step and an evaluation are run, and that is in the classes of each kind.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from laminar.errors import StateError
+from laminar.ir.mesh import Mesh
+from laminar.ir.plans.plan import Plan
+from laminar.ir.plans.staged import Staged
+from laminar.runtime.pipeline.loader import Loader
+from laminar.train.batch.metrics import log_numbers
+from laminar.train.saving import checkpoint
+from laminar.train.state.gather import Gather
+from laminar.train.state.sharded_model import Pieces
+from laminar.train.state.state import JobState
+from laminar.train.timeline import Recording, StepRecorder
+from laminar.train.world import World
+
+
+class BaseJob:
+    """State among ranks, and what users do with it."""
+
+    def __init__(
+        self,
+        world: World,
+        plan: Plan | Staged | None,
+        mesh: Mesh,
+        state: JobState,
+        gather: Gather,
+        recorder: StepRecorder,
+    ) -> None:
+        self.peers, self.plan, self.mesh, self.state, self.gather = world, plan, mesh, state, gather
+        self.recorder, self.loader = recorder, recorder.loader
+        self.rank, self.world, self.device = world.rank, world.size, world.device
+        self.optimizer = state.optimizer
+        self._released = False
+        self._guard: Pieces | None = None
+        """What stands on the user's model where ranks have parts of it."""
+        if state.cut:
+            self._guard = Pieces(self.release)
+            self._guard.put_on(state.model, state.cut)
+
+    @property
+    def steps(self) -> int:
+        """Steps made so far, those before a resumption included."""
+        return self.state.steps
+
+    @property
+    def seed(self) -> int:
+        """What all draws hang on, besides the step."""
+        return self.state.seed
+
+    @property
+    def model(self) -> nn.Module:
+        """The model with whole weights, for inference; where ranks hold pieces, a copy that is made anew here."""
+        return self.state.whole_model(self.gather)
+
+    def prefetch(self, data: Iterable[Any], depth: int = 2) -> Loader:
+        """The batches of `data`, loaded by a thread of their own, at most `depth` ahead; see `Prefetcher`."""
+        return self.loader(data, depth)
+
+    def timeline(self, steps: int | None = None) -> Recording:
+        """Record the steps made inside a `with` block, at most the first `steps`; see `StepRecorder.timeline`."""
+        return self.recorder.timeline(steps)
+
+    def log(self, **values: Any) -> None:
+        """Numbers of your own, such as `job.log(accuracy=0.9)`, into the events of the run, with the step's number."""
+        log_numbers(self.steps, values)
+
+    # --- weights and state ------------------------------------------------------------------------
+
+    def state_dict(self, sharded: bool = False, ema: bool = False) -> dict[str, Any]:
+        """Weights and buffers under the model's own names: whole tensors, or DTensors.
+
+        `ema=True` gives the moving average of the weights instead.
+        """
+        return self.state.state_dict(self.gather, sharded, ema)
+
+    def load_state_dict(self, given: Mapping[str, Any]) -> None:
+        """Take weights and buffers from a state dict of this model, from here or from plain PyTorch."""
+        self.state.load_state_dict(given)
+
+    def optimizer_state_dict(self) -> dict[str, Any]:
+        """What `optimizer.state_dict()` would be on one device."""
+        return self.state.optimizer_state_dict(self.gather)
+
+    def load_optimizer_state_dict(self, given: Mapping[str, Any]) -> None:
+        """The inverse; also of what a plain optimizer over the same parameters saved."""
+        self.state.load_optimizer_state_dict(given)
+
+    def load_average(self, given: Mapping[str, Tensor]) -> None:
+        """Take the moving average of the weights from whole tensors."""
+        self.state.load_average(given)
+
+    def hash(self) -> str:
+        """Hex digest over all that a run is: equal exactly if all of it is, bit for bit, however it lies on ranks.
+
+        That is weights, buffers, optimizer state and hyper-parameters, averages, the scale of the loss, steps and seed.
+        """
+        return self.state.digest(self.peers.gather_objects)
+
+    def save(self, directory: str | Path, scheduler: Any = None) -> None:
+        """Write weights, optimizer state and counters as whole tensors into a directory.
+
+        Learning-rate schedulers of torch's on the job's optimizer are kept too; others can be named, one or a list.
+        """
+        checkpoint.save(self, directory, scheduler)
+
+    def resume(self, directory: str | Path, scheduler: Any = None) -> None:
+        """Go on from what `save` wrote, on any layout; schedulers go on as well."""
+        checkpoint.resume(self, directory, scheduler)
+
+    def saved_identity(self) -> dict[str, Any] | None:
+        """What a checkpoint keeps of how this run's bits come about; nothing outside of exact mode."""
+        return None
+
+    def refuse_saved(self, identity: dict[str, Any] | None) -> None:
+        """Refuse to go on with a checkpoint whose bits came about in another way, where bits count."""
+        if identity is not None:
+            said = "the run that was saved was in exact mode; it goes on without, and its bits hang on the layout"
+            logging.getLogger("laminar").warning(said)
+
+    # --- the end ----------------------------------------------------------------------------------
+
+    def release(self) -> None:
+        """Put whole weights back into the user's own model, and whole state into its optimizer; the job ends with that.
+
+        Every rank calls it, and has room for the whole model afterwards. A second job on the same model does it by
+        itself.
+        """
+        if self._guard is not None:
+            self._released = True
+            self.state.give_back(self.gather)
+            self._guard.take_off()
+            self._guard = None
+
+    def _refuse_released(self) -> None:
+        if self._released:
+            raise StateError("this job has given its model back", next="make a new job with laminar.parallelize")
+
+    def close(self) -> None:
+        """Leave the process group, if this job made it."""
+        self.peers.close()

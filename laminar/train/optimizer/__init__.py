@@ -1,0 +1,1 @@
+"""The user's optimizer, run on shards: gradients, precision, memory layout, changes between steps."""
