@@ -315,13 +315,20 @@ class plans:
 
     @staticmethod
     def context_parallel(
-        graph: Graph, mesh: Mesh, axis: str | None = None, recompute: Patterns = (), offload: Patterns = ()
+        graph: Graph,
+        mesh: Mesh,
+        axis: str | None = None,
+        recompute: Patterns = (),
+        offload: Patterns = (),
+        stretches: int | None = None,
     ) -> Plan:
         """Sequences split by token over `axis` (`cp` unless named), parameters whole; other axes data parallel.
 
-        Each rank does its rows of every attention, causal or not, against keys and values that are gathered for it.
+        Each rank does its rows of every attention, causal or not, against keys and values that are gathered for it. It
+        has so many `stretches` of a sequence, evenly apart; unless told as many as make causal attention nearly as much
+        work on every rank.
         """
-        return with_traffic(graph, presets.context_parallel(graph, mesh, axis, recompute, offload))
+        return with_traffic(graph, presets.context_parallel(graph, mesh, axis, recompute, offload, stretches))
 
     @staticmethod
     def named(
