@@ -11,7 +11,7 @@ from torch import Tensor
 from laminar.ir.exact import Hosting
 from laminar.ir.mesh import Mesh
 from laminar.ir.program import Program
-from laminar.runtime.check.rank_threads import Turns
+from laminar.runtime.check.in_process.rank_threads import Turns
 from laminar.runtime.exact.hosted_step import HostedStep
 from laminar.runtime.exact.hosts import HostedRanks
 

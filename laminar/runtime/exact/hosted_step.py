@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laminar.capture.ops.torch_ops import constant_tensor, gives_list
+from laminar.capture.ops.torch_ops import constant_tensor
 from laminar.ir.program import Instr, Placed, Program
 from laminar.ir.sbp import B, Split
 from laminar.ir.serial.codec import Ref
@@ -46,6 +46,8 @@ from laminar.runtime.exact.values import (
     varies,
 )
 
+LineWatcher = Callable[[Instr, int, int, Tensor], None]
+"""Told of a line, a logical rank, and the number and value of a result."""
 SUMS = ("all_reduce", "reduce_scatter")
 
 
@@ -59,7 +61,7 @@ class HostedStep:
         constants: Mapping[str, Tensor] | None = None,
         threads: int = 1,
         stacks: bool = True,
-        watch: Callable[[Instr, int, Tensor], None] | None = None,
+        watch: LineWatcher | None = None,
     ) -> None:
         """`stacks`: units may run together. `watch` sees every line's results, the instance of each logical rank."""
         self.program, self.hosts, self.mesh, self.device = program, hosts, hosts.mesh, hosts.device
@@ -186,10 +188,10 @@ class HostedStep:
         if instr.name in self._unfinished:
             self._unfinished[instr.name].finish()
         for k, placed in enumerate(instr.outs):
-            if placed is not None and Ref(instr.name, k) in self.env:
+            if placed is not None and self.env.get(Ref(instr.name, k)):
                 for rank in self.hosts.hosted:
                     assert self.watch is not None
-                    self.watch(instr, rank, self.fetch(Ref(instr.name, k), rank))
+                    self.watch(instr, rank, k, self.fetch(Ref(instr.name, k), rank))
 
     # --- what lines ask for -----------------------------------------------------------------------
 
@@ -198,9 +200,9 @@ class HostedStep:
         placed = self.placed.get(ref)
         return () if placed is None else varies(placed)
 
-    def instances(self, ref: Ref, lane: HostedLane) -> Instances:
-        """A value as the logical ranks of a lane read it."""
-        return self.env[ref][lane.narrowed(beside_units(self.axes(ref)))]
+    def keys(self, refs: Sequence[Ref], lane: HostedLane) -> dict[Ref, LaneKey]:
+        """Where the logical ranks of a lane find each of these values."""
+        return {ref: lane.narrowed(beside_units(self.axes(ref))) for ref in refs}
 
     def fetch(self, ref: Ref, rank: int) -> Tensor:
         """The instance that a logical rank of this process has."""
@@ -311,17 +313,19 @@ class _Once:
         axes = {a for p in (*instr.ins, *instr.outs) if p is not None for a in varies(p)}
         self.lanes = step.lanes.along(tuple(sorted(axes)))
         self.calls = [_Call(*prepare(instr, step.mesh, lane.ranks[0], step.device)) for lane in self.lanes]
-        self.several = len(instr.outs) > 1 or gives_list(instr.op)
+        self.keys = [step.keys(instr.refs, lane) for lane in self.lanes]
+        self.made = [(Ref(instr.name, k), k) for k, p in enumerate(instr.outs) if p is not None]
+        self.out_keys = [step.keys([ref for ref, _ in self.made], lane) for lane in self.lanes]
 
     def run(self) -> None:
-        step, found = self.step, [dict[LaneKey, Instances]() for _ in self.instr.outs]
-        for lane, call in zip(self.lanes, self.calls, strict=True):
-            outs = call(lambda ref, lane=lane: step.instances(ref, lane).of(lane.units[0]))  # type: ignore[misc]
-            for k, placed in enumerate(self.instr.outs):
-                if placed is not None:
-                    key = lane.narrowed(beside_units(varies(placed)))
-                    found[k].setdefault(key, Instances(once=outs[k]))
-        step.env.update({Ref(self.instr.name, k): f for k, f in enumerate(found) if f})
+        env = self.step.env
+        for ref, _ in self.made:
+            env[ref] = {}
+        for lane, call, keys, out_keys in zip(self.lanes, self.calls, self.keys, self.out_keys, strict=True):
+            unit = lane.units[0]
+            outs = call(lambda ref, keys=keys, unit=unit: env[ref][keys[ref]].of(unit))  # type: ignore[misc]
+            for ref, k in self.made:
+                env[ref].setdefault(out_keys[ref], Instances(once=outs[k]))
 
 
 class _ByUnit:
@@ -335,13 +339,19 @@ class _ByUnit:
         self.each = [[_Call(*prepare(instr, mesh, r, device)) for r in lane.ranks] for lane in self.lanes]
         self.dims = [_unit_dim(p) for p in instr.outs]
         self.in_dims = {ref: _unit_dim(p) for ref, p in zip(instr.refs, instr.ins, strict=True)}
+        self.keys = [step.keys(instr.refs, lane) for lane in self.lanes]
+        self.made = [(Ref(instr.name, k), k, p) for k, p in enumerate(instr.outs) if p is not None]
+        self.out_keys = [step.keys([ref for ref, _, _ in self.made], lane) for lane in self.lanes]
         self.own = not result_may_alias(instr)
         self.together: list[_Call | None] = []
         """For each lane the line for all of its units, where that may be."""
         for lane in self.lanes:
             self.together.append(self._stacked(lane, threads) if stacks and len(lane.units) > 1 else None)
         self.together = self.together if any(self.together) else []
-        self.tried = not self.together
+        self.product = instr.op == "aten.mm" and step.feeds(Ref(instr.name))
+        self.accumulates: bool | None = None
+        """Whether products of a sum may be added as they are made; nothing until there were two."""
+        self.tried = not self.together and not self.product
 
     def _stacked(self, lane: HostedLane, threads: int) -> _Call | None:
         instr, mesh, rank = self.instr, self.step.mesh, lane.ranks[0]
@@ -359,52 +369,62 @@ class _ByUnit:
         return _Call(*call_for_shapes(instr, known, tuple(outs), mesh, lane.ranks, self.step.device))
 
     def run(self) -> None:
-        found = [dict[LaneKey, Instances]() for _ in self.instr.outs]
+        env = self.step.env
+        for ref, _, _ in self.made:
+            env[ref] = {}
         for at, lane in enumerate(self.lanes):
-            if not self.tried and self.together[at] is not None and not self._same(at, lane):
+            if not self.tried and self.together and self.together[at] is not None and not self._same(at, lane):
                 self.together[at] = None
             call = self.together[at] if self.together else None
-            if call is not None:
-                outs = call(lambda ref, lane=lane: self._stack_of(ref, lane))  # type: ignore[misc]
-                for k, placed in enumerate(self.instr.outs):
-                    if placed is not None:
-                        found[k][lane.narrowed(beside_units(varies(placed)))] = Instances(
-                            lane.units, stacked=outs[k], dim=self.dims[k]
-                        )
-            else:
-                self._run_each(at, lane, found)
+            if call is None:
+                self._run_each(at, lane)
+                continue
+            keys, dims, units = self.keys[at], self.in_dims, lane.units
+            outs = call(lambda ref: env[ref][keys[ref]].together(units, dims[ref]))  # noqa: B023
+            for ref, k, _ in self.made:
+                env[ref][self.out_keys[at][ref]] = Instances(units, stacked=outs[k], dim=self.dims[k])
         if not self.tried:
-            self.tried = True
+            self.tried = self.accumulates is not None or not self.product
             self.together = self.together if any(self.together) else []
-        self.step.env.update({Ref(self.instr.name, k): f for k, f in enumerate(found) if f})
 
-    def _stack_of(self, ref: Ref, lane: HostedLane) -> Tensor:
-        return self.step.instances(ref, lane).together(lane.units, self.in_dims[ref])
-
-    def _run_each(self, at: int, lane: HostedLane, found: list[dict[LaneKey, Instances]]) -> None:
-        step, instr = self.step, self.instr
-        feeds = [step.feed(Ref(instr.name, k), lane) for k in range(len(instr.outs))]
+    def _run_each(self, at: int, lane: HostedLane) -> None:
+        step, env, keys = self.step, self.step.env, self.keys[at]
+        feeds = [step.feed(ref, lane) if step.feeds(ref) else None for ref, _, _ in self.made]
         for unit, call in zip(lane.units, self.each[at], strict=True):
-            outs = call(lambda ref, unit=unit: step.instances(ref, lane).of(unit))  # type: ignore[misc]
-            for k, placed in enumerate(instr.outs):
-                if placed is None:
-                    continue
-                key = lane.narrowed(beside_units(varies(placed)))
-                if step.feeds(Ref(instr.name, k)):
-                    feed = feeds[k]
+            feed = feeds[0]
+            if self.product and feed is not None and feed[1][unit]:
+                self._add_product(feed[0], unit, *(env[r][keys[r]].of(unit) for r in self.instr.args))
+                continue
+            outs = call(lambda ref, unit=unit: env[ref][keys[ref]].of(unit))  # type: ignore[misc]
+            for (ref, k, placed), feed in zip(self.made, feeds, strict=True):
+                if step.feeds(ref):
                     if feed is not None and feed[1][unit]:
                         feed[0].add(unit, outs[k], self.own)
-                elif placed.nd[UNIT] == B:
-                    found[k].setdefault(key, Instances(once=outs[k]))
+                    continue
+                key = self.out_keys[at][ref]
+                if placed.nd[UNIT] == B:
+                    env[ref].setdefault(key, Instances(once=outs[k]))
                 else:
-                    found[k].setdefault(key, Instances(lane.units)).each[unit] = outs[k]
+                    env[ref].setdefault(key, Instances(lane.units)).each[unit] = outs[k]
+
+    def _add_product(self, sums: PartialSums, unit: int, a: Tensor, b: Tensor) -> None:
+        """A product that is a term of a sum: added in the same pass, where that rounds as adding it afterwards does."""
+        partner = sums.partner(unit)
+        if partner is not None and self.tried and self.accumulates:
+            torch.addmm(partner, a, b, out=partner)
+            sums.joined(unit)
+            return
+        room = sums.room(unit)
+        term = torch.mm(a, b) if room is None else torch.mm(a, b, out=room)
+        if partner is not None and not self.tried:
+            self.accumulates = self.accumulates is not False and _adds_alike(partner, term, a, b)
+        sums.add(unit, term, own=True)
 
     # --- the trial --------------------------------------------------------------------------------
 
     def _same(self, at: int, lane: HostedLane) -> bool:
         """Whether all units at once give each unit's bits, in memory laid out as its own."""
-        step = self.step
-        values = {ref: step.instances(ref, lane) for ref in self.instr.refs}
+        values = {ref: self.step.env[ref][key] for ref, key in self.keys[at].items()}
 
         def agree(given: Mapping[Ref, Instances]) -> bool:
             call = self.together[at]
@@ -440,6 +460,15 @@ class _ByUnit:
                 drawn[ref].stacked = as_it_lies.copy_(stack_units(list(drawn[ref].each.values()), old.dim))
                 drawn[ref].dim = old.dim
         return agree(drawn)
+
+
+def _adds_alike(partner: Tensor, term: Tensor, a: Tensor, b: Tensor) -> bool:
+    """Whether a product that is added in one pass gives the bits of one that is added afterwards."""
+    if says_little(a) or says_little(b) or says_little(partner):
+        dice = torch.Generator().manual_seed(0)
+        a, b, partner = (random_like(x, dice) for x in (a, b, partner))
+        term = torch.mm(a, b)
+    return same_bits(torch.addmm(partner, a, b), partner + term)
 
 
 def _unit_dim(placed: Placed | None) -> int:

@@ -24,6 +24,7 @@ class PartialSums:
         self._parents: dict[tuple[TreeNode, TreeNode], TreeNode] = {}
         for node in self.outs:
             self._note(node)
+        self._first = {node[0]: out for node, out in self.outs.items()}
         self._waiting: list[tuple[TreeNode, Tensor, bool]] = []
 
     def _note(self, node: TreeNode) -> None:
@@ -33,21 +34,36 @@ class PartialSums:
             self._note(left)
             self._note(right)
 
+    def room(self, index: int) -> Tensor | None:
+        """Where the term of this number may be written as it is made, if it begins a sum."""
+        return self._first.get(index)
+
+    def partner(self, index: int) -> Tensor | None:
+        """What the term of this number is added to first, if that is here and may be written over."""
+        if not self._waiting:
+            return None
+        node, term, own = self._waiting[-1]
+        return term if own and (node, (index, index + 1)) in self._parents else None
+
+    def joined(self, index: int) -> None:
+        """The term of this number has been added to its partner."""
+        left, a, _ = self._waiting.pop()
+        self._take(self._parents[left, (index, index + 1)], a, True)
+
     def add(self, index: int, term: Tensor, own: bool = False) -> None:
         """The next term. `own`: nobody else reads it, so sums may be written over it."""
-        node = (index, index + 1)
-        waiting = self._waiting
-        if node in self.outs:
+        self._take((index, index + 1), term, own)
+
+    def _take(self, node: TreeNode, term: Tensor, own: bool) -> None:
+        """A sum of the tree, joined with what stands to its left for as long as that is here."""
+        while self._waiting and (self._waiting[-1][0], node) in self._parents:
+            left, a, mine = self._waiting.pop()
+            node = self._parents[left, node]
+            term, own = self.op(a, term, out=self.outs.get(node, a if mine else None)), True
+        if node not in self.outs:
+            self._waiting.append((node, term, own))
+        elif self.outs[node] is not term:
             self.outs[node].copy_(term)
-            return
-        waiting.append((node, term, own))
-        while len(waiting) > 1 and (waiting[-2][0], waiting[-1][0]) in self._parents:
-            (right, b, _), (left, a, mine) = waiting.pop(), waiting.pop()
-            parent = self._parents[left, right]
-            if parent in self.outs:
-                self.op(a, b, out=self.outs[parent])
-            else:
-                waiting.append((parent, self.op(a, b, out=a) if mine else self.op(a, b), True))
 
 
 def tree_sum(terms: Mapping[TreeNode, Tensor], count: int, op: str, out: Tensor) -> Tensor:

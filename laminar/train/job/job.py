@@ -471,7 +471,7 @@ class Job(BaseJob):
         kept = self.state.kept
         return {
             "parameters": sum(k.param.nbytes + (k.owned.nbytes if k.has_own_memory else 0) for k in kept),
-            "gradients": sum(p.local(self.mesh, self.rank).nbytes for p in grads),
+            "gradients": sum(p.local(self.program.mesh, self.engine.transport.rank).nbytes for p in grads),
             "state": self.state.optimizer_bytes,
         }
 
