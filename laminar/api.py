@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from laminar.planner.space.request import Request
     from laminar.runtime.check.prove_rule_files import ProvedRules
     from laminar.train.job.verify_exact import ExactReport
+    from laminar.train.loop import Callback
     from laminar.train.protocol import TrainingJob
 
 
@@ -436,8 +437,7 @@ def verify_exact(
 
     Where they part, what comes back names the first step, op and tensor that differ.
     """
-    from laminar.train.job.verify_exact import ExactTrial
-    from laminar.train.job.verify_exact import verify_exact as compared
+    from laminar.train.job.verify_exact import ExactTrial, compare_hostings
 
     asked = Exact.of(exact) or Exact()
     if load_recipe(recipe).optimizer is None:
@@ -445,7 +445,7 @@ def verify_exact(
     if not 1 <= processes <= asked.ranks:
         raise LaminarError(f"{processes} processes for {asked}", allowed=f"1 to {asked.ranks}")
     options = JobOptions(seed=seed, precision=precision, check=False)
-    return compared(ExactTrial(partial(load_recipe, recipe), asked, steps, options, processes))
+    return compare_hostings(ExactTrial(partial(load_recipe, recipe), asked, steps, options, processes))
 
 
 def _verify_staged(model: Any, loss: Any, batches: list[Any], plan: Staged, dtype: str, tolerance: float | None) -> Any:
@@ -648,6 +648,7 @@ def train(
     timeline_steps: int = 3,
     prefetch: int | None = None,
     hash_every: int = 0,
+    rebalance: bool = False,
     **options: Any,
 ) -> Any:
     """Train a recipe on this rank, alone or among others; what `laminar train` runs on every rank.
@@ -655,6 +656,7 @@ def train(
     `prefetch` batches are loaded ahead: 2 unless given, or none with plan="ddp", whose models draw from the same
     generator as their data. `options` are those of `parallelize`. Rank 0 saves the plan as `plan_file`, and as
     `timeline`, if given, what all ranks did in a step. Every `hash_every` steps there is an event with the job's hash.
+    With `rebalance` units of an exact job go from slow ranks to fast ones.
     """
     from laminar.events import emit
 
@@ -691,11 +693,19 @@ def train(
         callbacks=[
             *([OnStep(found.on_step)] if found.on_step else []),
             *([HashEvery(hash_every)] if hash_every else []),
+            *([rebalancing()] if rebalance else []),
             *found.callbacks,
         ],
     )
     job.close()
     return outcome
+
+
+def rebalancing() -> Callback:
+    """What keeps units of an exact job where they are computed fastest."""
+    from laminar.train.auto.rebalance import Rebalance
+
+    return Rebalance()
 
 
 def _seed_everything(seed: int) -> None:

@@ -227,6 +227,16 @@ def sequences(page: str) -> None:
     assert ran(page, {"laminar": laminar, "graph": graph})["plan"].inputs["batch.ids"] == (laminar.S(1),)
 
 
+def exact(page: str) -> None:
+    """One process: the hostings are those of one."""
+    threads = torch.get_num_threads()
+    try:
+        job = ran(page, prelude())["job"]
+    finally:
+        torch.set_num_threads(threads)
+    assert job.steps == 4 and len(job.hash()) == 64
+
+
 def readme(page: str) -> None:
     """The first block is for a model of transformers; the others for any."""
     from transformers import GPT2Config, GPT2LMHeadModel
@@ -249,6 +259,7 @@ HOW: dict[str, Callable[[str], None]] = {
     "README.md": readme,
     "docs/use/train.md": training,
     "docs/use/command_line.md": recipes,
+    "docs/use/exact.md": exact,
     "docs/use/predict.md": predictions,
     "docs/how/long_sequences.md": sequences,
 }

@@ -90,7 +90,7 @@ class Seen:
     program: Program | None = None
 
 
-def verify_exact(trial: ExactTrial, timeout_s: float = 3600.0) -> ExactReport:
+def compare_hostings(trial: ExactTrial, timeout_s: float = 3600.0) -> ExactReport:
     """Train twice and compare."""
     alone = ExactTrial(trial.make, trial.exact, trial.steps, trial.options)
     (one,), others = (_runs(t, None, timeout_s) for t in (alone, trial))
@@ -100,7 +100,7 @@ def verify_exact(trial: ExactTrial, timeout_s: float = 3600.0) -> ExactReport:
     if parts is None:
         return ExactReport(ok=True, **known)  # type: ignore[arg-type]
     (one,), others = (_runs(t, parts, timeout_s) for t in (alone, trial))
-    return ExactReport(ok=False, step=parts + 1, **known, **first_difference(one, others))  # type: ignore[arg-type]
+    return ExactReport(ok=False, step=parts + 1, **known, **where_bits_part(one, others))  # type: ignore[arg-type]
 
 
 def _runs(trial: ExactTrial, look_at: int | None, timeout_s: float) -> list[Seen]:
@@ -139,7 +139,7 @@ def train_and_look(trial: ExactTrial, look_at: int | None) -> Seen:
     return seen
 
 
-def first_difference(one: Seen, others: list[Seen]) -> Mapping[str, Any]:
+def where_bits_part(one: Seen, others: list[Seen]) -> Mapping[str, Any]:
     """The first line whose result another process has otherwise, in the order of the program; else an update."""
     assert one.program is not None
     for instr in one.program.instrs:
