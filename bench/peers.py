@@ -96,10 +96,10 @@ def sparsely(module: nn.Module, case: Case) -> Several:
     return Several([rest, theirs])
 
 
-def ours(case: Case, plan: Any) -> Side:
-    """`laminar.parallelize` with a plan by name, or a function that makes one."""
+def ours(case: Case, plan: Any, exact: Any = None) -> Side:
+    """`laminar.parallelize` with a plan by name, or a function that makes one; in exact mode if asked."""
     job = laminar.parallelize(
-        fresh(case), case.loss, OPTIMIZERS[case.optimizer], batch=case.batches[0], plan=plan, device="cpu"
+        fresh(case), case.loss, OPTIMIZERS[case.optimizer], batch=case.batches[0], plan=plan, device="cpu", exact=exact
     )
     program = getattr(job, "program", None)  # jobs with stages have several
     return Side(
@@ -120,6 +120,11 @@ def ddp(case: Case, sync: bool = True) -> Side:
     side = _eager(case, wrapped, split=True)
     side.same = sync
     return side
+
+
+def alone(case: Case) -> Side:
+    """Plain PyTorch, every rank on the whole batch: what data parallel comes to where there is nothing to split."""
+    return _eager(case, fresh(case), split=False)
 
 
 def ddp_sparse(case: Case) -> Side:
