@@ -1,17 +1,19 @@
 """Do steps get shorter when samples are dealt out by what they cost? Real processes, lengths as of code on GitHub.
 
-A small GPT is trained data-parallel on CPU ranks over Gloo by one loop that all sides share: samples packed into micro-batches,
-attention inside of each sample, gradients of the total loss summed in one all-reduce, every token weighing the same.
-Sides differ in who gets which samples of a global batch, and in nothing else:
+A small GPT is trained data-parallel on CPU ranks over Gloo by one loop that all sides share: samples packed into
+micro-batches, attention inside of each sample, gradients of the total loss summed in one all-reduce, every token
+weighing the same. Sides differ in who gets which samples of a global batch, and in nothing else:
 
     torch order   every rank-th sample, as `DistributedSampler` deals them out
     equal counts  as many samples for each rank, balanced by tokens: what Flatflow's stable mode does (`rivals.py`)
     ours          whole samples, by `laminar.data.assign`, with a cost learnt from measured times beforehand
-    ours, cut     the same with samples that are longer than a share cut by rows (`cut_and_assign`), their keys and values
-                  exchanged layer by layer, forward and backward
+    ours, cut     the same with samples that are longer than a share cut by rows (`cut_and_assign`), their keys and
+                  values exchanged layer by layer, forward and backward
 
 In every step all sides train on the same batch, in turning order; each has a model of its own, from the same weights.
-Figures are seconds of the slowest rank: from a barrier to the end of the update, planning included.
+Figures are seconds of the slowest rank, from a barrier to the end of the update, planning included. Where ranks share
+cores these say little; `busy` is processor time of the slowest rank's own compute, which is what a core for each
+would show.
 
     python bench/balance_real.py [--ranks 2] [--batch 256] [--steps 12] [--layers 2] [--width 128] [--longest 4096]
 
@@ -88,7 +90,7 @@ class Gpt(nn.Module):
 class Exchanged(torch.autograd.Function):
     """Causal attention of one piece, with keys and values from those who have earlier pieces of the sample.
 
-    Sends are waited for at the end of the step only (`Wire.finish`): nobody stands still because another is not there yet.
+    Sends are waited for at the end of the step only (`Wire.finish`): nobody stands still for one who is late.
     """
 
     @staticmethod
@@ -219,7 +221,7 @@ class Side:
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self.optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=True)
         self.seconds: list[float] = []
-        self.compute: list[list[float]] = []
+        self.busy: list[list[float]] = []
         self.losses: list[float] = []
         self.cuts = 0
 
@@ -239,7 +241,7 @@ class Side:
     def step(self, batch: Sequence[Sample]) -> None:
         """Plan, compute, sum, update."""
         dist.barrier()
-        begin = time.perf_counter()
+        begin, worked = time.perf_counter(), time.process_time()
         lengths = [len(s) for s in batch]
         labels = sum(lengths) - len(lengths)
         pieces = self.pieces(lengths)
@@ -262,7 +264,7 @@ class Side:
                 (waits / labels).backward()
             total += waits.detach()
         wire.finish()
-        compute = time.perf_counter() - begin
+        busy = time.process_time() - worked
         params = list(self.model.parameters())
         flat = torch.cat(
             [*(torch.zeros(p.numel()) if p.grad is None else p.grad.flatten() for p in params), total[None]]
@@ -273,11 +275,11 @@ class Side:
         self.optimizer.step()
         self.optimizer.zero_grad()
         seconds = time.perf_counter() - begin
-        both = torch.tensor([seconds, compute])
+        both = torch.tensor([seconds, busy])
         all_ranks = [torch.empty_like(both) for _ in range(self.ranks)]
         dist.all_gather(all_ranks, both)
         self.seconds.append(max(float(t[0]) for t in all_ranks))
-        self.compute.append([float(t[1]) for t in all_ranks])
+        self.busy.append([float(t[1]) for t in all_ranks])
         self.losses.append(float(flat[-1]) / labels)
 
 
@@ -337,18 +339,22 @@ def tell(given: argparse.Namespace, sides: list[Side], cost: SampleCost) -> None
     times = {side.name: side.seconds[1:] for side in sides}
     losses = {side.name: side.losses for side in sides}
     apart = max(abs(x / y - 1) for name in losses for x, y in zip(losses[name], losses["torch order"], strict=True))
-    over = {side.name: [max(c) / statistics.mean(c) for c in side.compute[1:]] for side in sides}
+    over = {side.name: [max(c) / statistics.mean(c) for c in side.busy[1:]] for side in sides}
+    busy = {side.name: [max(c) for c in side.busy[1:]] for side in sides}
     row: dict[str, Any] = {
-        "ranks": given.ranks, "batch": given.batch, "steps": given.steps, "model": f"GPT, {given.layers} x {given.width}",
+        "ranks": given.ranks, "batch": given.batch, "steps": given.steps, 
+        "model": f"GPT, {given.layers} x {given.width}",
         "lengths": f"github, up to {given.longest}", "square_over_token": round(cost.per_square / cost.per_token, 6),
         "step_s": {name: round(statistics.mean(t), 4) for name, t in times.items()},
-        "slowest_over_mean_compute": {name: round(statistics.mean(x), 3) for name, x in over.items()},
+        "slowest_busy_s": {name: round(statistics.mean(x), 4) for name, x in busy.items()},
+        "slowest_busy_over_mean": {name: round(statistics.mean(x), 3) for name, x in over.items()},
     }  # fmt: skip
     for name in ("torch order", "equal counts"):
         for best in ("ours", "ours, cut"):
             row[f"{name} over {best}"] = {
                 "all": round(sum(times[name]) / sum(times[best]), 3),
                 **ratio(times, name, best),
+                "busy": round(sum(busy[name]) / sum(busy[best]), 3),
             }
     row["samples_cut"] = sides[-1].cuts
     row["losses"] = [round(x, 4) for x in (losses["ours"][0], losses["ours"][-1])]

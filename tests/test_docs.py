@@ -256,7 +256,8 @@ HOW: dict[str, Callable[[str], None]] = {
     "README.md": readme,
     "docs/use/train.md": training,
     "docs/use/command_line.md": recipes,
-    "docs/use/predict.md": predictions, "docs/use/data.md": balanced,
+    "docs/use/predict.md": predictions,
+    "docs/use/data.md": balanced,
     "docs/how/long_sequences.md": sequences,
 }
 
