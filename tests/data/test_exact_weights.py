@@ -62,7 +62,7 @@ def gradient(model: Tiny, units: list[Any], scale: float) -> tuple[float, int, l
     for unit in units:
         loss = token_loss(model(unit.tokens, unit.positions, unit), unit.next_tokens())
         (loss.total / scale).backward()
-        total, weight = total + float(loss.total), weight + int(loss.weight)
+        total, weight = total + float(loss.total.detach()), weight + int(loss.weight)
     return total, weight, [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
 
 
@@ -127,7 +127,7 @@ def test_labels_that_are_ignored_have_no_weight() -> None:
     labels = torch.tensor([[1, 2, -100, -100, 3], [-100] * 5])
     loss = token_loss(logits, labels)
     assert float(loss.weight) == 3
-    assert float(loss.total) == pytest.approx(3 * float(F.cross_entropy(logits[0, [0, 1, 4]], labels[0, [0, 1, 4]])))
+    assert float(loss.total.detach()) == pytest.approx(3 * float(F.cross_entropy(logits[0, [0, 1, 4]], labels[0, [0, 1, 4]])))
     nothing = token_loss(logits[1:], labels[1:])
     assert float(nothing.total) == 0 and float(nothing.weight) == 0
 
