@@ -149,6 +149,21 @@ def _on_meta(make: Callable[[], Any]) -> Any:
         return make()
 
 
+def _refuse_rules(request: Request) -> None:
+    """Rules of a file are of no use to a search that may not rewrite graphs."""
+    if not request.allows("rewrite"):
+        raise PlanError(
+            "rules of a file rewrite the graph, and this search may not",
+            allowed="  ".join(request.only),
+            next="leave out rules, or add rewrite to what may be used",
+        )
+    if len(request.cluster.parts) > 1:
+        raise PlanError(
+            f"{request.cluster.name} has several kinds of devices, and no graph is rewritten for such clusters",
+            next="leave out rules, or plan for one kind of device",
+        )
+
+
 def plan(
     graph: Graph,
     cluster: Cluster | str,
@@ -194,17 +209,7 @@ def plan(
     request = asking(machine, memory_bytes, budget_s, optimizer, pin, only, proposals, margin, batch)
     if rules is None:
         return _proved(graph, best(graph, request, progress), request, {}, progress)
-    if not request.allows("rewrite"):
-        raise PlanError(
-            "rules of a file rewrite the graph, and this search may not",
-            allowed="  ".join(request.only),
-            next="leave out rules, or add rewrite to what may be used",
-        )
-    if len(machine.parts) > 1:
-        raise PlanError(
-            f"{machine.name} has several kinds of devices, and no graph is rewritten for such clusters",
-            next="leave out rules, or plan for one kind of device",
-        )
+    _refuse_rules(request)
     from laminar.runtime.check.prove_rule_files import ProvedRules, proved_rules
 
     read = rules if isinstance(rules, ProvedRules) else proved_rules(rules)
@@ -531,6 +536,7 @@ def parallelize(
     Works alone in one process, under `laminar train`, and under `torchrun`. All methods of a job are
     collective: every rank calls them, in the same order.
     """
+    # Long because its options are named and explained in one place; the ways to run are one or two lines each.
     if cluster is not None and (plan != "auto" or mesh is not None):
         raise LaminarError("a cluster is what a plan is searched for", next='leave out mesh, and say plan="auto"')
     options = JobOptions(

@@ -19,6 +19,7 @@ from laminar import cli_ask, cli_cost, cli_plan
 from laminar.cli_ask import working
 from laminar.cli_plan import parse_mesh
 from laminar.errors import LaminarError, PlanError, RecipeError
+from laminar.ir.graph import Graph
 from laminar.ir.plans.staged import Staged, load_plan
 
 EPILOG = """\
@@ -96,19 +97,24 @@ def do_capture(args: argparse.Namespace) -> int:
     for i in graph.of_kind("batch"):
         print(f"  {i.name}: {i.spec}")
     if args.report:
-        print("parameters and buffers")
-        for i in graph.inputs:
-            if i.kind in ("param", "buffer"):
-                tied = f"  (also {', '.join(i.aliases)})" if i.aliases else ""
-                print(f"  {i.kind:<6} {i.name}: {i.spec}{tied}")
-        print("every op has a rule" if not rows else "ops without a rule")
-        for row in rows:
-            print(f"  {row['op']:<32} {row['share']:6.2%} of the work  {row['how']}  {row['where']}")
-        if eager:
-            print("parts that run as they are, in plain PyTorch")
-        for row in eager:
-            print(f"  {shown(row)}")
+        _print_tensors_and_ops(graph, rows, [shown(row) for row in eager])
     return 0
+
+
+def _print_tensors_and_ops(graph: Graph, without_rule: list[dict[str, Any]], eager: list[str]) -> None:
+    """All tensors that live from step to step, and the ops that not everything is known about."""
+    print("parameters and buffers")
+    for i in graph.inputs:
+        if i.kind in ("param", "buffer"):
+            tied = f"  (also {', '.join(i.aliases)})" if i.aliases else ""
+            print(f"  {i.kind:<6} {i.name}: {i.spec}{tied}")
+    print("every op has a rule" if not without_rule else "ops without a rule")
+    for row in without_rule:
+        print(f"  {row['op']:<32} {row['share']:6.2%} of the work  {row['how']}  {row['where']}")
+    if eager:
+        print("parts that run as they are, in plain PyTorch")
+    for told in eager:
+        print(f"  {told}")
 
 
 def do_verify(args: argparse.Namespace) -> int:

@@ -315,6 +315,14 @@ def options(p: argparse.ArgumentParser) -> None:
         choices=PRECISIONS,
         help="precision to plan for, as in `laminar train` (default: f32, the model's own)",
     )
+    search_options(p)
+    questions(p)
+    placement_options(p)
+    pipeline_options(p)
+
+
+def search_options(p: argparse.ArgumentParser) -> None:
+    """What a search is asked for."""
     add = p.add_argument_group("search").add_argument
     add(
         "--memory",
@@ -363,7 +371,10 @@ def options(p: argparse.ArgumentParser) -> None:
         help="run the best candidates and the named plans on this machine, and take the fastest",
     )
     add("--measure-rank", help=argparse.SUPPRESS)
-    questions(p)
+
+
+def placement_options(p: argparse.ArgumentParser) -> None:
+    """A plan without a search."""
     made = p.add_argument_group("a plan of your own")
     add = made.add_argument
     add("--mesh", metavar="MESH", help="axes and sizes, such as dp=2,tp=4 (default with --preset: dp over the cluster)")
@@ -402,6 +413,10 @@ def options(p: argparse.ArgumentParser) -> None:
         help="keep what these modules or values hold in host memory until backward; may be repeated",
     )
     add("--program", action="store_true", help="print the program that every rank runs")
+
+
+def pipeline_options(p: argparse.ArgumentParser) -> None:
+    """A plan with stages, without a search."""
     made = p.add_argument_group("a pipeline of your own")
     add = made.add_argument
     add(

@@ -120,13 +120,8 @@ class Prediction:
 
     def figures(self) -> PredictedStep:
         """For the account of the plan."""
-        low, high = self.interval_s
-        return PredictedStep(
-            step_s=self.seconds,
-            step_low_s=low,
-            step_high_s=high,
-            peak_bytes=self.peak_bytes,
-            cluster=self.cluster.name,
+        return replace(
+            shared_figures(self.seconds, self.interval_s, self.peak_bytes, self.cluster),
             known=self.known(),
         )
 
@@ -137,6 +132,12 @@ class Prediction:
             by[line.price.source] = by.get(line.price.source, 0.0) + line.price.seconds
         total = sum(by.values()) or 1.0
         return {k: round(v / total, 4) for k, v in sorted(by.items(), key=lambda kv: -kv[1])}
+
+
+def shared_figures(seconds: float, interval_s: tuple[float, float], peak_bytes: int, cluster: Cluster) -> PredictedStep:
+    """What the account of a plan says of its step, with stages or without."""
+    low, high = interval_s
+    return PredictedStep(step_s=seconds, step_low_s=low, step_high_s=high, peak_bytes=peak_bytes, cluster=cluster.name)
 
 
 def machine(cluster: Cluster, mesh: Mesh, optimizer: str = "adamw", calibrated: bool = True) -> Machine:

@@ -59,7 +59,14 @@ TIMEOUT_S = 600.0
 def options(p: argparse.ArgumentParser) -> None:
     """What `laminar train` can be told; the rest is the recipe's."""
     p.epilog, p.formatter_class = EPILOG, argparse.RawDescriptionHelpFormatter
-    whole, positive, amount = _at_least(1, int), _at_least(0, int), _at_least(0, float)
+    _where_options(p)
+    _training_options(p)
+    _run_options(p)
+
+
+def _where_options(p: argparse.ArgumentParser) -> None:
+    """On what it trains, and by which plan."""
+    whole = _at_least(1, int)
     add = p.add_argument_group("where and how").add_argument
     add("--workers", type=whole, metavar="N", help="ranks on this machine (default: as many as the mesh has, or 1)")
     add(
@@ -92,6 +99,11 @@ def options(p: argparse.ArgumentParser) -> None:
         default=DEFAULTS.check,
         help="compare the first batch with the model in plain PyTorch (default: yes)",
     )
+
+
+def _training_options(p: argparse.ArgumentParser) -> None:
+    """What changes the weights that come out, or how long a step takes."""
+    whole, positive, amount = _at_least(1, int), _at_least(0, int), _at_least(0, float)
     add = p.add_argument_group("training").add_argument
     add(
         "--steps",
@@ -131,6 +143,11 @@ def options(p: argparse.ArgumentParser) -> None:
     add(
         "--detect-anomaly", action="store_true", help="stop at the op that first makes a NaN or Inf, and name it (slow)"
     )
+
+
+def _run_options(p: argparse.ArgumentParser) -> None:
+    """What is written down, and when a run ends."""
+    whole, positive, amount = _at_least(1, int), _at_least(0, int), _at_least(0, float)
     add = p.add_argument_group("the run").add_argument
     add("--run-dir", metavar="DIR", help="directory for logs, events and results (default: runs/RECIPE-TIME)")
     add(

@@ -18,7 +18,7 @@ import numpy as np
 
 from laminar.cost.ops.roofline import op_s
 from laminar.errors import NoRuleError, PlanError
-from laminar.ir.graph import Graph, Node
+from laminar.ir.graph import Graph, Node, Output
 from laminar.ir.mesh import Mesh
 from laminar.ir.plans.account import Account, CompletionCost, WholeOp
 from laminar.ir.plans.plan import Choice, Plan
@@ -56,6 +56,13 @@ class Pins:
     """Ops whose results stay partial, where there is any way."""
     spread: set[str] = field(default_factory=set)
     """Ops of which every rank must do only a part, where there is any way."""
+
+
+def _output_nd(out: Output, inputs: Mapping[str, list[Sbp]], grads: Mapping[str, list[Sbp]], axes: int) -> NdSbp:
+    """Gradients lie as they are reduced, new buffers as the old ones, and what is reported is whole."""
+    if out.kind == "grad":
+        return tuple(grads[out.name])
+    return tuple(inputs[out.name]) if out.kind == "buffer" else (B,) * axes
 
 
 def completed(
@@ -102,13 +109,7 @@ def completed(
         for item in graph.inputs:
             inputs[item.name].append(one.inputs[item.name])
             grads[item.name].append(pins[axis].grads.get(item.name, one.inputs[item.name]))
-    outputs: dict[str, NdSbp] = {}
-    for out in graph.outputs:
-        key = f"{out.kind}:{out.name}"
-        if out.kind == "grad":
-            outputs[key] = tuple(grads[out.name])
-        else:
-            outputs[key] = tuple(inputs[out.name]) if out.kind == "buffer" else (B,) * len(mesh.sizes)
+    outputs = {f"{out.kind}:{out.name}": _output_nd(out, inputs, grads, len(mesh.sizes)) for out in graph.outputs}
     ops = {
         n.name: Choice(
             tuple(tuple(s.ins[i] for s in chosen[n.name]) for i in range(len(calls[n.name].ins))),
@@ -265,6 +266,15 @@ class _Axis:
             for i, ref in enumerate(node.ins):
                 self.readers.setdefault(ref, []).append((node, i))
 
+    def _read(self, var: int, domain: tuple[Sbp, ...], readers: Sequence[_Reader]) -> None:
+        """What it costs that a value is read in other placements than it was made in."""
+        for v, wanted, wanted_spec, bucketed in readers:
+            table = self.costs.table(wanted_spec, domain, wanted, bucketed)
+            if v == var:
+                self.problem.add((v,), np.diag(table).copy())
+            else:
+                self.problem.add((var, v), table)
+
     def solve(self) -> Solved:
         self.partials: dict[Ref, set[str]] = {}
         """Which kinds of partial each value can be made in without zero-padding."""
@@ -311,12 +321,7 @@ class _Axis:
                 hub = self.problem.variable(len(hub_domain))
                 self.problem.add((var, hub), self.costs.table(spec, domain, hub_domain))
                 var, domain = hub, hub_domain
-            for v, wanted, wanted_spec, bucketed in readers:
-                table = self.costs.table(wanted_spec, domain, wanted, bucketed)
-                if v == var:
-                    self.problem.add((v,), np.diag(table).copy())
-                else:
-                    self.problem.add((var, v), table)
+            self._read(var, domain, readers)
         solution = self.problem.solve()
         if not np.isfinite(solution.cost):
             raise NoRuleError(

@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 Table = np.ndarray
+Eliminated = tuple[int, tuple[int, ...], Table, list[Table]]
+"""A variable, those it was eliminated with, its best value for each of theirs, and the values left to each."""
 AXES = 60
 """Variables of one table, of the 64 that an array may have."""
 
@@ -63,17 +65,10 @@ class MinSum:
 
     def solve(self, limit: int = 1 << 22) -> Solution:
         """Eliminate all variables, then read the values back."""
+        # Long because all of elimination is one loop over sets that it keeps in step with each other.
         n = len(self.sizes)
         scopes: dict[int, tuple[tuple[int, ...], int]] = dict(enumerate(self.factors))
-        touching: list[set[int]] = [set() for _ in range(n)]
-        for f, (scope, _) in scopes.items():
-            for v in scope:
-                touching[v].add(f)
-        neighbours: list[set[int]] = [set() for _ in range(n)]
-        for scope, _ in scopes.values():
-            if len(scope) > 1:
-                for v in scope:
-                    neighbours[v].update([u for u in scope if u != v])
+        touching, neighbours = self._neighbours()
         counts = {s: np.arange(s) for s in set(self.sizes)}
         allowed = [counts[s] for s in self.sizes]
 
@@ -83,7 +78,7 @@ class MinSum:
         heap = [(weight(v), v) for v in range(n)]
         heapq.heapify(heap)
         gone = [False] * n
-        steps: list[tuple[int, tuple[int, ...], Table, list[Table]]] = []
+        steps: list[Eliminated] = []
         memo: dict[object, tuple[int, Table]] = {}
         constant, exact, count = 0.0, True, len(scopes)
         while heap:
@@ -130,7 +125,22 @@ class MinSum:
                     heapq.heappush(heap, (weight(u), u))
             else:
                 constant += float(self.tables[table])
-        values = [0] * n
+        return Solution(self._read_back(steps), constant, exact)
+
+    def _neighbours(self) -> tuple[list[set[int]], list[set[int]]]:
+        """By variable, the factors it stands in and the variables it stands there with."""
+        touching: list[set[int]] = [set() for _ in self.sizes]
+        neighbours: list[set[int]] = [set() for _ in self.sizes]
+        for f, (scope, _) in enumerate(self.factors):
+            for v in scope:
+                touching[v].add(f)
+                if len(scope) > 1:
+                    neighbours[v].update([u for u in scope if u != v])
+        return touching, neighbours
+
+    def _read_back(self, steps: list[Eliminated]) -> list[int]:
+        """The value of each variable, the last one eliminated first."""
+        values = [0] * len(self.sizes)
         for v, scope, best, then in reversed(steps):
             # Where no value was lost, a value stands at its own number.
             at = tuple(
@@ -140,7 +150,7 @@ class MinSum:
                 ]
             )
             values[v] = int(then[-1][best[at]])
-        return Solution(values, constant, exact)
+        return values
 
     def floor(self, limit: int = 1 << 19) -> float:
         """A number that the least sum is not below; the least sum itself where no table grows beyond `limit`."""

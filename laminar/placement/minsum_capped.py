@@ -181,6 +181,7 @@ class Capped:
 
     def _programmed(self, known: Answer, time_limit_s: float) -> Answer:
         """The same by HiGHS, with what is known of it."""
+        # Long because the integer program is written down whole, then solved: rows and columns keep their numbers.
         scale = self._scale() / 100.0
         first = np.cumsum([0, *self.sizes])
         shares: dict[tuple[int, ...], int] = {}

@@ -155,6 +155,7 @@ def whole_step(
     libraries have taken for good is in them. `reserved` is what the process holds while replaying. `host_s` is what
     the host takes to ask for a step among others, `host_alone_s` while the device has nothing else to do.
     """
+    # Long because it is one measurement from start to end, and what comes before each number is what it means.
     memory = _Memory(torch.device(device))
     before = memory.empty()
     start = time.perf_counter()

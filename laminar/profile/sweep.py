@@ -249,6 +249,7 @@ def _merged(found: list[list[dict[str, Any]]]) -> tuple[Section, list[dict[str, 
 
 def work(folder: Path, rank: int) -> None:
     """One rank's side."""
+    # Long because it is the script of a process: what is timed, in which order, and what ranks agree on in between.
     import torch
     import torch.distributed as dist
 

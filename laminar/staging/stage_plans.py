@@ -41,6 +41,18 @@ from laminar.staging.coupled_samples import refuse_coupled
 Inner = Mesh | Plan | Callable[[Graph], Plan] | None
 
 
+def _inner_plans(graph: Graph, inner: Inner | Sequence[Inner], places: int) -> list[Plan]:
+    """By place, the plan inside of it; what is given once for several is made once."""
+    inners: list[Any] = list(inner) if isinstance(inner, Sequence) else [inner] * places
+    if len(inners) != places:
+        raise PlanError(f"{len(inners)} inner plans for {places} places")
+    found: dict[int, Plan] = {}
+    for one in inners:
+        if id(one) not in found:
+            found[id(one)] = inner_plan(graph, one)
+    return [found[id(one)] for one in inners]
+
+
 def pipeline(
     graph: Graph,
     stages: int | Sequence[str] | Mapping[str, int] = 2,
@@ -80,14 +92,7 @@ def pipeline(
     schedule = schedule or ("interleaved" if virtual > 1 else "1f1b")
     of, count = _assigned(graph, stages, virtual, speeds, microbatches if by_place else 0)
     places = count // virtual
-    inners: list[Any] = list(inner) if isinstance(inner, Sequence) else [inner] * places
-    if len(inners) != places:
-        raise PlanError(f"{len(inners)} inner plans for {places} places")
-    found: dict[int, Plan] = {}
-    for one in inners:
-        if id(one) not in found:
-            found[id(one)] = inner_plan(graph, one)
-    plans = [found[id(one)] for one in inners]
+    plans = _inner_plans(graph, inner, places)
     for plan in plans:
         refuse_stages(replace(plan, offload=(*plan.offload, *as_patterns(offload))))
     if recompute:

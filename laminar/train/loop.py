@@ -339,6 +339,7 @@ def loop(
     ranks did in the median of `timeline_steps` steps, taken once the run is warm. `metrics` are measured in
     evaluations; `callbacks` are told what happens, in their order.
     """
+    # Long because everything that may happen around a step stands in the order in which it happens.
     made = scheduler(job, schedule, resume)
     emit("start", steps=steps, done=job.steps, device=str(job.device), memory=job.memory())
     if job.plan is not None:

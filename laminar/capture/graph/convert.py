@@ -35,6 +35,7 @@ from laminar.capture.tracing.refuse import refuse_computed, refuse_shared
 from laminar.capture.tracing.trace import Traced
 from laminar.errors import CaptureError
 from laminar.ir.graph import RNG, SCALE, Constant, Graph, Input, Node, Output
+from laminar.ir.ops import RESHAPES
 from laminar.ir.serial.codec import Dtype, Ref
 from laminar.ir.tensor import TensorSpec
 
@@ -83,15 +84,6 @@ LIKE = {
     "empty_permuted": 0,
 }
 FULL = ("full", "full_like", "new_full")
-RESHAPES = (
-    "aten.view",
-    "aten._unsafe_view",
-    "aten.reshape",
-    "aten.unsqueeze",
-    "aten.squeeze",
-    "aten.squeeze.dim",
-    "aten.squeeze.dims",
-)
 SAME = ("alias", "detach", "lift_fresh", "lift", "lift_fresh_copy", "resolve_conj", "resolve_neg")
 EAGER = {"_conj": "aten.conj_physical", "_neg_view": "aten.neg"}
 """Views that only set a bit on the tensor; here they compute."""
@@ -332,7 +324,33 @@ def constant_of(name: str, tensor: torch.Tensor) -> Constant:
     return Constant(name, spec_of(tensor), as_bytes(tensor.cpu()).numpy().tobytes())
 
 
+def _filled(
+    c: Converter, base_name: str, shape: Any, args: tuple[Any, ...], outs: tuple[TensorSpec | None, ...], origin: Origin
+) -> Any:
+    """A tensor of one value, whatever it was made by."""
+    fill: Any = LIKE[base_name] if base_name in LIKE else args[[a.name for a in shape.arguments].index("fill_value")]
+    spec = outs[0]
+    assert spec is not None
+    if isinstance(fill, Ref):
+        return c.fresh(c.emit("aten.expand", (fill, spec.shape, False), outs, origin), spec)
+    if base_name in LIKE and spec.is_float:
+        fill = float(fill)
+    return c.fresh(c.emit("aten.full", (spec.shape, fill, Dtype(spec.dtype), None, None, None), outs, origin), spec)
+
+
+def _views_of(
+    source: _Alias, name: str, rest: tuple[Any, ...], outs: tuple[TensorSpec | None, ...], ref: Ref
+) -> list[_Alias]:
+    """What an op that looks at a tensor in another way makes of it."""
+    views = tuple(o for o in outs if o is not None)
+    return [
+        _Alias(source.base, (*source.chain, _View(name, rest, i, views)), spec, Ref(ref.name, i), source.base.version)
+        for i, spec in enumerate(views)
+    ]
+
+
 def _call(c: Converter, node: Any, env: dict[Any, Any], origin: Origin) -> Any:
+    # Long because it tells kinds of calls apart, in an order that matters; what becomes of each is elsewhere.
     target = node.target
     if getattr(target, "__name__", "") == "getitem" and schema(target) is None:
         return env[node.args[0]][node.args[1]]
@@ -382,35 +400,12 @@ def _call(c: Converter, node: Any, env: dict[Any, Any], origin: Origin) -> Any:
         return _mutate(c, node, target, raw, env, lookup, origin)
     args = tuple(plain(lookup(a)) for a in raw)
     if name.startswith("aten.") and (base_name in LIKE or base_name in FULL):
-        if base_name in LIKE:
-            fill: Any = LIKE[base_name]
-        else:
-            names = [a.name for a in shape.arguments]
-            fill = args[names.index("fill_value")]
-        spec = outs[0]
-        assert spec is not None
-        if isinstance(fill, Ref):
-            return c.fresh(c.emit("aten.expand", (fill, spec.shape, False), outs, origin), spec)
-        if base_name in LIKE and spec.is_float:
-            fill = float(fill)
-        return c.fresh(c.emit("aten.full", (spec.shape, fill, Dtype(spec.dtype), None, None, None), outs, origin), spec)
+        return _filled(c, base_name, shape, args, outs, origin)
     if name.startswith("aten.") and base_name in EAGER:
         name = EAGER[base_name]
     alias_of = _viewed(target)
     if alias_of is not None and isinstance(raw[alias_of], torch.fx.Node):
-        source = env[raw[alias_of]]
-        ref = c.emit(name, args, outs, origin)
-        views = tuple(o for o in outs if o is not None)
-        aliases = [
-            _Alias(
-                source.base,
-                (*source.chain, _View(name, args[1:], i, views)),
-                spec,
-                Ref(ref.name, i),
-                source.base.version,
-            )
-            for i, spec in enumerate(views)
-        ]
+        aliases = _views_of(env[raw[alias_of]], name, args[1:], outs, c.emit(name, args, outs, origin))
         return aliases if isinstance(value, (tuple, list)) else aliases[0]
     if not any(o is not None for o in outs):
         raise CaptureError(f"{name} makes no tensor", at=origin.where, next="keep what it asks about out of the model")

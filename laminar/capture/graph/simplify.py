@@ -104,34 +104,16 @@ def fold(graph: Graph) -> Graph:
             if value.numel() and not value.is_complex() and _all_alike(value):
                 name = f"{node.name}_full{i}"
                 fill = first.item()
-                made.append(
-                    Node(
-                        name,
-                        "aten.full",
-                        (spec.shape, fill, Dtype(spec.dtype), None, None, None),
-                        (spec,),
-                        node.where,
-                        node.module,
-                        node.phase,
-                    )
-                )
+                args = (spec.shape, fill, Dtype(spec.dtype), None, None, None)
+                made.append(replace(node, name=name, op="aten.full", args=args, outs=(spec,)))
             else:
                 name = f"{node.name}_const{i}"
                 once = value[tuple(slice(0, 1) if s == 0 else slice(None) for s in value.stride())]
                 constants[name] = constant_of(name, once)
                 if once.shape != value.shape:  # what was expanded is carried once, and expanded again
                     source, name = Ref(name), f"{node.name}_expand{i}"
-                    made.append(
-                        Node(
-                            name,
-                            "aten.expand",
-                            (source, spec.shape, False),
-                            (spec,),
-                            node.where,
-                            node.module,
-                            node.phase,
-                        )
-                    )
+                    wide = (source, spec.shape, False)
+                    made.append(replace(node, name=name, op="aten.expand", args=wide, outs=(spec,)))
             fixed[ref] = Ref(name)
     outputs = tuple(replace(o, ref=fixed.get(o.ref, o.ref)) for o in graph.outputs)
     return replace(graph, nodes=tuple(made), constants=tuple(constants.values()), outputs=outputs)

@@ -268,6 +268,13 @@ def given_of(part: Part, slots: Mapping[str, Slot]) -> list[Slot]:
     return [slots[name] for name in part.slots]
 
 
+def _touched(tensors: Sequence[Tensor], versions: Sequence[int], given: Sequence[Tensor]) -> list[bool]:
+    """Which tensors a part has written into: by their versions, and copies by their values."""
+    return [
+        t._version != v or (t is not g and not _same(t, g)) for t, v, g in zip(tensors, versions, given, strict=True)
+    ]
+
+
 def called(
     part: Part,
     leaves: Sequence[Tensor],
@@ -282,6 +289,7 @@ def called(
     What it is known to change is a copy; with `copied`, so is everything but parameters. Small buffers always are, and
     are compared by value: batch norm's kernels change statistics without leaving a trace on the tensor.
     """
+    # Long because what is put in place for the call, the call, and what it has done are one transaction.
     held, slots = part.held(), slots_in(part)
     arguments = [t.clone() if copied or i in part.changes else t for i, t in enumerate(leaves[: part.arguments])]
     inner = [
@@ -322,10 +330,7 @@ def called(
                 tensors.append(leaf)
                 flat[i] = Hole(len(tensors) - 1)
         now = [slot.now for slot in mine]
-        touched = [
-            t._version != v or (t is not given and not _same(t, given))
-            for t, v, given in zip((*arguments, *inner), versions, leaves, strict=True)
-        ]
+        touched = _touched((*arguments, *inner), versions, leaves)
         changed = frozenset(i for i in range(part.arguments) if touched[i])
         written = frozenset(
             i for i, (t, n) in enumerate(zip(inner, now, strict=True)) if n is not t or touched[part.arguments + i]

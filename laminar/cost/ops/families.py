@@ -108,6 +108,7 @@ def measured_traits(key: str) -> Traits:
 
 def describe(call: Call, marks: Sequence[str] = ()) -> Traits:
     """The traits of a call; `marks` as in `cost.layout`."""
+    # Long because it is a table of families: a few lines for each.
     family, op = family_of(call.op), call.op
     if family in ("optimizer", "fused.pointwise", "fused.reduction"):
         return _by_numbers(call, family)

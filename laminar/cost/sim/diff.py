@@ -318,6 +318,7 @@ def _patch(
     `pair` gives the old index of each task, None where nothing moved. `altered` are tasks with another work or
     other links, `rewired` those with other conditions.
     """
+    # Long because the steps of an edit share the old net's and the new load's numbering.
     a, b, old = trace.load.tasks, load.tasks, trace.net
     if not all(0 <= b[j].work < LONGEST for j in altered):
         return None

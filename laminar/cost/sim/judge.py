@@ -40,6 +40,7 @@ class Guess:
     def other_ends(self, tasks: Ints, now: int, left: dict[int, int]) -> tuple[int, dict[int, tuple[int, int]]]:
         """The first tick at which one of `tasks` ends elsewhere than guessed (or NEVER), and better guesses of such
         tasks: (start, end). `left` tells what those that run after tick `now` have yet to do."""
+        # Long because it works on arrays over one grid of ticks, which all its steps share.
         start, end, kinds = self.start, self.end, self.kinds
         meets = np.array([bool(cells) for cells, *_ in kinds])
         tasks = tasks[meets[self.kind[tasks]] & (self.works[tasks] > 0)]

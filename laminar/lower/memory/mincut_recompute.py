@@ -42,10 +42,7 @@ from laminar.ir.program import Instr, Placed, Program, placed
 from laminar.ir.serial.codec import Ref
 from laminar.lower.boxing.overlap import drop_unused
 from laminar.lower.memory.offload import offloaded, without
-from laminar.lower.memory.planned_recompute import boundary as boundary
-from laminar.lower.memory.planned_recompute import boundary_bytes as boundary_bytes
-from laminar.lower.memory.planned_recompute import early as early
-from laminar.lower.memory.planned_recompute import run_again
+from laminar.lower.memory.planned_recompute import early, run_again
 from laminar.rules.notation import call_of
 from laminar.rules.ops.expand import Sheet, expand
 

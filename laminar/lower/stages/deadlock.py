@@ -286,6 +286,7 @@ def fewest(net: Net, only: Container[str] | None = None) -> dict[str, int] | Non
     after those the smallest queue of each ring is enlarged until none is left, which is enough, perhaps not least.
     With `only`, the registers of other queues stay as they are.
     """
+    # Long because the search's small steps share the net, its queues and what is known of each of them.
     play, queues = _Play(net), net.queues
     registers = play.registers
     free = [only is None or q.name in only for q in queues]

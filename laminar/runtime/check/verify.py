@@ -250,6 +250,7 @@ def first_difference(
             want = values.get(ref)
             if placed is None or want is None:
                 continue
+            line = f"%{instr.name} = {instr.op}: {placed.spec} {show(placed.nd)}"
             try:
                 got = assemble([r[i] for r in results], placed.spec.shape, placed.nd, program.mesh).to(want.dtype)
                 error = relative_error(got, want, 1e-300)
@@ -258,15 +259,11 @@ def first_difference(
                         sized.update(sizes(graph, inputs, constants, values.keys()))
                     error = relative_error(got, want, sized[ref])
             except (RuntimeError, ValueError, IndexError) as broken:
-                found.append(
-                    f"%{instr.name} = {instr.op}: {placed.spec} {show(placed.nd)} can't be put together: {broken}"
-                )
+                found.append(f"{line} can't be put together: {broken}")
                 return
             if error > max(tol, 1e-12) * 10:
                 where = f"\n    at {instr.where}" if instr.where else ""
-                found.append(
-                    f"%{instr.name} = {instr.op}: {placed.spec} {show(placed.nd)} is off by {error:.1e}{where}"
-                )
+                found.append(f"{line} is off by {error:.1e}{where}")
                 return
 
     outs = lockstep.run_lockstep(program, inputs, constants, look)

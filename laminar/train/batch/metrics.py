@@ -6,14 +6,27 @@ Numbers stay on the device until they are read. Metrics are what the loss functi
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from laminar.errors import LaminarError
 from laminar.events import emit
+
+
+@contextlib.contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """The model evaluates inside; afterwards each of its modules is in the mode it was in."""
+    training = [(m, m.training) for m in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in training:
+            module.training = mode
 
 
 class Result:
