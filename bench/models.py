@@ -20,6 +20,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,17 @@ def gpt(ranks: int, split: bool, shrink: int = 1) -> Case:
         _some(make),
         lambda m: list(m.blocks),
         {**dict.fromkeys(("q", "k", "v", "up"), "column"), "out": "row", "down": "row"},
+    )
+
+
+def long(tokens: int, ranks: int, split: bool, shrink: int = 1) -> Case:
+    """A GPT of four layers on one sequence, however many ranks there are."""
+    return Case(
+        lambda: GPT(layers=4, d=256, heads=8, vocab=256, tokens=tokens),
+        _next_loss,
+        _next_ids(1, tokens, 256),
+        lambda m: list(m.blocks),
+        {},
     )
 
 
@@ -352,6 +364,8 @@ def dlrm_sgd(ranks: int, split: bool = True, shrink: int = 1) -> Case:
 
 
 MODELS: dict[str, Callable[[int, bool, int], Case]] = {"gpt": gpt, "cnn": cnn, "mlp": mlp, "dlrm": dlrm}
+LONG: dict[str, Callable[[int, bool, int], Case]] = {str(n): partial(long, n) for n in (1024, 2048, 4096)}
+"""One sequence of so many tokens."""
 WIDER: dict[str, Callable[..., Case]] = {
     **MODELS,
     "llama": llama,

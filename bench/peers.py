@@ -122,6 +122,11 @@ def ddp(case: Case, sync: bool = True) -> Side:
     return side
 
 
+def alone(case: Case) -> Side:
+    """Plain PyTorch, every rank on the whole batch: what data parallel comes to where there is nothing to split."""
+    return _eager(case, fresh(case), split=False)
+
+
 def ddp_sparse(case: Case) -> Side:
     """DDP that sends and updates only the rows of tables that were read; comparable where all sides use SGD."""
     model = fresh(case)

@@ -26,7 +26,7 @@ import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -52,12 +52,14 @@ def race(
     target: float,
     doc: str,
     extra: dict[str, Sides] | None = None,
-    models: Sequence[str] = tuple(MODELS),
+    models: Sequence[str] = (),
+    known: Mapping[str, Callable[[int, bool, int], Case]] = MODELS,
 ) -> None:
     """Measure the models asked for; the side named `laminar` against each other one. One JSON line a model.
 
-    `extra` are further sides for some models; `models` those that there are sides for.
+    `extra` are further sides for some models; `models` those of the `known` that there are sides for, if not all.
     """
+    models = models or tuple(known)
     args = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     args.add_argument("--model", nargs="*", choices=list(models), default=list(models))
     args.add_argument("--ranks", type=int, default=2)
@@ -69,7 +71,7 @@ def race(
     for name in given.model:
         sides = {**shared, **(extra or {}).get(name, {})}
         load = os.getloadavg()[0]
-        case = partial(MODELS[name], given.ranks, split, given.shrink)
+        case = partial(known[name], given.ranks, split, given.shrink)
         runs = [_ranks(given.ranks, _timed, sides, case, given.rounds) for _ in range(given.repeats)]
         peaks = {
             side: None if given.no_peaks else _ranks(given.ranks, _peak, {side: make}, case)

@@ -23,6 +23,7 @@ _WHERE = {
     "CaptureError": "laminar.errors",
     "Cluster": "laminar.ir.clusters.cluster",
     "ClusterError": "laminar.errors",
+    "DataError": "laminar.errors",
     "Graph": "laminar.ir.graph",
     "GraphError": "laminar.errors",
     "Job": "laminar.train.job.job",
@@ -76,6 +77,7 @@ __all__ = [
     "CheckError",
     "Cluster",
     "ClusterError",
+    "DataError",
     "Graph",
     "GraphError",
     "Job",
@@ -109,6 +111,7 @@ __all__ = [
     "Timeline",
     "TimelineError",
     "capture",
+    "data",
     "eager",
     "load_recipe",
     "lower",
@@ -182,6 +185,8 @@ sys.modules[__name__].__class__ = _Front
 
 
 def __getattr__(name: str) -> Any:
+    if name == "data":  # a room that is public as a whole
+        return import_module("laminar.data")
     if name not in _WHERE:
         raise AttributeError(f"module 'laminar' has no attribute {name!r}")
     value = getattr(import_module(_WHERE[name]), name)
@@ -194,6 +199,7 @@ def __dir__() -> list[str]:
 
 
 if TYPE_CHECKING:
+    from laminar import data as data
     from laminar.api import Recipe, capture, load_recipe, parallelize, plan, plans, replan, verify
     from laminar.capture.eager.eager import eager
     from laminar.capture.model.losses import Loss
@@ -202,6 +208,7 @@ if TYPE_CHECKING:
         CaptureError,
         CheckError,
         ClusterError,
+        DataError,
         GraphError,
         LaminarError,
         MeshError,

@@ -318,6 +318,16 @@ class plans:
         return with_traffic(graph, presets.tensor_parallel(graph, mesh, axis, recompute, offload))
 
     @staticmethod
+    def context_parallel(
+        graph: Graph, mesh: Mesh, axis: str | None = None, recompute: Patterns = (), offload: Patterns = ()
+    ) -> Plan:
+        """Sequences split by token over `axis` (`cp` unless named), parameters whole; other axes data parallel.
+
+        Each rank does its rows of every attention, causal or not, against keys and values that are gathered for it.
+        """
+        return with_traffic(graph, presets.context_parallel(graph, mesh, axis, recompute, offload))
+
+    @staticmethod
     def named(
         name: str,
         graph: Graph,
@@ -326,7 +336,10 @@ class plans:
         offload: Patterns = (),
         gather_once: bool = False,
     ) -> Plan:
-        """The plan that `laminar.parallelize(plan=name)` runs: "data", "zero1", "zero2", "zero3" or "tensor"."""
+        """The plan that `laminar.parallelize(plan=name)` runs.
+
+        "data", "zero1", "zero2", "zero3", "tensor" or "context".
+        """
         return with_traffic(graph, presets.named(name, graph, mesh, recompute, offload, gather_once))
 
     @staticmethod
@@ -513,8 +526,8 @@ def parallelize(
                    reported as `result.metrics`
     optimizer      a torch optimizer over the model's parameters, or a function that makes one from them
     batch          an example of the *global* batch: tensors in nested dicts, lists, tuples, dataclasses, ...
-    plan           "auto", "data", "zero1", "zero2", "zero3", "tensor", a plan file, a `Plan`, a plan with stages
-                   (`plans.pipeline`), a function of graph and mesh, or "ddp" for a model that can't be captured
+    plan           "auto", "data", "zero1", "zero2", "zero3", "tensor", "context", a plan file, a `Plan`, a plan with
+                   stages (`plans.pipeline`), a function of graph and mesh, or "ddp" for a model that can't be captured
                    (torch's own, with its limits)
     mesh           named axes; unless given one axis over all ranks
     device         this rank's device; unless given its own GPU if every rank has one, else the CPU

@@ -11,6 +11,7 @@
     ├── MeshError           a mesh that makes no sense, or is larger than the world
     ├── ClusterError        a description of a machine that makes no sense, or is too small
     ├── BatchError          a batch that differs from the captured one
+    ├── DataError           samples that can't be balanced or packed, or a loader that lost its worker
     ├── NetError            actors and queues that make no sense, or would wait for each other for ever
     ├── SimulationError     a load the simulator can't run: tasks that wait for each other, or name what isn't there
     ├── TimelineError       a file that is no timeline, or a span that can't have happened
@@ -87,6 +88,10 @@ class ClusterError(LaminarError):
 
 class BatchError(LaminarError):
     """A batch that differs from the captured one."""
+
+
+class DataError(LaminarError):
+    """Samples that can't be balanced or packed, or a loader that lost its worker."""
 
 
 class NetError(LaminarError):

@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import laminar
+from laminar.api import graph_of
 from laminar.cli import main, parser
 from tests.support.rank_pool import Ranks
 from tests.support.room_map import rows
@@ -220,6 +221,12 @@ def predictions(page: str) -> None:
     assert ran(page, names)["found"].seconds > 0
 
 
+def sequences(page: str) -> None:
+    """Plans for the smallest GPT of the examples."""
+    graph = graph_of(str(ROOT / "examples" / "gpt.py") + ":tiny", device="cpu")
+    assert ran(page, {"laminar": laminar, "graph": graph})["plan"].inputs["batch.ids"] == (laminar.S(1),)
+
+
 def readme(page: str) -> None:
     """The first block is for a model of transformers; the others for any."""
     from transformers import GPT2Config, GPT2LMHeadModel
@@ -243,6 +250,7 @@ HOW: dict[str, Callable[[str], None]] = {
     "docs/use/train.md": training,
     "docs/use/command_line.md": recipes,
     "docs/use/predict.md": predictions,
+    "docs/how/long_sequences.md": sequences,
 }
 
 

@@ -39,6 +39,8 @@ LOCAL_DIM: dict[str, Callable[[Any, Any, Any], tuple[str, int, int]]] = {
     "laminar.embedding_backward_at": lambda args, ins, outs: ("out", 0, 0),
     "laminar.grouped_mm_at": lambda args, ins, outs: ("in", 0, 0),
     "laminar.grouped_outer_at": lambda args, ins, outs: ("in", 0, 0),
+    "laminar.attention_at": lambda args, ins, outs: ("in", 0, 2),
+    "laminar.attention_backward_at": lambda args, ins, outs: ("in", 1, 2),
     "laminar.gather_at": lambda args, ins, outs: ("in", 0, args[1] % len(ins[0].shape)),
     "laminar.nll_at": lambda args, ins, outs: ("in", 0, min(len(ins[0].shape) - 1, 1)),
     "laminar.nll_backward_at": lambda args, ins, outs: ("out", 0, min(len(outs[0].shape) - 1, 1)),

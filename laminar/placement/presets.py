@@ -3,7 +3,8 @@
 A preset that promises a pattern pins it. Data parallel: parameters are read whole and the batch is
 split, so the only traffic is gradients. ZeRO: the same, with parameters, gradients or optimizer
 state stored in pieces. Tensor parallel: the residual stream is whole, and weights are split
-wherever that keeps it so, which leaves two all-reduces per block each way.
+wherever that keeps it so, which leaves two all-reduces per block each way. Context parallel: every
+sequence is split by token, parameters are read whole, and attention is done row by row of its queries.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ from laminar.ir.ops import FREE
 from laminar.ir.plans.account import Account
 from laminar.ir.plans.patterns import apart, as_patterns, known
 from laminar.ir.plans.plan import Plan
-from laminar.ir.sbp import B, NdSbp, Partial, Sbp, Split, no_rank_empty
+from laminar.ir.sbp import B, NdSbp, Partial, Sbp, Split, local_spec, no_rank_empty
 from laminar.ir.serial.codec import Ref
 from laminar.ir.tensor import TensorSpec
 from laminar.placement.complete import Pins, Seeds, completed, match, storable
 from laminar.rules.signing import Placing, follow
 
+ATTENTION = ("laminar.attention", "laminar.attention_backward")
 PRODUCTS = {
     "aten.mm",
     "aten.addmm",
@@ -33,16 +35,15 @@ PRODUCTS = {
     "aten.baddbmm",
     "aten.convolution",
     "aten.convolution_backward",
-    "laminar.attention",
-    "laminar.attention_backward",
+    *ATTENTION,
 }
 """The ops whose work tensor parallelism divides."""
 Patterns = str | Sequence[str]
 """What to make again in backward or to keep in the host's memory, such as "blocks.*"; see `ir/plans/patterns.py`."""
 DATA_AXES = ("dp", "data", "batch", "fsdp", "zero")
-NAMES = ("data", "zero1", "zero2", "zero3", "tensor")
+NAMES = ("data", "zero1", "zero2", "zero3", "tensor", "context")
 """Plans that can be asked for by name, on the command line and in Python."""
-SPELLINGS = {"data_parallel": "data", "tensor_parallel": "tensor"}
+SPELLINGS = {"data_parallel": "data", "tensor_parallel": "tensor", "context_parallel": "context"}
 """Names from before, which still work."""
 
 
@@ -148,8 +149,6 @@ def _finer(spec: TensorSpec, nd: NdSbp, mesh: Mesh, axes: Sequence[int]) -> NdSb
 
 
 def _pieces(spec, mesh: Mesh) -> NdSbp:  # type: ignore[no-untyped-def]
-    from laminar.ir.sbp import local_spec
-
     out: list[Sbp] = []
     for axis, parts in enumerate(mesh.sizes):
         here = local_spec(spec, tuple(out), mesh.sizes[:axis])
@@ -181,6 +180,22 @@ def tensor_parallel(
     return again(graph, completed(graph, mesh, pins, "tensor_parallel"), recompute, offload)
 
 
+def context_parallel(
+    graph: Graph, mesh: Mesh, axis: str | None = None, recompute: Patterns = (), offload: Patterns = ()
+) -> Plan:
+    """Sequences split by token over one axis (`cp` unless named), parameters whole; other axes data parallel."""
+    if axis is None:
+        others = [n for n in mesh.names if n not in DATA_AXES]
+        if len(others) != 1 and "cp" not in mesh.names:
+            raise MeshError(
+                f"which axis of {mesh} is context parallel?", next='name it: context_parallel(graph, mesh, axis="...")'
+            )
+        axis = "cp" if "cp" in mesh.names else others[0]
+    at = mesh.axis(axis)
+    pins = [context_pins(graph, mesh, a) if a == at else data_pins(graph, mesh, a) for a in range(len(mesh.sizes))]
+    return again(graph, completed(graph, mesh, pins, "context_parallel"), recompute, offload)
+
+
 def named(
     name: str,
     graph: Graph,
@@ -197,6 +212,8 @@ def named(
         return zero(graph, mesh, int(name[4:]), recompute, offload, gather_once)
     if name == "tensor":
         return tensor_parallel(graph, mesh, None, recompute, offload)
+    if name == "context":
+        return context_parallel(graph, mesh, None, recompute, offload)
     return data_parallel(graph, mesh, recompute, offload)
 
 
@@ -233,8 +250,10 @@ def like(graph: Graph, plan: Plan) -> Plan:
             here = data_pins(graph, mesh, axis)
         elif plan.name == "tensor_parallel":
             here = tensor_pins(graph)
+        elif plan.name == "context_parallel" and _sequences(graph):
+            here = context_pins(graph, mesh, axis)
         else:
-            here = Pins()
+            here = _cut_alike(graph, plan, axis)
         for item in graph.inputs:
             if item.kind in ("param", "buffer") and item.name in plan.inputs:
                 here.inputs[item.name] = plan.inputs[item.name][axis]
@@ -245,6 +264,21 @@ def like(graph: Graph, plan: Plan) -> Plan:
     recompute, offload = known(graph, plan.recompute), known(graph, plan.offload)
     found = completed(graph, mesh, pins, plan.name)
     return replace(found, state=plan.state, recompute=recompute, offload=offload, gather_once=plan.gather_once)
+
+
+def _cut_alike(graph: Graph, plan: Plan, axis: int) -> Pins:
+    """A batch that the plan cuts by another dim than its samples is cut by it again, where it is long enough."""
+    pins, mesh = Pins(), plan.mesh
+    for item in graph.of_kind("batch"):
+        nd = plan.inputs.get(item.name, ())
+        cut = nd[axis] if nd else B
+        if isinstance(cut, Split) and cut.dim < len(item.spec.shape):
+            here, parts = local_spec(item.spec, nd[:axis], mesh.sizes[:axis]).shape[cut.dim], mesh.sizes[axis]
+            if no_rank_empty(here, parts) and (cut.blocks == 1 or here % (cut.blocks * parts) == 0):
+                pins.inputs[item.name] = cut
+    if pins.inputs:
+        _follow_inputs(graph, pins, mesh.sizes[axis], sums=False)
+    return pins
 
 
 def data_pins(graph: Graph, mesh: Mesh, axis: int) -> Pins:
@@ -260,6 +294,38 @@ def data_pins(graph: Graph, mesh: Mesh, axis: int) -> Pins:
             for a in range(axis):
                 size = -(-size // mesh.sizes[a])
             pins.inputs[item.name] = Split(0) if no_rank_empty(size, parts) else B
+    _read_whole(graph, pins, parts)
+    return pins
+
+
+def context_pins(graph: Graph, mesh: Mesh, axis: int) -> Pins:
+    """What context parallel means on one axis."""
+    parts, tokens = mesh.sizes[axis], _sequences(graph)
+    if not tokens:
+        raise PlanError("no tensor of the batch has sequences, (samples, tokens, ...), to split by token")
+    if not no_rank_empty(tokens, parts):
+        raise PlanError(f"sequences of {tokens} tokens can't be split over {mesh}", next="use fewer ranks")
+    pins = Pins(inputs=dict.fromkeys((i.name for i in graph.inputs), B))
+    for item in graph.of_kind("batch"):
+        if len(item.spec.shape) > 1 and item.spec.shape[1] == tokens:
+            pins.inputs[item.name] = Split(1)
+    _read_whole(graph, pins, parts)
+    for node in graph.nodes:  # by head or by sample may cost less, and need as many of them
+        if node.op in ATTENTION and node.outs[0] is not None and node.outs[0].shape[2] == tokens:
+            pins.values[Ref(node.name)] = Split(2)
+            for ref in node.ins:  # a mask is read in pieces, also where it is a buffer
+                pins.read.pop(ref, None)
+    return pins
+
+
+def _sequences(graph: Graph) -> int:
+    """How many tokens the sequences of a batch have; 0 if there are none."""
+    lengths = Counter(i.spec.shape[1] for i in graph.of_kind("batch") if len(i.spec.shape) > 1)
+    return lengths.most_common(1)[0][0] if lengths else 0
+
+
+def _read_whole(graph: Graph, pins: Pins, parts: int) -> None:
+    """Ops read parameters, and what is made of nothing else, whole, and follow the batch."""
     whole = {i.name for i in graph.inputs if i.kind in ("param", "buffer", "rng")} | {c.name for c in graph.constants}
     trained = {i.name for i in graph.inputs if i.kind in ("param", "buffer")}
     for node in graph.nodes:
@@ -284,7 +350,6 @@ def data_pins(graph: Graph, mesh: Mesh, axis: int) -> Pins:
         for ref, nd in zip(p.node.ins, p.ins, strict=True):
             if isinstance(nd[0], Split) and p.node.phase != "backward":
                 pins.read.pop(ref, None)
-    return pins
 
 
 def _follow_inputs(graph: Graph, pins: Pins, parts: int, sums: bool) -> list[Placing]:

@@ -103,8 +103,18 @@ def _instr(call: Call) -> tuple[Instr, Mesh]:
         args, mesh = args[:-1], Mesh({"one": 2})
         shape = call.out.shape
         outs = (Placed(TensorSpec((2 * shape[0], *shape[1:]), call.out.dtype), (S(0),)),)
+    op, args = _last_stretch(call, args)
     refs = tuple(Ref("", i) for i in range(len(call.ins)))
-    return Instr("op", call.op, args, refs, tuple(Placed(s, (B,)) for s in call.ins), outs), mesh
+    return Instr("op", op, args, refs, tuple(Placed(s, (B,)) for s in call.ins), outs), mesh
+
+
+def _last_stretch(call: Call, args: tuple[Any, ...]) -> tuple[str, tuple[Any, ...]]:
+    """Causal attention of fewer queries than keys is priced as the last stretch of them, so that is what runs."""
+    back = call.op == "laminar.attention_backward"
+    if not (back or call.op == "laminar.attention") or not call.args[7 if back else 4]:
+        return call.op, args
+    rows, keys = call.ins[int(back)].shape[2], call.ins[1 + int(back)].shape[2]
+    return (f"{call.op}_at", (*args, keys - rows)) if rows < keys else (call.op, args)
 
 
 def operand(spec: TensorSpec, mark: str, device: torch.device, below: int = 2) -> Tensor:

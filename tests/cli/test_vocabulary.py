@@ -131,7 +131,7 @@ def test_python_takes_old_spellings_too() -> None:
     named = laminar.plans.named
     assert named("data", graph, mesh).hash == named("data_parallel", graph, mesh).hash
     assert named("zero1", graph, mesh).hash == laminar.plans.zero(graph, mesh, 1).hash
-    with pytest.raises(PlanError, match="data  zero1  zero2  zero3  tensor"):
+    with pytest.raises(PlanError, match="data  zero1  zero2  zero3  tensor  context"):
         named("fast", graph, mesh)
     pipeline = laminar.plans.pipeline
     assert pipeline(graph, 2, micro_batches=2).hash == pipeline(graph, 2, microbatches=2).hash

@@ -4,6 +4,7 @@ NCCL refuses two ranks on one GPU, so Gloo carries CUDA tensors here. The graph 
 this proves is that the runtime picks kernels that exist on the device and compute the same.
 """
 
+from itertools import pairwise, product
 from pathlib import Path
 
 import pytest
@@ -63,12 +64,18 @@ def test_one_rank_on_cuda_equals_the_cpu(name: str, wide: bool) -> None:
         assert error < (1e-9 if wide else 2e-4), (o.kind, o.name, error)
 
 
-@pytest.mark.parametrize("preset", ["data_parallel", "tensor_parallel", "zero"])
-@pytest.mark.parametrize("name", ["gpt.py:tiny", "resnet.py:tiny"])
+@pytest.mark.parametrize(
+    ("name", "preset"),
+    [
+        *product(("gpt.py:tiny", "resnet.py:tiny"), ("data_parallel", "tensor_parallel", "zero")),
+        ("gpt.py:tiny", "context_parallel"),
+        ("llama.py:tiny", "context_parallel"),
+    ],
+)
 def test_two_ranks_over_gloo_with_cuda_tensors(name: str, preset: str) -> None:
     """Collectives on CUDA tensors through Gloo give one device's gradients."""
     graph, whole = captured(name)
-    axis = "tp" if preset == "tensor_parallel" else "dp"
+    axis = {"tensor_parallel": "tp", "context_parallel": "cp"}.get(preset, "dp")
     plan = getattr(laminar.plans, preset)(graph, laminar.Mesh({axis: 2}))
     report = verify_program(graph, plan, [whole], ranks="processes", device="cuda")
     assert report.ok, str(report)
@@ -93,6 +100,32 @@ def test_every_fused_attention_equals_plain_arithmetic(
     wide = [t.double().cpu() for t in (q, k, v, dout)]
     o, l = kernels.attention(*wide[:3], None, causal, 0.125)  # noqa: E741
     want = (o, l, *kernels.attention_backward(wide[3], *wide[:3], None, o, l, causal, 0.125))
+    for g, w in zip(got, want, strict=True):
+        assert g.shape == w.shape
+        assert float((g.double().cpu() - w).norm() / w.norm()) < 1e-2
+
+
+@pytest.mark.parametrize("begins", [(0, 128), (0, 64, 128), (0, 33, 100, 128)])
+@pytest.mark.parametrize("fused", [torch_private.FLASH, torch_private.CUDNN, torch_private.EFFICIENT])
+def test_stretches_of_every_fused_attention_are_the_whole(
+    fused: int, begins: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Causal attention cut by row, keys whole: rows put together, and gradients of keys added, against float64."""
+    monkeypatch.setattr(torch_private, "sdp_choice", lambda *_: fused)
+    torch.manual_seed(0)
+    packed = torch.randn(2, 128, 3 * 4 * 64, device="cuda", dtype=torch.bfloat16)
+    q, k, v = (t.view(2, 128, 4, 64).transpose(1, 2) for t in packed.split(256, -1))
+    dout = torch.randn(2, 4, 128, 64, device="cuda", dtype=torch.bfloat16)
+    rows = []
+    for a, b in pairwise(begins):
+        x, y = q[:, :, a:b], dout[:, :, a:b]
+        out, lse = kernels.attention_at(x, k, v, None, True, 0.125, a)
+        rows.append((out, lse, *kernels.attention_backward_at(y, x, k, v, None, out, lse, True, 0.125, a)))
+    outs, lses, dqs, dks, dvs = zip(*rows, strict=True)
+    got = (torch.cat(outs, 2), torch.cat(lses, 2), torch.cat(dqs, 2), sum(dks), sum(dvs))
+    wide = [t.double().cpu() for t in (q, k, v, dout)]
+    o, l = kernels.attention(*wide[:3], None, True, 0.125)  # noqa: E741
+    want = (o, l, *kernels.attention_backward(wide[3], *wide[:3], None, o, l, True, 0.125))
     for g, w in zip(got, want, strict=True):
         assert g.shape == w.shape
         assert float((g.double().cpu() - w).norm() / w.norm()) < 1e-2

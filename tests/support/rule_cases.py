@@ -545,14 +545,21 @@ def _attention() -> Iterator[Case]:
     for heads, kv, values in ((4, 4, 5), (12, 4, 5), (12, 1, 5), (4, 2, 3)):
         for causal in (False, True):
             keys = rows if causal else cols
-            masks = (
-                [None]
-                if causal
-                else [None, real(batch, heads, rows, keys), real(rows, keys) > -1, real(batch, 1, 1, keys)]
-            )
+            masks = [None, real(batch, heads, rows, keys), real(rows, keys) > -1, real(batch, 1, 1, keys)]
             for mask in masks:
                 q, k, v = real(batch, heads, rows, size), real(batch, kv, keys, size), real(batch, kv, keys, values)
-                yield case("laminar.attention", q, k, v, mask, causal, 0.3)
-                out, lse = kernels.attention(q, k, v, mask, causal, 0.3)
-                args = (real(*out.shape), q, k, v, mask, out, lse, causal, 0.3)
-                yield case("laminar.attention_backward", *args)
+                yield from _both_ways(q, k, v, mask, causal)
+    for rows, keys in ((7, 7), (12, 5), (5, 12)):  # stretches that differ, keys that are fewer, or more, than queries
+        for values in (5, 3):
+            yield from _both_ways(real(2, 4, rows, 5), real(2, 2, keys, 5), real(2, 2, keys, values), None, True)
+    unseen = torch.ones(2, 1, 6, 6, dtype=torch.bool)
+    unseen[:, :, :, :4] = False  # some rows see nothing before them, some nothing at all
+    yield from _both_ways(real(2, 4, 6, 5), real(2, 4, 6, 5), real(2, 4, 6, 3), unseen, True)
+    narrow = [real(2, 4, 6, 8).bfloat16() for _ in range(3)]
+    yield from _both_ways(*narrow, None, True)
+
+
+def _both_ways(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Iterator[Case]:
+    yield case("laminar.attention", q, k, v, mask, causal, 0.3)
+    out, lse = kernels.attention(q, k, v, mask, causal, 0.3)
+    yield case("laminar.attention_backward", real(*out.shape).to(q.dtype), q, k, v, mask, out, lse, causal, 0.3)

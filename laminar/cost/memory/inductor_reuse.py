@@ -17,8 +17,9 @@ import numpy as np
 from laminar.cost.ops.interned import Forms
 
 NEVER_IN_PLACE = frozenset(
-    "mm bmm addmm baddbmm mv convolution convolution_backward attention attention_backward lstm lstm_backward "
-    "embedding embedding_dense_backward index.Tensor index_put gather scatter_add cumsum sort topk".split()
+    """mm bmm addmm baddbmm mv convolution convolution_backward attention attention_at attention_backward
+    attention_backward_at lstm lstm_backward embedding embedding_dense_backward index.Tensor index_put gather
+    scatter_add cumsum sort topk""".split()
 )
 """Ops that a compiler does not let overwrite their input: they read it in another order than they write."""
 LOOKS_UP = frozenset(("aten.nll_loss_forward", "aten.gather"))

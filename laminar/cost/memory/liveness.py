@@ -21,7 +21,8 @@ from laminar.ir.program import Instr, Program
 TWO_PASSES = frozenset("native_layer_norm_backward native_group_norm_backward batch_norm_backward".split())
 """Ops that a compiler makes two kernels of, along rows and across them: what they read outlives the first."""
 ALLOCATES = frozenset(
-    "convolution convolution_backward attention attention_backward lstm lstm_backward sort topk".split()
+    """convolution convolution_backward attention attention_at attention_backward attention_backward_at lstm
+    lstm_backward sort topk""".split()
 )
 """Kernels that take memory for their results themselves."""
 KEEPS = ALLOCATES - {"convolution"}

@@ -42,7 +42,8 @@ _MEMBERS = {
 }
 FAMILY = {f"aten.{op}": family for family, ops in _MEMBERS.items() for op in ops.split()}
 FAMILY |= {
-    "laminar.attention": "attention", "laminar.attention_backward": "attention",
+    **{f"laminar.{n}": "attention" for n in ("attention", "attention_at", "attention_backward",
+                                             "attention_backward_at")},
     **{f"laminar.grouped_{n}": "matmul" for n in ("mm", "mm_at", "outer", "outer_at")},
     "laminar.lstm": "lstm", "laminar.lstm_backward": "lstm",
     "laminar.uniform": "draws", "laminar.normal": "draws",
@@ -140,7 +141,7 @@ def describe(call: Call, marks: Sequence[str] = ()) -> Traits:
         geometry = _logs(q[0] * q[1], q[2], key[2], q[3])
         flags = f"{'T' if any(a is True for a in call.args) else 'F'}{len(call.ins)}"
         kind = f"{kind}/{flags}"
-        if any(a is True for a in call.args) and q[2] == key[2]:
+        if any(a is True for a in call.args):
             work /= 2
     elif family == "convolution":
         geometry, kind, group = _convolution(call, op)

@@ -40,9 +40,9 @@ def flops(call: Call) -> float:
     if op == "convolution_backward":
         return 4.0 * math.prod(ins[0]) * math.prod(ins[2][1:])
     if op == "attention":
-        return 4.0 * math.prod(ins[0]) * ins[1][2]
+        return 4.0 * math.prod(ins[0]) * ins[1][2] * _attended(ins[0], ins[1], call.arg(4))
     if op == "attention_backward":
-        return 10.0 * math.prod(ins[1]) * ins[2][2]
+        return 10.0 * math.prod(ins[1]) * ins[2][2] * _attended(ins[1], ins[2], call.arg(7))
     if op in ("eager", "eager_backward"):  # counted at a trial, on values made up for it; backward runs it again first
         return max((3.0 if op == "eager_backward" else 1.0) * float(call.args[-2]) * _share(call), made)
     if op == "lstm":
@@ -50,6 +50,15 @@ def flops(call: Call) -> float:
     if op == "lstm_backward":
         return 4.0 * math.prod(ins[3][:2]) * (math.prod(ins[6]) + math.prod(ins[7]))
     return made
+
+
+def _attended(q: tuple[int, ...], k: tuple[int, ...], causal: bool) -> float:
+    """How many keys a query of a causal attention sees, over those that queries of a whole one see.
+
+    Fewer queries than keys are a stretch of them, of which the last and slowest counts: a step waits for it. A whole
+    causal attention is counted as if nothing were masked.
+    """
+    return 2.0 - min(q[2], k[2]) / max(q[2], k[2], 1) if causal else 1.0
 
 
 def _share(call: Call) -> float:

@@ -37,6 +37,10 @@ KEY = TensorSpec((2,), "i64")
 CUT = "cut"
 """Last argument of a draw whose result is one rank's piece: it goes the way through index tables."""
 _KEEPS_NUMBERS = ("aten.pow.",)
+STRETCHES = {"laminar.attention_at": "laminar.attention",
+             "laminar.attention_backward_at": "laminar.attention_backward"}  # fmt: skip
+"""Local forms that are priced as the op itself with fewer queries than keys: of its stretches the last one, which takes
+longest, and which the others wait for. So it costs the same to who has a program and to who only has a signature."""
 PLAIN_NUMBER = 0.5
 """What a number that was not written down is taken to be when its op is run."""
 
@@ -48,6 +52,8 @@ def local_call(instr: Instr, mesh: Mesh, rank: int = 0) -> Call:
     """The call one rank makes for a line of a program, in the form that keys are made from."""
     ins = tuple(p.local(mesh, rank) for p in instr.ins)
     outs = tuple(p.local(mesh, rank) if p else None for p in instr.outs)
+    if instr.op in STRETCHES:
+        return canonical(Call(STRETCHES[instr.op], instr.args[:-4], ins, outs))
     if len(instr.args) >= 4 and instr.args[-4] == "offset":
         args = instr.args
     else:

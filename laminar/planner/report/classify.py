@@ -201,6 +201,8 @@ class _Reading:
         elif by_sample:
             odd = [i.name for i in leaves if i not in by_sample]
             self.obstacles.append(f"axis {name} splits the batch by sample, but not {_some(odd)}")
+        elif not split and any(self.plan.inputs[i.name][axis] == Split(1) for i in leaves):
+            self.obstacles.append(f"axis {name} splits sequences by token")
         elif not split:
             self.obstacles.append(f"axis {name} splits neither samples nor weights")
         else:

@@ -273,13 +273,13 @@ def _heads(q: tuple[int, ...], k: tuple[int, ...]) -> tuple[str, str, dict[str, 
     return "(h r)", "h", {"h": k[1], "r": q[1] // k[1]}
 
 
-def _mask(call: Call, position: int, heads: str, causal: bool) -> list[list[str]]:
+def _mask(call: Call, position: int, heads: str) -> list[list[str]]:
     spec = call.at(position)
     if spec is None:
         return []
     q = call.ins[0].shape
     full = (q[0], q[1], *spec.shape[-2:])
-    names = ["b", heads, "." if causal else "t", "."]
+    names = ["b", heads, "t", "."]
     offset = 4 - len(spec.shape)
     out = []
     for i, n in enumerate(spec.shape):
@@ -289,26 +289,22 @@ def _mask(call: Call, position: int, heads: str, causal: bool) -> list[list[str]
 
 
 def attention(call: Call) -> Rule:
-    """(q, k, v, mask, causal, scale) -> out, logsumexp. Queries may be split by row unless causal."""
-    causal = bool(call.arg(4))
+    """(q, k, v, mask, causal, scale) -> out, logsumexp. Causal or not, queries split by row; keys stay whole."""
     hq, hk, sizes = _heads(call.ins[0].shape, call.ins[1].shape)
-    t = "." if causal else "t"
-    mask = _mask(call, 3, hq, causal)
-    ins = [["b", hq, t, "."], ["b", hk, ".", "."], ["b", hk, ".", "."], *mask]
-    return Rule(text(call, ins, [["b", hq, t, "."], ["b", hq, t]]), sizes=sizes)
+    query, key = ["b", hq, "t", "."], ["b", hk, ".", "."]
+    ins = [query, key, key, *_mask(call, 3, hq)]
+    local = {"t": "laminar.attention_at"} if call.arg(4) else {}
+    return Rule(text(call, ins, [query, query[:3]]), sizes=sizes, local=local)
 
 
 def attention_backward(call: Call) -> Rule:
     """(dout, q, k, v, mask, out, lse, causal, scale) -> dq, dk, dv."""
-    causal = bool(call.arg(7))
     hq, hk, sizes = _heads(call.ins[1].shape, call.ins[2].shape)
-    t = "." if causal else "t"
-    mask = _mask(call, 4, hq, causal)
-    query = ["b", hq, t, "."]
-    key = ["b", hk, ".", "."]
-    ins = [query, query, key, key, *mask, query, query[:3]]
+    query, key = ["b", hq, "t", "."], ["b", hk, ".", "."]
+    ins = [query, query, key, key, *_mask(call, 4, hq), query, query[:3]]
+    local = {"t": "laminar.attention_backward_at"} if call.arg(7) else {}
     # A split of the queries within a group leaves the keys' gradients partial, as does one of rows.
-    return Rule(text(call, ins, [query, key, key]), sizes=sizes, linear="0")
+    return Rule(text(call, ins, [query, key, key]), sizes=sizes, linear="0", local=local)
 
 
 def lstm(call: Call) -> Rule:

@@ -28,7 +28,7 @@ def mesh_for(plan: Any, mesh: Mesh | None, world: int) -> Mesh:
         if mesh is not None and mesh != plan.mesh:
             raise MeshError(f"the plan is for {plan.mesh}, not for {mesh}", next="leave the mesh to the plan")
         mesh = plan.mesh
-    mesh = mesh or Mesh({"tp" if plan == "tensor" else "dp": world})
+    mesh = mesh or Mesh({{"tensor": "tp", "context": "cp"}.get(plan, "dp") if isinstance(plan, str) else "dp": world})
     if mesh.ranks != world:
         raise MeshError(
             f"{mesh} has {mesh.ranks} ranks, the world has {world}",

@@ -1,0 +1,1 @@
+"""What a sample costs: tokens and attention's quadratic part, from a captured graph, corrected by measured times."""

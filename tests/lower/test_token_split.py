@@ -1,0 +1,232 @@
+"""A batch split by token: every rank has a stretch of each sequence, and its rows of causal attention.
+
+Keys and values are whole where attention reads them; a stretch of the queries knows where it begins. Covered:
+batches of one sequence, which data parallel can't split; lengths that don't divide; grouped queries and rotary
+positions; masks and dropout, half precision, two axes, real ranks. Not covered: keys in pieces (a ring of them).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import laminar
+from laminar import Mesh, S
+from laminar.cost.ops.families import describe
+from laminar.cost.ops.table import local_call
+from laminar.errors import MeshError, PlanError
+from laminar.ir.graph import Graph
+from laminar.ir.plans.plan import Plan
+from laminar.ir.program import Program
+from laminar.placement import presets
+from laminar.rules.notation import call_of, localise
+from laminar.rules.signing import options
+from laminar.runtime.check.verify import verify_program
+from tests.support.example_recipes import load
+from tests.support.zoo import captured, one_thread, specimen
+
+ATTENTION = ("laminar.attention", "laminar.attention_backward")
+
+
+@pytest.fixture(autouse=True)
+def _single() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+def gpt(tokens: int, batch: int, dtype: torch.dtype = torch.float32) -> laminar.Recipe:
+    """Of two layers and four heads."""
+    made = load("gpt.py")
+    config = made.Config(layers=2, d=32, heads=4, vocab=61, tokens=tokens, batch=batch)
+    found: laminar.Recipe = made.recipe(config, lr=1e-3, steps=1, dtype=dtype)
+    return found
+
+
+def llama(tokens: int, batch: int) -> laminar.Recipe:
+    """The one of the examples, with twice as many query heads as key heads, on sequences of a length."""
+    made = load("llama.py")
+    found: laminar.Recipe = made.tiny()
+    return laminar.Recipe(
+        model=lambda: made.Llama(layers=2, d=32, heads=4, kv_heads=2, hidden=84, vocab=64, tokens=tokens),
+        loss=made.loss,
+        data=lambda: made.counting(batch=batch, tokens=tokens, vocab=64),
+        optimizer=found.optimizer,
+    )
+
+
+class Attends(nn.Module):
+    """One layer of attention, told by which means it should look back only."""
+
+    def __init__(self, how: str, tokens: int, drop: float = 0.0) -> None:
+        super().__init__()
+        self.how, self.drop = how, drop
+        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+        self.register_buffer("mask", torch.ones(tokens, tokens, dtype=torch.bool).tril(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (y.unflatten(-1, (4, 4)).transpose(1, 2) for y in self.qkv(x).chunk(3, dim=-1))
+        triangle = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+        mask = {"causal": None, "triangle": triangle, "window": triangle.triu(-3), "buffer": self.mask}[self.how]
+        drop = self.drop if self.training else 0.0
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, dropout_p=drop)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+def attends(how: str, tokens: int, drop: float = 0.0) -> laminar.Recipe:
+    """A step of it on two sequences."""
+
+    def model() -> Attends:
+        torch.manual_seed(0)
+        return Attends(how, tokens, drop)
+
+    def data() -> Iterator[Tensor]:
+        torch.manual_seed(1)
+        while True:
+            yield torch.randn(2, tokens, 16)
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return (model(x) * x.cos()).pow(2).sum()
+
+    return laminar.Recipe(model=model, loss=loss, data=data, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+
+
+def by_token(graph: Graph, ranks: int) -> Plan:
+    """The batch split by token, attention by row."""
+    return laminar.plans.context_parallel(graph, Mesh({"cp": ranks}))
+
+
+def rows_split(graph: Graph, plan: Plan) -> int:
+    """How many calls of attention there are, each of them on a stretch of the queries."""
+    calls = [n for n in graph.nodes if n.op in ATTENTION]
+    assert all(plan.ops[n.name].ins[n.op == ATTENTION[1]] == (S(2),) for n in calls)
+    return len(calls)
+
+
+@pytest.mark.parametrize(("tokens", "batch"), [(16, 1), (15, 1), (17, 1), (16, 3)])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_gpt_split_by_token_equals_one_device(tokens: int, batch: int, ranks: int) -> None:
+    """Loss and gradients within 1e-9 in float64; no rank computes the rows of another."""
+    one = captured(gpt(tokens, batch))
+    plan = by_token(one.graph, ranks)
+    assert rows_split(one.graph, plan) == 4
+    report = verify_program(one.graph, plan, [one.inputs])
+    assert report.ok, str(report)
+    assert report.checked == len(one.graph.outputs)
+
+
+@pytest.mark.parametrize(("tokens", "batch", "ranks"), [(12, 2, 2), (13, 1, 2), (11, 1, 4)])
+def test_grouped_queries_and_rotary_positions_split_by_token(tokens: int, batch: int, ranks: int) -> None:
+    """Rotary tables are cut where the queries are; key heads serve the queries of all stretches."""
+    one = captured(llama(tokens, batch))
+    plan = by_token(one.graph, ranks)
+    assert rows_split(one.graph, plan) == 4
+    report = verify_program(one.graph, plan, [one.inputs])
+    assert report.ok, str(report)
+
+
+@pytest.mark.parametrize("how", ["causal", "triangle", "window", "buffer"])
+@pytest.mark.parametrize("drop", [0.0, 0.25])
+def test_whatever_says_that_a_row_looks_back_only(how: str, drop: float) -> None:
+    """A flag, a mask that is known to mean the same, others; with dropout all of them as plain arithmetic."""
+    one = captured(attends(how, 9, drop))
+    plan = by_token(one.graph, 2)
+    used = {i.op for i in laminar.lower(one.graph, plan).instrs if i.op.startswith("laminar.attention")}
+    stretches = {f"{op}_at" for op in ATTENTION}
+    assert used == (set() if drop else stretches if how in ("causal", "triangle") else set(ATTENTION))
+    report = verify_program(one.graph, plan, [one.inputs])
+    assert report.ok, str(report)
+
+
+def test_half_precision_within_its_rounding() -> None:
+    """The parts of a stretch are merged in single precision and rounded once."""
+    one = captured(gpt(18, 1, torch.bfloat16))
+    plan = by_token(one.graph, 2)
+    assert rows_split(one.graph, plan) == 4
+    report = verify_program(one.graph, plan, [one.inputs], dtype="f32", tolerance=2e-2)
+    assert report.ok, str(report)
+
+
+@pytest.mark.parametrize("outer", ["dp", "cp"])
+def test_beside_another_axis(outer: str) -> None:
+    """Samples on the outer axis, or on the inner one."""
+    one = captured(gpt(16, 4))
+    plan = laminar.plans.context_parallel(one.graph, Mesh({outer: 2, "dp" if outer == "cp" else "cp": 2}))
+    cut = {"dp": (S(0), S(2)), "cp": (S(2), S(0))}[outer]
+    assert all(plan.ops[n.name].ins[0] == cut for n in one.graph.nodes if n.op in ATTENTION)
+    report = verify_program(one.graph, plan, [one.inputs])
+    assert report.ok, str(report)
+
+
+def test_a_sequence_cut_twice() -> None:
+    """Stretches of stretches know where they begin in the whole."""
+    one = captured(gpt(18, 1))
+    plan = laminar.plans.placed(one.graph, Mesh({"a": 2, "b": 2}), {"batch.*": {"a": S(1), "b": S(1)}})
+    assert all(plan.ops[n.name].ins[0] == (S(2), S(2)) for n in one.graph.nodes if n.op in ATTENTION)
+    report = verify_program(one.graph, plan, [one.inputs])
+    assert report.ok, str(report)
+
+
+def test_what_cannot_be_split_by_token() -> None:
+    """Sequences shorter than there are ranks, batches without any, a mesh that doesn't say which axis."""
+    graph = captured(gpt(3, 1)).graph
+    with pytest.raises(PlanError, match="3 tokens"):
+        by_token(graph, 4)
+    with pytest.raises(MeshError, match="context parallel"):
+        laminar.plans.context_parallel(graph, Mesh({"dp": 2}))
+    flat = laminar.capture(nn.Linear(4, 1), lambda m, x: m(x).sum(), torch.randn(4))
+    with pytest.raises(PlanError, match="sequences"):
+        by_token(flat, 2)
+
+
+@pytest.mark.usefixtures("forked")
+@pytest.mark.parametrize(
+    ("make", "tokens", "ranks"),
+    [(gpt, 16, 2), (gpt, 18, 4), (llama, 13, 2)],
+    ids=["gpt on 2", "gpt on 4", "llama on 2"],
+)
+def test_on_real_ranks(make: Callable[[int, int], laminar.Recipe], tokens: int, ranks: int) -> None:
+    """One sequence on several processes: generated code, and Gloo between them."""
+    one = captured(make(tokens, 1))
+    report = verify_program(one.graph, by_token(one.graph, ranks), [one.inputs], ranks="processes")
+    assert report.ok, str(report)
+
+
+def test_another_length_is_split_alike() -> None:
+    """Of a plan for one batch follows one for another, which cuts its sequences too."""
+    plan = by_token(captured(gpt(16, 1)).graph, 2)
+    other = captured(gpt(12, 1)).graph
+    assert rows_split(other, presets.like(other, plan)) == 4
+
+
+# --- what a stretch costs ------------------------------------------------------------------------
+
+
+def attention_calls(program: Program, rank: int) -> list[float]:
+    """The work of each call of attention, as the simulator has it."""
+    lines = [i for i in program.instrs if i.op.startswith("laminar.attention")]
+    return [describe(local_call(i, program.mesh, rank)).flops for i in lines]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_last_stretch_is_priced(ranks: int) -> None:
+    """It sees all the keys before it and half of its own: a step waits for it, so every rank counts as much."""
+    one = specimen("gpt.py:tiny")
+    whole = laminar.lower(one.graph, laminar.plans.data_parallel(one.graph, Mesh({"cp": 1})))
+    split = laminar.lower(one.graph, by_token(one.graph, ranks))
+    share = (2 * ranks - 1) / ranks**2
+    for rank in (0, ranks - 1):
+        assert attention_calls(split, rank) == pytest.approx([share * w for w in attention_calls(whole, 0)])
+
+
+def test_a_search_prices_it_as_a_program_does() -> None:
+    """What a signature costs before there is a program is what its line costs afterwards, or bounds would not hold."""
+    one = specimen("gpt.py:tiny")
+    program = laminar.lower(one.graph, by_token(one.graph, 2))
+    for line in (i for i in program.instrs if i.op.startswith("laminar.attention")):
+        call = call_of(one.graph.by_name[line.name], one.graph.specs)
+        (chosen,) = [s for s in options(call, 2) if s.how == line.op]
+        assert describe(localise(call, chosen, 2)).flops == describe(local_call(line, program.mesh, 0)).flops
