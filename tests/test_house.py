@@ -21,8 +21,10 @@ MOST_LINES = 60
 REPEATED = 6
 MOST_BY_HAND = 30
 REASON = "# Long because "
-ENTRIES = ("laminar", "laminar.__main__", "laminar.cli")
+ENTRIES = ("laminar", "laminar.__main__", "laminar.cli", "laminar.data")
 """What users import and start."""
+AWAITED = {"laminar.capture.ops.attention_blocks": "for exact mode, which is not built yet"}
+"""Modules that nothing here reaches, and why they are here all the same."""
 TORCHS = "laminar.capture.torch_private"
 """The one module whose purpose is to hand on names of others: torch's private ones."""
 
@@ -122,7 +124,7 @@ def test_every_module_is_reached_from_what_users_import() -> None:
     """What only tests reach belongs to the tests."""
     reached = set(ENTRIES).union(*(networkx.descendants(imports(), entry) for entry in ENTRIES))
     rest = {name for name in modules() if name not in reached and modules()[name].name != "__init__.py"}
-    assert not rest
+    assert rest == set(AWAITED)
 
 
 def defined(file: ast.Module) -> set[str]:
@@ -139,11 +141,12 @@ def defined(file: ast.Module) -> set[str]:
 def test_names_are_imported_from_where_they_are_defined() -> None:
     """A name that is handed on has two homes, and a reader finds the wrong one first."""
     known = {name: defined(tree(path)) for name, path in modules().items()}
+    handing_on = {TORCHS, *(name for name, names in known.items() if "__all__" in names)}
     strange = []
     for folder in ("laminar", "tests", "bench", "examples", "docs"):
         for path in sorted((ROOT / folder).rglob("*.py")):
             for node in ast.walk(tree(path)):
-                if isinstance(node, ast.ImportFrom) and node.module in known and node.module not in ("laminar", TORCHS):
+                if isinstance(node, ast.ImportFrom) and node.module in known and node.module not in handing_on:
                     for alias in node.names:
                         if f"{node.module}.{alias.name}" not in known and alias.name not in known[node.module]:
                             strange.append(f"{path.relative_to(ROOT)}: {alias.name} of {node.module}")
