@@ -22,7 +22,7 @@ from laminar.placement import presets
 from laminar.placement.presets import Patterns
 from laminar.planner.report.program_traffic import with_traffic
 from laminar.rewrite.variants import rewritten
-from laminar.staging.stage_plans import again as restaged
+from laminar.staging.stage_plans import for_other_graph as restaged
 from laminar.staging.stage_plans import pipeline
 from laminar.train.options import DEFAULTS, JobOptions
 
@@ -262,7 +262,7 @@ def replan(
     `left = cluster.without([7])`.
     """
     from laminar.planner.report.graph_of_plan import cluster_for, graph_of_own_batch
-    from laminar.planner.search.replan import replan as planned_anew
+    from laminar.planner.search.replan import replanned as planned_anew
     from laminar.planner.space.request import asking
 
     if not lost and cluster is None:
@@ -340,7 +340,7 @@ class plans:
 
         "data", "zero1", "zero2", "zero3", "tensor" or "context".
         """
-        return with_traffic(graph, presets.named(name, graph, mesh, recompute, offload, gather_once))
+        return with_traffic(graph, presets.preset_plan(name, graph, mesh, recompute, offload, gather_once))
 
     @staticmethod
     def placed(

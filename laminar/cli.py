@@ -36,7 +36,7 @@ examples
 A recipe is a Python function that returns laminar.Recipe(...), named path/to/file.py:function.
 """
 
-WHOLE = "computed whole on every rank"
+COMPUTED_WHOLE = "computed whole on every rank"
 
 
 def _captured(args: argparse.Namespace) -> tuple[Any, Any, Any, Any]:
@@ -49,7 +49,7 @@ def _captured(args: argparse.Namespace) -> tuple[Any, Any, Any, Any]:
 
 def do_capture(args: argparse.Namespace) -> int:
     """What was captured, and which ops have no rule."""
-    from laminar.cost.ops.eager import as_they_are, shown
+    from laminar.cost.ops.eager import as_they_are, shown_part
     from laminar.cost.ops.roofline import flops
     from laminar.rules.notation import call_of
     from laminar.rules.ops.table import rule_for
@@ -67,7 +67,7 @@ def do_capture(args: argparse.Namespace) -> int:
             "node": n.name,
             "where": n.where,
             "share": flops(c) / total,
-            "how": f"probed, {len(found)} signatures" if (found := probed.get(n.name)) else WHOLE,
+            "how": f"probed, {len(found)} signatures" if (found := probed.get(n.name)) else COMPUTED_WHOLE,
         }
         for n, c in calls
         if rule_for(c) is None
@@ -97,7 +97,7 @@ def do_capture(args: argparse.Namespace) -> int:
     for i in graph.of_kind("batch"):
         print(f"  {i.name}: {i.spec}")
     if args.report:
-        _print_tensors_and_ops(graph, rows, [shown(row) for row in eager])
+        _print_tensors_and_ops(graph, rows, [shown_part(row) for row in eager])
     return 0
 
 
@@ -157,7 +157,7 @@ def do_train(args: argparse.Namespace) -> int:
     from laminar.launch import command
 
     args.mesh = parse_mesh(args.mesh) if args.mesh else None
-    return command.run(args, train, load_recipe)
+    return command.run_train(args, train, load_recipe)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -188,7 +188,7 @@ def parser() -> argparse.ArgumentParser:
         help="list parameter names, and ops without a sharding rule with their share of the work",
     )
     p.add_argument("-o", "--output", metavar="FILE", help="save the graph as JSON")
-    cli_plan.options(
+    cli_plan.plan_options(
         verb("plan", cli_plan.do_plan, "find or make a plan: how every tensor is sharded over the devices", True)
     )
     cli_cost.profile_options(
@@ -210,7 +210,7 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--dtype", default="f64", choices=["f64", "f32"], help="precision of the comparison (default: f64)")
     p.add_argument("--batches", type=int, default=1, metavar="N", help="batches to compare (default: 1)")
-    command.options(verb("train", do_train, "train a recipe on one or more ranks of this machine", True))
+    command.train_options(verb("train", do_train, "train a recipe on one or more ranks of this machine", True))
     cli_cost.diff_options(verb("diff", cli_cost.do_diff, "compare a predicted with a measured timeline", False))
     return top
 

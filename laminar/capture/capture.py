@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from laminar.capture.eager.eager_search import runs_as_it_is, shown, traced
+from laminar.capture.eager.eager_search import runs_as_it_is, traced, with_reasons
 from laminar.capture.graph.batch_sizes import Predictor, Sample, as_json
 from laminar.capture.graph.convert import convert
 from laminar.capture.graph.simplify import simplify
@@ -99,7 +99,7 @@ def capture(
     if graph is None:
         began = time.perf_counter()
         found, lines = traced(model, slots, lambda: trace(model, step, slots, leaves, set_leaves, backward, wide))
-        graph = shown(convert(found, leaves, json.dumps(tree)), lines)
+        graph = with_reasons(convert(found, leaves, json.dumps(tree)), lines)
         if predictor is not None:
             predictor.traced += 1
             predictor.traced_s += time.perf_counter() - began

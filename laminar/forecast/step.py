@@ -16,7 +16,7 @@ from laminar.cost.calibrate import Calibration, interval
 from laminar.cost.machine import UPDATES, Machine
 from laminar.cost.memory.peak import Memory, memory
 from laminar.cost.ops.table import cpu_section
-from laminar.cost.schedule import Exchange, Schedule, schedule
+from laminar.cost.schedule import Schedule, schedule
 from laminar.cost.sim.simulate import Times, simulate, timeline
 from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.graph import Graph
@@ -231,4 +231,4 @@ def with_prediction(graph: Graph, plan: Plan, cluster: Cluster, optimizer: str =
     return replace(plan, account=replace(plan.account, step=found.figures()))
 
 
-__all__ = ["Exchange", "Prediction", "machine", "predict", "predict_program", "with_prediction"]
+__all__ = ["Prediction", "machine", "predict", "predict_program", "with_prediction"]

@@ -36,7 +36,7 @@ from laminar.launch.rundir import RunDir, cores
 POLL_S = 0.05
 SETTLE_S = 0.5
 """How long to look for an earlier failure once a real one is known."""
-PATIENCE_S = 5.0
+FAILURE_PATIENCE_S = 5.0
 """How long to look for a real failure while ranks only say that they lost each other. They wait for each other
 as long as the launcher waits for all of them, so it waits this much longer and lets them say whom they miss."""
 GRACE_S = 5.0
@@ -252,14 +252,16 @@ class Launch:
             failures = [r.failure for r in self.ranks if r.failure]
             real_since = real_since or (now if any(f.real for f in failures) else None)
             lost_since = lost_since or (now if failures else None)
-            if failures and (over or _passed(real_since, SETTLE_S, now) or _passed(lost_since, PATIENCE_S, now)):
+            if failures and (
+                over or _passed(real_since, SETTLE_S, now) or _passed(lost_since, FAILURE_PATIENCE_S, now)
+            ):
                 return self.failed()
             if over and not failures:
                 return self.ranks[0].ended or {}
             if self.store and self.store.error is not None:
                 error = RendezvousError(f"the store could not be started: {self.store.error}")
                 return Verdict(error, FAILED)
-            if now - max(r.heard for r in self.ranks) > self.timeout_s + PATIENCE_S:
+            if now - max(r.heard for r in self.ranks) > self.timeout_s + FAILURE_PATIENCE_S:
                 return self.silent()
             time.sleep(POLL_S)
 

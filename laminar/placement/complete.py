@@ -22,7 +22,7 @@ from laminar.ir.graph import Graph, Node, Output
 from laminar.ir.mesh import Mesh
 from laminar.ir.plans.account import Account, CompletionCost, WholeOp
 from laminar.ir.plans.plan import Choice, Plan
-from laminar.ir.sbp import B, NdSbp, Partial, Sbp, Split, check, local_spec, split_size
+from laminar.ir.sbp import B, NdSbp, Partial, Sbp, Split, check_placement, local_spec, split_size
 from laminar.ir.serial.codec import Ref
 from laminar.ir.tensor import TensorSpec
 from laminar.placement.minsum import MinSum
@@ -94,7 +94,7 @@ def completed(
                 grads[item.name].append(B)
             continue
         specs = {i.name: local_spec(i.spec, tuple(inputs[i.name]), mesh.sizes[:axis]) for i in graph.inputs}
-        here = costs[axis] if costs is not None else assumed(parts)
+        here = costs[axis] if costs is not None else assumed_costs(parts)
         key = solved_as[axis] if solved is not None else None
         one = solved.get(key) if solved is not None else None
         if one is None:
@@ -214,7 +214,7 @@ class AxisCosts:
         return cost
 
 
-assumed = lru_cache(maxsize=64)(AxisCosts)
+assumed_costs = lru_cache(maxsize=64)(AxisCosts)
 """The costs of presets, by parts."""
 
 
@@ -439,7 +439,7 @@ def match(graph: Graph, mesh: Mesh, seeds: Mapping[str, Mapping[str, Sbp]]) -> l
                 pins[axis].values[Ref(node.name)] = placement
     for name, item in names.items():
         nd = tuple(p.inputs.get(name, B) for p in pins)
-        check(item.spec, nd, mesh.sizes, f"seed for {name}")
+        check_placement(item.spec, nd, mesh.sizes, f"seed for {name}")
         if any(isinstance(p, Partial) for p in nd):
             raise PlanError(f"{name} can't be stored as a partial value", allowed="S(d)  S(d, blocks=k)  B")
     return pins

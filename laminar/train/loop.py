@@ -271,7 +271,7 @@ def _number(value: Any) -> float | None:
     return None if value is None else float(value)
 
 
-class Recorder:
+class TimelineRecorder:
     """Records a few steps of a run, once it is warm, and saves the timeline on rank 0."""
 
     def __init__(self, job: TrainingJob, path: Path | str | None, number: int, steps: int) -> None:
@@ -381,7 +381,7 @@ def loop(
     batches, loader = epochs(data, skip=step, marked=prefetch > 0), None
     if prefetch and step < steps:
         batches = loader = job.prefetch(first(batches, steps - step), prefetch)
-    recorder = Recorder(job, timeline, timeline_steps, max(steps - step, 0))
+    recorder = TimelineRecorder(job, timeline, timeline_steps, max(steps - step, 0))
     batch: Any = None
     for callback in callbacks:
         callback.begin(job)

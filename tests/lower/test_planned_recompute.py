@@ -40,7 +40,7 @@ from laminar.placement.random_plan import random_plan
 from laminar.runtime.check.in_process import lockstep
 from laminar.runtime.code.inductor_step import Compiled, run_uncompiled
 from laminar.runtime.comm.transport import Null
-from laminar.staging.stage_plans import again as restaged
+from laminar.staging.stage_plans import for_other_graph as restaged
 from laminar.staging.stage_plans import pipeline
 from tests.support import lockstep_pipeline
 from tests.support.marks import slow

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import laminar
 from laminar import Mesh, S
-from laminar.cost.ops.families import describe
+from laminar.cost.ops.families import traits_of
 from laminar.cost.ops.table import local_call
 from laminar.errors import MeshError, PlanError
 from laminar.ir.graph import Graph
@@ -208,7 +208,7 @@ def test_another_length_is_split_alike() -> None:
 def attention_calls(program: Program, rank: int) -> list[float]:
     """The work of each call of attention, as the simulator has it."""
     lines = [i for i in program.instrs if i.op.startswith("laminar.attention")]
-    return [describe(local_call(i, program.mesh, rank)).flops for i in lines]
+    return [traits_of(local_call(i, program.mesh, rank)).flops for i in lines]
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -229,4 +229,4 @@ def test_a_search_prices_it_as_a_program_does() -> None:
     for line in (i for i in program.instrs if i.op.startswith("laminar.attention")):
         call = call_of(one.graph.by_name[line.name], one.graph.specs)
         (chosen,) = [s for s in options(call, 2) if s.how == line.op]
-        assert describe(localise(call, chosen, 2)).flops == describe(local_call(line, program.mesh, 0)).flops
+        assert traits_of(localise(call, chosen, 2)).flops == traits_of(local_call(line, program.mesh, 0)).flops

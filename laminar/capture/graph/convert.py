@@ -22,7 +22,7 @@ from laminar.capture.ops.torch_ops import (
     PLACE_ARGS,
     caller,
     op_name,
-    plain,
+    plain_argument,
     positional,
     spec_of,
     spread,
@@ -83,11 +83,11 @@ LIKE = {
     "new_empty_strided": 0,
     "empty_permuted": 0,
 }
-FULL = ("full", "full_like", "new_full")
-SAME = ("alias", "detach", "lift_fresh", "lift", "lift_fresh_copy", "resolve_conj", "resolve_neg")
+FULL_OPS = ("full", "full_like", "new_full")
+SAME_OPS = ("alias", "detach", "lift_fresh", "lift", "lift_fresh_copy", "resolve_conj", "resolve_neg")
 EAGER = {"_conj": "aten.conj_physical", "_neg_view": "aten.neg"}
 """Views that only set a bit on the tensor; here they compute."""
-CHECKS = (
+CHECK_OPS = (
     "_linalg_check_errors",
     "_assert_async",
     "_assert_scalar",
@@ -377,10 +377,10 @@ def _call(c: Converter, node: Any, env: dict[Any, Any], origin: Origin) -> Any:
             at=origin.where,
             next="draw with torch.rand, randn, bernoulli or dropout",
         )
-    if name.startswith("aten.") and base_name in SAME:
+    if name.startswith("aten.") and base_name in SAME_OPS:
         source = env[node.args[0]]
         return source if base_name != "lift_fresh_copy" else c.fresh(c.read(source, origin), source.spec)
-    if name.startswith("aten.") and base_name in CHECKS:
+    if name.startswith("aten.") and base_name in CHECK_OPS:
         return None
     if "val" not in node.meta and not node.users and not shape.is_mutable:
         return None  # a look at data that was refused, after which the step went on without it
@@ -398,8 +398,8 @@ def _call(c: Converter, node: Any, env: dict[Any, Any], origin: Origin) -> Any:
         return _reshaped_in_place(c, node, name, raw, env, lookup, outs, origin)
     if shape.is_mutable:
         return _mutate(c, node, target, raw, env, lookup, origin)
-    args = tuple(plain(lookup(a)) for a in raw)
-    if name.startswith("aten.") and (base_name in LIKE or base_name in FULL):
+    args = tuple(plain_argument(lookup(a)) for a in raw)
+    if name.startswith("aten.") and (base_name in LIKE or base_name in FULL_OPS):
         return _filled(c, base_name, shape, args, outs, origin)
     if name.startswith("aten.") and base_name in EAGER:
         name = EAGER[base_name]
@@ -499,7 +499,7 @@ def _reshaped_in_place(
         )
     functional = op_name(_like(node.target, base_name.removesuffix("_")))
     source = env[node.args[0]]
-    args = tuple(plain(lookup(a)) for a in raw)
+    args = tuple(plain_argument(lookup(a)) for a in raw)
     ref = c.emit(functional, args, outs, origin)
     view = _View(functional, args[1:], 0, (outs[0],))
     return _Alias(source.base, (*source.chain, view), outs[0], ref, source.base.version)
@@ -521,7 +521,7 @@ def _mutate(c: Converter, node: Any, target: Any, raw: Any, env: dict[Any, Any],
             at=origin.where,
             next="use a form that returns a new tensor",
         )
-    args = tuple(plain(lookup(a)) for a in raw)
+    args = tuple(plain_argument(lookup(a)) for a in raw)
     listed = any(isinstance(raw[i], (list, tuple)) for i in written)
     targets = [env[n] for i in written for n in (raw[i] if isinstance(raw[i], (list, tuple)) else (raw[i],))]
     if listed:
@@ -620,7 +620,10 @@ def _with_side_effects(
     """
     names = [a.name for a in schema(op).arguments]
     rooms, written = [env[n] for n in raw[len(names) :]], [i for i in written if i < len(names)]
-    args, spare = tuple(plain(lookup(a)) for a in raw[: len(names)]), [_standing(a, env) for a in raw[: len(names)]]
+    args, spare = (
+        tuple(plain_argument(lookup(a)) for a in raw[: len(names)]),
+        [_standing(a, env) for a in raw[: len(names)]],
+    )
     some, kwargs = spread(op_name(op), tuple(spare))
     outs = tuple(spec_of(t) for t in op(*some, **kwargs))
     ref = c.emit(op_name(op), args, outs, origin)

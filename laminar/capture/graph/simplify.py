@@ -24,7 +24,7 @@ FOLD_BYTES = 16 << 20
 
 def simplify(graph: Graph) -> Graph:
     """All of it, in the order that helps most."""
-    return drop_dead(causal(share(peephole(counted(fold(drop_dead(graph)))))))
+    return drop_dead(causal(share(peephole(count_of(fold_constants(drop_dead(graph)))))))
 
 
 def drop_dead(graph: Graph) -> Graph:
@@ -69,10 +69,10 @@ def _key(args: Any) -> Any:
     return tuple(map(_key, args)) if isinstance(args, tuple) else (type(args).__name__, args)
 
 
-CHEAP = ("aten.full", "aten.arange", "aten.expand", "aten.scalar_tensor")
+CHEAP_SOURCES = ("aten.full", "aten.arange", "aten.expand", "aten.scalar_tensor")
 
 
-def fold(graph: Graph) -> Graph:
+def fold_constants(graph: Graph) -> Graph:
     """Subgraphs that depend on no input become constants, or a `full` if all their elements are equal."""
     values: dict[Ref, torch.Tensor] = {Ref(c.name): constant_tensor(c) for c in graph.constants}
     known: set[str] = {c.name for c in graph.constants}
@@ -125,7 +125,7 @@ def _all_alike(value: torch.Tensor) -> bool:
     return bool((rows == rows[:1]).all())
 
 
-def counted(graph: Graph) -> Graph:
+def count_of(graph: Graph) -> Graph:
     """Indexing by counting, `x[arange(n)[:, None], arange(m)]`, is a view: no sample then reads another's row.
 
     Such a view only adds dims of size 1, so it is one however its tensor lies in memory.

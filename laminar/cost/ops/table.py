@@ -53,7 +53,7 @@ def local_call(instr: Instr, mesh: Mesh, rank: int = 0) -> Call:
     ins = tuple(p.local(mesh, rank) for p in instr.ins)
     outs = tuple(p.local(mesh, rank) if p else None for p in instr.outs)
     if instr.op in STRETCHES:
-        return canonical(Call(STRETCHES[instr.op], instr.args[:-4], ins, outs))
+        return numbered(Call(STRETCHES[instr.op], instr.args[:-4], ins, outs))
     if len(instr.args) >= 4 and instr.args[-4] == "offset":
         args = instr.args
     else:
@@ -66,10 +66,10 @@ def local_call(instr: Instr, mesh: Mesh, rank: int = 0) -> Call:
         args = local_args(whole, ins, outs)
     if instr.op in DRAWS and instr.outs[0] is not None and any(isinstance(p, Split) for p in instr.outs[0].nd):
         args = (*args, CUT)
-    return canonical(Call(instr.op, args, ins, outs))
+    return numbered(Call(instr.op, args, ins, outs))
 
 
-def canonical(call: Call) -> Call:
+def numbered(call: Call) -> Call:
     """The call with tensors numbered and with sizes that follow from the shapes written as they follow."""
     args, op = call.args, call.op
     fit = SIZED.get(op)

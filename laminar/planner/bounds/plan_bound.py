@@ -22,7 +22,7 @@ from laminar.ir.plans.plan import Choice, Plan
 from laminar.ir.sbp import NdSbp
 from laminar.planner.bounds.boxing_bound import number
 from laminar.planner.bounds.cell_bound import Bounds
-from laminar.planner.bounds.signatures import Placements, Prices, Rows
+from laminar.planner.bounds.signatures import Placements, Rows, SignaturePrices
 from laminar.planner.space.cell import Cell
 from laminar.planner.tuning import DOMINATED_SHARES, VALUE_WORTHS
 
@@ -82,7 +82,7 @@ class _Given(Placements):
 
     settled = True
 
-    def __init__(self, graph: Graph, machine: Machine, mesh: Mesh, prices: Prices, chosen: _Chosen) -> None:
+    def __init__(self, graph: Graph, machine: Machine, mesh: Mesh, prices: SignaturePrices, chosen: _Chosen) -> None:
         super().__init__(graph, machine, mesh, prices)
         self.chosen = chosen
         self._given: dict[str, Rows] = {}

@@ -120,7 +120,7 @@ class Sums:
 
     def add_outputs(self, values: Mapping[str, Any], samples: int) -> None:
         """The outputs of a graph by `kind:name`, for so many samples."""
-        from laminar.capture.model.losses import MEAN, TOTAL, WEIGHT
+        from laminar.capture.model.losses import MEAN_PREFIX, TOTAL_PREFIX, WEIGHT_PREFIX
 
         if "metric:loss_weight" in values:
             self.add("", values["metric:loss_total"], values["metric:loss_weight"])
@@ -128,11 +128,11 @@ class Sums:
             self.add("", _wide(values["loss:loss"]) * samples, samples)
         for key, value in values.items():
             name = key.removeprefix("metric:")
-            if name.startswith(MEAN):
-                self.add(name[len(MEAN) :], _wide(value) * samples, samples)
-            elif name.startswith(TOTAL):
-                name = name[len(TOTAL) :]
-                self.add(name, value, values[f"metric:{WEIGHT}{name}"])
+            if name.startswith(MEAN_PREFIX):
+                self.add(name[len(MEAN_PREFIX) :], _wide(value) * samples, samples)
+            elif name.startswith(TOTAL_PREFIX):
+                name = name[len(TOTAL_PREFIX) :]
+                self.add(name, value, values[f"metric:{WEIGHT_PREFIX}{name}"])
 
     @property
     def evaluation(self) -> Evaluation:

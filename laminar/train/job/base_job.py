@@ -26,7 +26,7 @@ from laminar.train.options import JobOptions
 from laminar.train.saving import checkpoint
 from laminar.train.state.gather import Gather
 from laminar.train.state.sharded_model import Pieces, released
-from laminar.train.state.state import JobState, StateLayout, moved
+from laminar.train.state.state import JobState, StateLayout, moved_to
 from laminar.train.timeline import Recording, StepRecorder
 from laminar.train.world import World
 
@@ -36,13 +36,13 @@ def taken_over(
 ) -> tuple[list[Slot], torch.optim.Optimizer]:
     """The model's tensors, whole and on this rank's device, and the optimizer over them, made if it is a factory."""
     released(model)
-    slots = moved(model, world.device, precision.weights)
+    slots = moved_to(model, world.device, precision.weights)
     optimizer = optim.made(optimizer, model.parameters())
     optim.refuse_unknown(optimizer, {id(s.tensor): s.name for s in slots})
     return slots, optimizer
 
 
-def begun(
+def first_state(
     model: nn.Module,
     slots: list[Slot],
     optimizer: torch.optim.Optimizer,
@@ -141,7 +141,7 @@ class BaseJob:
 
     def hash(self) -> str:
         """Hex digest over weights, buffers and optimizer state: equal exactly if all of them are, bit for bit."""
-        return checkpoint.digest(self.state_dict(), self.optimizer_state_dict())
+        return checkpoint.state_digest(self.state_dict(), self.optimizer_state_dict())
 
     def save(self, directory: str | Path, scheduler: Any = None) -> None:
         """Write weights, optimizer state and counters as whole tensors into a directory.

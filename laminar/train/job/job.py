@@ -51,7 +51,7 @@ from laminar.train.check.warn_coupled import warn_if_coupled
 from laminar.train.engine.engine import Build, Engine, Ready
 from laminar.train.engine.tracer import Tracer
 from laminar.train.job import plan_for
-from laminar.train.job.base_job import BaseJob, begun, taken_over
+from laminar.train.job.base_job import BaseJob, first_state, taken_over
 from laminar.train.optimizer import optimizer as optim
 from laminar.train.optimizer.gradients import Norm, scale_and_clip
 from laminar.train.optimizer.optimizer import Kept
@@ -67,7 +67,7 @@ CHECKS = 2
 """How many of the first batches are compared between ranks by value before they are used; later ones by a sample."""
 
 
-def refuse(model: nn.Module) -> None:
+def refuse_unmade(model: nn.Module) -> None:
     """What no job can be made of."""
     if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
         raise CaptureError("the model has no values: it lives on meta", next="make it with real weights")
@@ -91,7 +91,7 @@ class Job(BaseJob):
         world: World | None = None,
     ) -> None:
         """`twin` is a job of a copy of this model, whose graphs are this one's; `world` the ranks, if they have met."""
-        refuse(model)
+        refuse_unmade(model)
         world = World(options.device, options.timeout_s) if world is None else world
         emit("phase", name="preparing")
         plan = plan_for.loaded(plan)
@@ -127,7 +127,7 @@ class Job(BaseJob):
         emit("phase", name="planning")
         plan = plan_for.chosen(plan, graph, mesh, world.device)
         layout = StateLayout.of_plan(plan, [s.name for s in slots], world.rank)
-        state = begun(model, slots, optimizer, layout, options, self.precision)
+        state = first_state(model, slots, optimizer, layout, options, self.precision)
         self._build = self._builder(options.compiles(world.device))
         self._unchecked = options.check
         self._begin(world, state, plan, first)

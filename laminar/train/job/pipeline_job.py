@@ -36,7 +36,7 @@ from laminar.rules.boxing.crossing import crossing
 from laminar.runtime.comm.cross_mesh import exchange
 from laminar.runtime.trace.pipeline_tape import PipeTape
 from laminar.staging.coupled_samples import refuse_coupled
-from laminar.staging.stage_plans import again
+from laminar.staging.stage_plans import for_other_graph
 from laminar.train.batch.batch_checksum import Sampled
 from laminar.train.batch.leaves import Leaves
 from laminar.train.batch.metrics import Evaluation, Result, Sums, evaluation_mode
@@ -44,13 +44,13 @@ from laminar.train.batch.prefetch import Prefetcher
 from laminar.train.check import first_batch_check
 from laminar.train.engine.pipeline_steps import Pipe, Pipes, StepFeed
 from laminar.train.engine.tracer import Tracer
-from laminar.train.job.base_job import BaseJob, begun, taken_over
-from laminar.train.job.job import clock_of, refuse
+from laminar.train.job.base_job import BaseJob, first_state, taken_over
+from laminar.train.job.job import clock_of, refuse_unmade
 from laminar.train.optimizer import optimizer as optim
 from laminar.train.optimizer.gradients import scale_and_clip
 from laminar.train.optimizer.precision import Precision, update
 from laminar.train.options import DEFAULTS, JobOptions
-from laminar.train.state.gather import GatherFromPlaces, Part
+from laminar.train.state.gather import GatherFromPlaces, HeldPart
 from laminar.train.state.resharder import Resharder
 from laminar.train.state.state import StateLayout
 from laminar.train.timeline import StepRecorder
@@ -75,7 +75,7 @@ class StagedJob(BaseJob):
     ) -> None:
         """`world` are the ranks, where they have met."""
         options.refuse_for_stages()
-        refuse(model)
+        refuse_unmade(model)
         world = World(options.device, options.timeout_s) if world is None else world
         emit("phase", name="preparing")
         if plan.ranks != world.size:
@@ -101,12 +101,12 @@ class StagedJob(BaseJob):
             refuse_coupled(self.tracer.capture(first.like(2)))  # one sample has nothing to be mixed with
         self.graph: Graph = rewritten(captured, plan)
         emit("phase", name="planning")
-        plan = again(self.graph, plan)
+        plan = for_other_graph(self.graph, plan)
         made = stages(self.graph, plan)
         layout = layout_of_stages(plan, made.cut.graphs, world.rank)
         transport = world.transport(layout.mesh, layout.place.ranks)
         self._reshard = Resharder(transport)
-        state = begun(model, slots, optimizer, layout, options, self.precision)
+        state = first_state(model, slots, optimizer, layout, options, self.precision)
         self.tracer.whole = state.whole
         recorder = StepRecorder(world, Prefetcher(world), self._about, place=layout.at)
         super().__init__(world, plan, layout.mesh, state, GatherFromPlaces(self._reshard, world), recorder)
@@ -346,7 +346,8 @@ class StagedJob(BaseJob):
         loss = values["metric:loss_total"] / values["metric:loss_weight"] if pipe.weighted else values["loss:loss"]
         names = sorted({n for n, _ in self._graded})
         parts = [
-            Part(n, self._grad_specs[n], state.layout.owned_nd(n), state.layout.home(n), grads.get(n)) for n in names
+            HeldPart(n, self._grad_specs[n], state.layout.owned_nd(n), state.layout.home(n), grads.get(n))
+            for n in names
         ]
         whole = dict(zip(names, self.gather.whole(parts), strict=True))
         return {"loss:loss": loss, **{f"grad:{n}": t / part for n, t in whole.items()}}

@@ -21,10 +21,10 @@ from laminar.errors import StateError
 from laminar.train.protocol import HasState
 from laminar.train.saving import lr_schedulers
 
-VERSION = 1
+CHECKPOINT_VERSION = 1
 
 
-def digest(weights: Mapping[str, Any], optimizer: Mapping[str, Any]) -> str:
+def state_digest(weights: Mapping[str, Any], optimizer: Mapping[str, Any]) -> str:
     """See `Job.hash`: a hash of hashes, one for each named tensor of two state dicts."""
     lines = [f"model {n} {_digest(t)}" for n, t in sorted(weights.items()) if isinstance(t, Tensor)]
     for i, state in sorted(optimizer["state"].items()):
@@ -74,7 +74,7 @@ def snapshot(job: HasState, apart: bool, scheduler: Any = None) -> Snapshot | No
     state = job.state
     scaler = None if state.scaler is None else dict(vars(state.scaler))
     about = {
-        "laminar_job": VERSION,
+        "laminar_job": CHECKPOINT_VERSION,
         "steps": state.steps,
         "seed": state.seed,
         "optimizer": plain,
@@ -104,8 +104,8 @@ def resume(job: HasState, directory: str | Path, scheduler: Any = None) -> None:
     if not (path / "job.json").is_file():
         raise StateError(f"no job was saved in {path}", next="name a directory that Job.save wrote")
     about = json.loads((path / "job.json").read_text())
-    if about.get("laminar_job") != VERSION:
-        raise StateError(f"{path} holds a job of version {about.get('laminar_job')}, this reads {VERSION}")
+    if about.get("laminar_job") != CHECKPOINT_VERSION:
+        raise StateError(f"{path} holds a job of version {about.get('laminar_job')}, this reads {CHECKPOINT_VERSION}")
     job.load_state_dict(job.state.completed(load_file(path / "model.safetensors")))
     job.load_optimizer_state_dict(_put_together(load_file(path / "optimizer.safetensors"), about["optimizer"]))
     state = job.state
