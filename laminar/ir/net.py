@@ -83,7 +83,7 @@ class Net:
     """How many places of the order an actor may be ahead of the first unfinished one; `None`: any."""
 
     def __post_init__(self) -> None:
-        check_net(self)
+        check_actors(self)
 
     @cached_property
     def by_name(self) -> dict[str, Actor]:
@@ -149,7 +149,7 @@ def _lines(net: Net) -> Iterator[str]:
         yield f"queue {q.name}: {q.producer} -> {', '.join(q.consumers)}, {q.registers} x {q.bytes:,} bytes"
 
 
-def check_net(net: Net) -> None:
+def check_actors(net: Net) -> None:
     """The grammar: names are unique and known, rates balance over a step, orders name every firing once."""
 
     def fail(what: str, **lines: str) -> None:

@@ -31,7 +31,7 @@ from laminar.errors import RankError, RendezvousError, StoppedError
 from laminar.events import Event, Follower
 from laminar.launch.blame import FAILED, Failure, Verdict, culprit, from_event, from_exit, verdict
 from laminar.launch.rank import LAUNCHED
-from laminar.launch.rundir import RunDir, cores
+from laminar.launch.rundir import RunDir, usable_cores
 
 POLL_S = 0.05
 SETTLE_S = 0.5
@@ -155,7 +155,7 @@ def environment(rank: int, world: int, port: int) -> dict[str, str]:
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RESTART_COUNT": "0",
         }
-    threads = {"OMP_NUM_THREADS": str(max(1, cores() // world))}
+    threads = {"OMP_NUM_THREADS": str(max(1, usable_cores() // world))}
     return {**threads, **os.environ, **own}
 
 

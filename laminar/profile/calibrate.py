@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,12 @@ from laminar.cost.calibrate import Calibration, Timing, fit
 from laminar.forecast.features import ddp_features, step_features
 from laminar.forecast.step import machine, section_of
 from laminar.ir.clusters.cluster import Cluster
+from laminar.profile.sweep import Progress
 from laminar.profile.trials import DDP_SIDE, TRIAL_PLANS, TRIALS, Trial, all_timed, mesh_of, trial_graph
 from laminar.runtime.check.processes import on_ranks
 
 SHORT = ("data", "zero1", "zero3", "tensor", "random1", "random2")
 """Plans that are timed: presets, and two draws."""
-
-Progress = Callable[[int, int, str], None]
 
 
 def timings_of(trial: Trial, ranks: int, seconds: dict[str, float], cluster: Cluster) -> list[Timing]:

@@ -56,7 +56,7 @@ CALL_S = 2e-4
 """What measuring an op costs besides running it, for dealing out time."""
 
 
-def cores() -> int:
+def cores_here() -> int:
     """Cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -408,7 +408,7 @@ def profile(
             )
         available = torch.cuda.device_count()
     else:
-        available = cores()
+        available = cores_here()
     counts = list(ranks) if ranks else [n for n in (1, 2, 4, 8, 16) if n <= min(available, cluster.devices)]
     programs = list(programs)
     old = dict(cluster.profile)
@@ -416,7 +416,7 @@ def profile(
     table, rows, overlap = Table.of(old), list(old.get("collectives", ())), list(old.get("overlap", ()))
     for n in counts:
         each_s = budget_s / len(counts) - 5.0  # processes take some seconds to start
-        threads = max(1, cores() // n)
+        threads = max(1, cores_here() // n)
         wished = keys_of(programs, OpCost(cluster), n)
         exchanges_s = EXCHANGE_SHARE * each_s if n > 1 else 0.0
         keys = list(dict.fromkeys([*wished, *shapes.keys("gpu" if gpu else "cpu")]))

@@ -25,7 +25,7 @@ from laminar.ir.serial.codec import Ref, content_hash
 from laminar.ir.tensor import TensorSpec
 from laminar.rewrite.edit import Lookup, NoFit, Writer, is_packed
 from laminar.rewrite.forms import FORMS, FUNCTIONS, Seen
-from laminar.rewrite.language import Pattern, Term, forms_in, parse_rule, starred
+from laminar.rewrite.language import Pattern, Term, forms_in, parse_rewrite, starred
 from laminar.rewrite.match import Match, matches, write
 from laminar.rules.notation import call_of
 
@@ -98,7 +98,7 @@ class Rewrite:
     @cached_property
     def sides(self) -> tuple[Pattern, Pattern]:
         """What is looked for, and what replaces it."""
-        return parse_rule(self.text)
+        return parse_rewrite(self.text)
 
     def find(self, graph: Graph | Lookup) -> list[Site]:
         """Every place where the rule fits, in the order of the graph; places may exclude each other."""

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 
 from laminar.errors import RuleError
 from laminar.rewrite.apply import Rewrite
-from laminar.rewrite.language import Pattern, Term, Var, parse_rule
+from laminar.rewrite.language import Pattern, Term, Var, parse_rewrite
 from laminar.rewrite.rule_file_sizes import Misfit, Op, Shapes, Size, axis_of
 from laminar.rewrite.rules import REWRITE_RULES
 
@@ -363,7 +363,7 @@ def _agree(text: str, inputs: Mapping[str, NDArray[np.float64]]) -> bool:
         return inputs[pattern.name] if isinstance(pattern, Var) else pattern
 
     try:
-        left, right = map(value, parse_rule(text))
+        left, right = map(value, parse_rewrite(text))
     except RuleError:  # the right side reads what on the left belongs to no result
         return False
     return _close(left, right)

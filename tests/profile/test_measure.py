@@ -15,7 +15,7 @@ import torch
 
 import laminar
 from laminar import Mesh
-from laminar.cost.ops.families import FAMILIES, traits_of
+from laminar.cost.ops.families import OP_FAMILIES, traits_of
 from laminar.cost.ops.price import OpCost
 from laminar.cost.ops.strides import contiguous, local_layouts, mark_of
 from laminar.cost.ops.table import Table, cpu_section, key_of, numbered, parse_key
@@ -73,7 +73,7 @@ def test_every_small_op_of_a_profile_runs() -> None:
 
 def test_a_profile_covers_every_family() -> None:
     """Also if there is time for a third of it only: families take turns."""
-    every = {n for n in FAMILIES if not n.startswith("fused")}
+    every = {n for n in OP_FAMILIES if not n.startswith("fused")}
     keys = shapes.keys("cpu")
     assert {traits_of(*parse_key(k)).family for k in keys} == every
     assert {traits_of(*parse_key(k)).family for k in keys[: len(keys) // 3]} >= every - {"view"}
@@ -176,7 +176,7 @@ def test_two_ranks_measure_ops_and_exchanges_together(monkeypatch: pytest.Monkey
     """The whole way from a description of two cores to one with measured figures; an op that is unknown is left out."""
     monkeypatch.setattr(shapes, "keys", lambda kind: FEW)
     shown: list[tuple[int, int, str]] = []
-    name = cpu_section(2, max(1, sweep.cores() // 2))
+    name = cpu_section(2, max(1, sweep.cores_here() // 2))
     kinds = {
         ("shared", "all_reduce"),
         ("shared", "all_gather"),

@@ -13,7 +13,7 @@ from laminar.ir.tensor import TensorSpec
 from laminar.rewrite import standalone as laws
 from laminar.rewrite.apply import Rewrite, rewrite
 from laminar.rewrite.forms import FORMS
-from laminar.rewrite.language import parse_rule
+from laminar.rewrite.language import parse_rewrite
 from laminar.rewrite.rules import REWRITE_RULES
 from laminar.runtime.check.prove_rewrites import PROOF_TOLERANCE, prove
 from tests.support import zoo
@@ -55,7 +55,7 @@ def test_a_rule_that_makes_no_sense_is_refused(text: str, complaint: str) -> Non
 def test_a_rule_prints_as_it_was_written() -> None:
     """The text is the rule: what was understood can be shown."""
     for rule in REWRITE_RULES:
-        assert " => ".join(map(str, parse_rule(rule.text))) == rule.text
+        assert " => ".join(map(str, parse_rewrite(rule.text))) == rule.text
 
 
 def test_every_form_is_used_by_a_rule() -> None:

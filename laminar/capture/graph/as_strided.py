@@ -15,22 +15,22 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-Dims = tuple[int, ...]
+StridedDims = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class StridedPath:
     """How to get there: dims in this order, as one dim; then either sizes and another order, or picks by a table."""
 
-    order: Dims
-    sizes: Dims = ()
-    back: Dims = ()
+    order: StridedDims
+    sizes: StridedDims = ()
+    back: StridedDims = ()
     table: NDArray[np.int64] | None = None
     same: bool = False
     """Nothing to do."""
 
 
-def in_memory(shape: Sequence[int], stride: Sequence[int]) -> Dims | None:
+def in_memory(shape: Sequence[int], stride: Sequence[int]) -> StridedDims | None:
     """Dims from the slowest to the fastest, if their elements fill a stretch of memory, each once."""
     order = sorted(range(len(shape)), key=lambda d: (-stride[d] if shape[d] > 1 else -math.inf, d))
     run = 1

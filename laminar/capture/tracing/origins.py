@@ -24,7 +24,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 from laminar.capture.canonical.canonical import Canonical, gpu_autocast
-from laminar.capture.canonical.known_values import UNKNOWN, looked_at, without_masks
+from laminar.capture.canonical.known_values import NOT_KNOWN, looked_at, without_masks
 from laminar.capture.model.model_tensors import MODULE_SCALARS
 from laminar.capture.torch_private import (
     TorchDispatchMode,
@@ -129,7 +129,7 @@ class Recorder(TorchDispatchMode):
                 self.ops.append(call_as_json(func, args, kwargs))
             return func(*args, **(kwargs or {}))
         found = looked_at(func, args, kwargs)
-        if found is not UNKNOWN:
+        if found is not NOT_KNOWN:
             return found
         args = without_masks(func, args)
         refuse_mixed(func, args)

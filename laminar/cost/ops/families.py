@@ -56,7 +56,7 @@ FAMILY |= {
     "fused.pointwise": "fused.pointwise", "fused.reduction": "fused.reduction",
 }  # fmt: skip
 
-FAMILIES = ("matmul", "attention", "convolution", "cheap", "dear", "rows", "channels", "sums", "moving", "indexing",
+OP_FAMILIES = ("matmul", "attention", "convolution", "cheap", "dear", "rows", "channels", "sums", "moving", "indexing",
          "loss", "pooling", "lstm", "draws", "view", "optimizer", "fused.pointwise", "fused.reduction")  # fmt: skip
 """Every family; an op that no line names is "cheap": elementwise, bound by memory."""
 COMPUTES = ("matmul", "attention", "convolution", "lstm")

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from laminar.cost.ops.families import COMPUTES, FAMILIES, Traits, measured_traits, traits_of
+from laminar.cost.ops.families import COMPUTES, OP_FAMILIES, Traits, measured_traits, traits_of
 from laminar.cost.ops.table import Entry, Section, Table, key_of, local_call, nearest_section, numbered
 from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.mesh import Mesh
@@ -279,7 +279,7 @@ class OpCost:
     def check(self) -> list[Check]:
         """For each family, how well its entries are predicted each from the others."""
         out = []
-        for name in FAMILIES:
+        for name in OP_FAMILIES:
             family = self.family(name)
             if family is None or len(family.logs) < 2:
                 continue

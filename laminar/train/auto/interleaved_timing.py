@@ -23,7 +23,7 @@ from torch import Tensor
 from laminar.ir.serial.codec import content_hash
 from laminar.planner.search.finalists import MEASURED_ROUNDS
 
-LEAST_ROUNDS = 3
+LEAST_TURNS = 3
 """How many rounds there are at least."""
 TURN_S = 0.5
 """How long a turn lasts at most, unless a single step takes longer."""
@@ -67,7 +67,7 @@ def turns(
         alone = len(race.jobs) < 2 and 0 not in race.out
         if not gives_up or (not alone and race.jobs and race.expected_s() <= limit_s):
             race.run(rounds, turn_s, tick)
-        if gives_up and race.rounds < LEAST_ROUNDS:
+        if gives_up and race.rounds < LEAST_TURNS:
             race.out |= dict.fromkeys(race.jobs, NO_RIVAL if alone else LATE)
         return [race.out[k] if k in race.out else race.rows[k] for k in range(len(makes))]
     finally:
@@ -112,7 +112,7 @@ class _Race:
     def expected_s(self, more: int = 0) -> float:
         """When the least number of rounds will be over, with so many jobs more."""
         each = list(self.step_s.values())
-        return self.passed_s + LEAST_ROUNDS * (sum(each) + more * max(each))
+        return self.passed_s + LEAST_TURNS * (sum(each) + more * max(each))
 
     def enter(self, k: int, make: Callable[[], Any]) -> None:
         """Make a job and warm it up, unless it is one that is here already."""
@@ -170,7 +170,7 @@ class _Race:
                 return
             self.rounds = r + 1
             tick(r + 1)
-            if self.rounds >= LEAST_ROUNDS and (self.over() or self.decided()):
+            if self.rounds >= LEAST_TURNS and (self.over() or self.decided()):
                 return
 
     def turn(self, k: int, calls: dict[int, int]) -> None:

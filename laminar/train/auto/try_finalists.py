@@ -37,7 +37,7 @@ from laminar.events import emit
 from laminar.ir.plans.plan import Plan, runs_ddp
 from laminar.planner.search.finalists import NOBODY_LEFT_OUT, Finalist, settled, summed_up
 from laminar.runtime.code.malloc import give_back_freed_memory
-from laminar.train.auto.interleaved_timing import LEAST_ROUNDS, WARM, turns
+from laminar.train.auto.interleaved_timing import LEAST_TURNS, WARM, turns
 from laminar.train.check.first_batch_check import FILL, free_bytes
 from laminar.train.job.ddp_job import DdpJob
 from laminar.train.job.job import Job
@@ -135,12 +135,12 @@ def worth_it(finals: Sequence[Finalist], capture_s: float, micro_batches: int) -
         return [], f"capturing the model takes {capture_s:.1f} s, and all of it may take {LIMIT_S:.0f}"
 
     def too_long(some: Sequence[Finalist]) -> bool:
-        return (WARM + LEAST_ROUNDS) * micro_batches * sum(f.step_s for f in some) > LIMIT_S
+        return (WARM + LEAST_TURNS) * micro_batches * sum(f.step_s for f in some) > LIMIT_S
 
     some = _fewer(near, too_long)
     if len(some) < 2:
         each = f"a step is predicted to take {micro_batches * best_s:.2g} s"
-        return [], f"{each}, and {WARM + LEAST_ROUNDS} of each plan may take {LIMIT_S:.0f} s in all"
+        return [], f"{each}, and {WARM + LEAST_TURNS} of each plan may take {LIMIT_S:.0f} s in all"
     return some, ""
 
 
