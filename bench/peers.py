@@ -96,10 +96,10 @@ def sparsely(module: nn.Module, case: Case) -> Several:
     return Several([rest, theirs])
 
 
-def ours(case: Case, plan: Any) -> Side:
-    """`laminar.parallelize` with a plan by name, or a function that makes one."""
+def ours(case: Case, plan: Any, exact: Any = None) -> Side:
+    """`laminar.parallelize` with a plan by name, or a function that makes one; in exact mode if asked."""
     job = laminar.parallelize(
-        fresh(case), case.loss, OPTIMIZERS[case.optimizer], batch=case.batches[0], plan=plan, device="cpu"
+        fresh(case), case.loss, OPTIMIZERS[case.optimizer], batch=case.batches[0], plan=plan, device="cpu", exact=exact
     )
     program = getattr(job, "program", None)  # jobs with stages have several
     return Side(

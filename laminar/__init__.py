@@ -23,6 +23,7 @@ _WHERE = {
     "CaptureError": "laminar.errors",
     "Cluster": "laminar.ir.clusters.cluster",
     "ClusterError": "laminar.errors",
+    "Exact": "laminar.ir.exact",
     "DataError": "laminar.errors",
     "Graph": "laminar.ir.graph",
     "GraphError": "laminar.errors",
@@ -78,6 +79,7 @@ __all__ = [
     "Cluster",
     "ClusterError",
     "DataError",
+    "Exact",
     "Graph",
     "GraphError",
     "Job",
@@ -230,6 +232,7 @@ if TYPE_CHECKING:
     )
     from laminar.forecast.step import predict
     from laminar.ir.clusters.cluster import Cluster
+    from laminar.ir.exact import Exact
     from laminar.ir.graph import Graph
     from laminar.ir.mesh import Link, Mesh
     from laminar.ir.plans.plan import Plan

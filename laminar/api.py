@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from laminar.errors import LaminarError, PlanError, RecipeError
 from laminar.ir.clusters.cluster import Cluster
+from laminar.ir.exact import Exact
 from laminar.ir.graph import RNG, SCALE, Graph
 from laminar.ir.mesh import Mesh
 from laminar.ir.plans.account import SearchOptions
@@ -516,6 +517,7 @@ def parallelize(
     check: bool = DEFAULTS.check,
     unguarded: Sequence[str] = DEFAULTS.unguarded,
     measure: bool = True,
+    exact: Any = None,
 ) -> TrainingJob:
     """A job that trains `model` on all ranks as if they were one.
 
@@ -545,6 +547,9 @@ def parallelize(
     unguarded      names of attributes whose changes between steps don't matter; others are followed
     measure        with a cluster: run copies of the model under the plans that the search finds fastest, and under data
                    parallel, for some seconds on these ranks, and take the fastest; where that costs little
+    exact          `True` or `laminar.Exact(units=8, slices=1)`: `job.hash()` is the same for any number of processes
+                   and any hosting. The batch is computed in so many units, whoever computes them; `plan` then says
+                   what processes store: "data", "zero1", "zero3"
 
     Works alone in one process, under `laminar train`, and under `torchrun`. All methods of a job are
     collective: every rank calls them, in the same order.
@@ -573,6 +578,15 @@ def parallelize(
 
     model = unwrapped(model)
     initialise(model, loss, batch)
+    if (asked := Exact.of(exact)) is not None:
+        from laminar.train.job.exact_job import ExactJob
+
+        if cluster is not None:
+            raise LaminarError(
+                "cluster= searches a plan, and in exact mode who computes what belongs to the run",
+                next="leave it out: hosting follows from the number of processes",
+            )
+        return ExactJob(model, loss, optimizer, batch, asked, plan, options)
     if plan == "ddp":
         from laminar.train.job.ddp_job import DdpJob
 

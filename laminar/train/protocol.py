@@ -66,6 +66,14 @@ class HasState(Protocol):
         """Take the moving average of the weights from whole tensors."""
         ...
 
+    def saved_identity(self) -> dict[str, Any] | None:
+        """What a checkpoint keeps of how this run's bits come about; nothing outside of exact mode."""
+        ...
+
+    def refuse_saved(self, identity: dict[str, Any] | None) -> None:
+        """Refuse to go on with a checkpoint whose bits came about in another way, where bits count."""
+        ...
+
 
 @runtime_checkable
 class TrainingJob(HasState, Protocol):

@@ -143,6 +143,28 @@ def test_no_order_of_any_cut_ends_sooner_where_gradients_of_weights_are_apart(
     assert micro * sum(map(sum, ops)) / places <= least * (1 + 1e-4) and least <= best
 
 
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(("places", "micro"), [(2, 2), (2, 3), (3, 3), slow(2, 4)])
+def test_no_order_of_given_cuts_ends_sooner_than_is_said_of_them(places: int, micro: int, seed: int) -> None:
+    """All cuts, all orders. Some of the work is known in sum only, and backward may be in a later stage."""
+    rng = dice(f"given cuts {places} {micro} {seed}")
+    ops = rows(seed, places + 2, apart=False)
+    row, more = Row.of([f for f, _, _ in ops], [f + b for f, b, _ in ops]), 0
+    for at in itertools.combinations(range(1, len(ops)), places - 1):
+        ends = [0, *at, len(ops)]
+        forward = [sum(f for f, _, _ in ops[a:b]) for a, b in itertools.pairwise(ends)]
+        backward = [sum(b for _, b, _ in ops[a:b]) for a, b in itertools.pairwise(ends)]
+        for unknown in (0, rng.randint(0, 5)):
+            (forward if rng.random() < 0.5 else backward)[rng.randrange(places)] += unknown
+            work, best = sum(forward + backward), least_end(forward, backward, [0] * places, places, micro)
+            assert row.cut_s(at, micro, work) <= best
+            more += row.cut_s(at, micro, work) > 1.001 * stretch(places, 1, micro) * work
+        late = rng.randint(0, backward[0])
+        backward[0], backward[-1] = backward[0] - late, backward[-1] + late
+        assert row.cut_s(at, micro, work) <= least_end(forward, backward, [0] * places, places, micro)
+    assert more
+
+
 def least_stretch(places: int, virtual: int, micro: int, floor: float = 0.0) -> float:
     """The least T by (1) over all sizes of stages of at least a share of the mean one, as a linear program."""
     count = places * virtual

@@ -5,8 +5,10 @@ The oracle is the simulation in full: of every plan with a name, in every cell, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,11 +20,14 @@ from laminar.forecast.pipeline_step import predict_staged
 from laminar.forecast.step import predict
 from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.graph import Graph
+from laminar.ir.staged import Staged
 from laminar.planner.bounds import plan_bound
 from laminar.planner.bounds.cell_bound import Bounds
-from laminar.planner.bounds.plan_bound import plan_bound_s
+from laminar.planner.bounds.pipeline_bound import Row
+from laminar.planner.bounds.plan_bound import cut_bound_s, plan_bound_s
 from laminar.planner.estimate.candidates import Score
 from laminar.planner.estimate.graphs_and_prices import Model
+from laminar.planner.estimate.score_cell import CellScorer
 from laminar.planner.search.best_first.named_trials import NamedBounds
 from laminar.planner.search.best_first.search import find
 from laminar.planner.space.cell import Cell, cells
@@ -31,10 +36,12 @@ from laminar.planner.space.plan_space import out_of_row
 from laminar.planner.space.request import Request
 from laminar.planner.space.styles import Style
 from laminar.rules.samples import samples_of
-from laminar.staging.stage_plans import inner_plan, pipeline
+from laminar.staging.balance import balanced, work_s
+from laminar.staging.stage_plans import arranged, inner_plan, pipeline
 from tests.attack.models import graph_of, slow_link
 from tests.attack.plans import piped, typed
 from tests.support.marks import slow
+from tests.support.seeds import dice
 from tests.support.traced_models import traced
 
 DEEP = 14
@@ -89,7 +96,7 @@ def test_no_plan_with_a_name_is_simulated_faster_than_its_own_bound(name: str, s
     graph, asked = deep() if name == "deep" else graph_of(name), request(spec)
     model = Model(graph, asked)
     bounds = Bounds(model)
-    trials = NamedBounds(model, bounds, lambda: 0.0)
+    trials = NamedBounds(CellScorer(model), bounds, lambda: 0.0)
     more = total = 0
     for one in every(model, asked):
         with suppress(LaminarError):
@@ -121,12 +128,82 @@ def test_pipelines_as_they_are_typed_are_no_faster_than_their_bounds(name: str, 
     assert count > 3
 
 
+def some_pipelines(model: Model, asked: Request, seed: str) -> list[Named]:
+    """A few of those with a name that have stages."""
+    found = [one for one in every(model, asked) if one.cell.stages > 1 and one.zero < 2]
+    return dice(seed).sample(found, min(8, len(found)))
+
+
+def cut_anyhow(model: Model, asked: Request, one: Named, seed: str) -> Iterator[tuple[Staged, float]]:
+    """A pipeline whose stages begin anywhere, with blocks made again or not, and its seconds; and as it is typed."""
+    rng, cell = dice(seed), one.cell
+    part, plan = model.whole(cell.micro_batches), model.unfolded(Score(cell, one.style, one.zero, None, 0.0, 0.0))
+    for much in (0.0, 0.3, 1.0):
+        skewed = {name: s * (1 + much * rng.random() * 9) for name, s in work_s(part).items()}
+        lead = [1.0 + much * rng.random() for _ in range(cell.stages)]
+        of = balanced(part, cell.stages, [{n: s / a for n, s in skewed.items()} for a in lead])
+        again = model.patterns(rng.sample(range(len(model.block_names)), len(model.block_names) // 2))
+        own = replace(plan, recompute=again if much and rng.random() < 0.5 else ())
+        staged = arranged(part, of, range(cell.stages), [own] * cell.stages, cell.micro_batches)
+        staged = replace(staged, schedule="1f1b", window=rng.choice((0, 2)), coupled=True, name="cut anyhow")
+        yield staged, predict_staged(part, staged, asked.cluster).seconds
+
+
+CUT_CASES = [
+    ("deep", "4xh100"),
+    ("gpt.py:tiny", "2x2xa100"),
+    slow("deep", "4xcpu far"),
+    slow("deep", "2x4xh100"),
+    slow("moe.py:tiny", "4xh100"),
+    slow("unet.py:tiny", "4xcpu"),
+    slow("llama.py:tiny", "8xh100@pcie"),
+    slow("resnet.py:tiny", "4xcpu"),
+    slow("dlrm.py:tiny", "3xcpu"),
+]
+
+
+@pytest.mark.parametrize(("name", "spec"), CUT_CASES)
+def test_no_pipeline_is_simulated_faster_than_the_bound_of_its_cuts(name: str, spec: str) -> None:
+    """Even cuts and any others, whatever is made again; of even ones it says more than that of the plan."""
+    graph, asked = deep() if name == "deep" else graph_of(name), request(spec)
+    model = Model(graph, asked)
+    bounds = Bounds(model)
+    trials, total, more = NamedBounds(CellScorer(model), bounds, lambda: 0.0), 0, 0
+    for k, one in enumerate(some_pipelines(model, asked, f"pipelines {name} {spec}")):
+        with suppress(LaminarError):
+            plan = trials.plan(one)
+            for staged, seconds in cut_anyhow(model, asked, one, f"cuts {name} {spec} {k}"):
+                found = cut_bound_s(bounds, plan, one.cell, staged.of)
+                assert found <= seconds * (1 + 1e-9), (one.key, found / seconds)
+                total += found > 0
+                more += found > 1.001 * plan_bound_s(bounds, plan, one.cell)
+    assert total > 5 and more > total / 3
+
+
+def test_cuts_that_are_counted_wrongly_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: with 5 % more work some pipeline would be simulated faster."""
+    graph, asked = deep(), request("4xcpu")
+    model = Model(graph, asked)
+    bounds, right = Bounds(model), Row.cut_s
+    trials = NamedBounds(CellScorer(model), bounds, lambda: 0.0)
+    monkeypatch.setattr(
+        Row, "cut_s", lambda self, starts, micro, work, enough=math.inf: right(self, starts, micro, 1.05 * work, enough)
+    )
+    wrong = 0
+    for k, one in enumerate(some_pipelines(model, asked, "mutants")):
+        with suppress(LaminarError):
+            plan = trials.plan(one)
+            for staged, seconds in cut_anyhow(model, asked, one, f"mutants {k}"):
+                wrong += cut_bound_s(bounds, plan, one.cell, staged.of) > seconds
+    assert wrong
+
+
 def test_what_a_plan_does_counts_and_how_it_stores_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """ZeRO's gathers are in the bound; and a bound that counts exchanges in full lies above plans that hide them."""
     asked = Request(Cluster.preset("8xh100@pcie"))
     graph = traced(6, batch=64, d=1024, tokens=512)
     model, cell = Model(graph, asked), Cell(1, 1, 1, 8, 1)
-    bounds, trials = Bounds(model), NamedBounds(model, Bounds(model), lambda: 0.0)
+    bounds, trials = Bounds(model), NamedBounds(CellScorer(model), Bounds(model), lambda: 0.0)
     whole, pieces = (trials.plan(Named(cell, Style(("data",)), zero)) for zero in (0, 3))
     open_s = plan_bound_s(bounds, whole, cell, stored=False)
     assert open_s == plan_bound_s(bounds, pieces, cell, stored=False)

@@ -37,8 +37,7 @@ KEY = TensorSpec((2,), "i64")
 CUT = "cut"
 """Last argument of a draw whose result is one rank's piece: it goes the way through index tables."""
 _KEEPS_NUMBERS = ("aten.pow.",)
-STRETCHES = {"laminar.attention_at": "laminar.attention",
-             "laminar.attention_backward_at": "laminar.attention_backward"}  # fmt: skip
+STRETCHES = {"laminar.attention_at": "laminar.attention", "laminar.attention_backward_at": "laminar.attention_backward"}
 """Local forms that are priced as the op itself with fewer queries than keys: of its stretches the last one, which takes
 longest, and which the others wait for. So it costs the same to who has a program and to who only has a signature."""
 PLAIN_NUMBER = 0.5

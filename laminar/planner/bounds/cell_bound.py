@@ -37,7 +37,7 @@ whatever it is given: least sums over ops of which no two share any. What is tak
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -54,7 +54,7 @@ from laminar.planner.bounds.boxing_bound import NO_LATENCY_BYTES, PARAMETERS, RO
 from laminar.planner.bounds.memory_bound import KeptLayer, held_s, starts
 from laminar.planner.bounds.one_device import ONE_DEVICE, Alone, kernel_s
 from laminar.planner.bounds.piece_bound import Least, Weights, per_element_s
-from laminar.planner.bounds.pipeline_bound import Order, Row, longest_row, stretch
+from laminar.planner.bounds.pipeline_bound import Order, Row, RowOps, longest_row, stretch
 from laminar.planner.bounds.signatures import Piece, Placements, SignaturePrices
 from laminar.planner.estimate.graphs_and_prices import Model
 from laminar.planner.estimate.score_placement import extrapolated
@@ -92,6 +92,7 @@ class Bounds:
         self._firsts: dict[Mesh, Piece] = {}
         self._lines: dict[tuple[object, ...], float] = {}
         self._rows: dict[tuple[Mesh, int], Row] = {}
+        self._row_ops: dict[int, RowOps] = {}
         self._layers: dict[int, KeptLayer | None] = {}
         self._ways: dict[tuple[Mesh, tuple[float, ...]], Ways] = {}
         self._norms: dict[Mesh, float] = {}
@@ -180,6 +181,18 @@ class Bounds:
     def in_a_row(self, cell: Cell) -> bool:
         """Whether the stages of a cell's plans stand in a row."""
         return cell.stages > 1 and cell.stages * cell.virtual <= self.rows
+
+    def starts(self, cell: Cell, of: Mapping[str, int]) -> list[int] | None:
+        """Where all stages but the first begin in the row of forward ops; nothing where they are not known to be one.
+
+        `of` has the stages of the ops of a micro-batch at full depth.
+        """
+        if not self.in_a_row(cell) or cell.virtual > 1:
+            return None
+        if cell.micro_batches not in self._row_ops:
+            self._row_ops[cell.micro_batches] = RowOps.of(self.model.whole(cell.micro_batches))
+        ops = self._row_ops[cell.micro_batches]
+        return ops.starts(of, cell.stages) if len(ops.names) == self._order.places else None
 
     @cached_property
     def _order(self) -> Order:

@@ -30,6 +30,15 @@ for the least T for which cuts exist that satisfy this for every k, and for all 
 have every stage begin as early as that allows: an earlier begin leaves a stage and all before it more time. So they
 follow from T, from the last stage to the first, and T is found by halving.
 
+Where the cuts of a plan are *given* (one stage at each place, gradients together), more can be said: by the rule about
+backward ops stages q, q + 1, ... do at least L[q], what belongs to the ops from where q begins, so
+
+    sum(x[r] for r < q) <= W - L[q]          for every q                                                          (3)
+
+and by (1) x[q] <= (T - sum(x[r] for r < q)) / M. `Row.cut_s` gives every stage as much as both allow, the first one
+first: more of it there leaves later ones no less in sum. It looks for the least T for which that comes to W. Where W
+is more than what is known here, some stage does more, and takes no less time.
+
 Neither counts what once a step comes behind the last micro-batch, nor the hops; the mean place does (`bound`).
 """
 
@@ -37,10 +46,10 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from laminar.ir.graph import Graph
 from laminar.ir.ops import FREE
@@ -103,14 +112,61 @@ class Row:
             return time_s + limit_s / micro_batches >= work_s
 
         low, high = work_s * micro_batches / stages, work_s * micro_batches
-        if enough_s < high:
-            if not there_are(enough_s):
-                return enough_s
-            high = max(low, enough_s)
-        while high - low > BOUND_PRECISION * high:
-            middle = (low + high) / 2
-            low, high = (low, middle) if there_are(middle) else (middle, high)
-        return low
+        return _least(there_are, low, high, enough_s)
+
+    def cut_s(self, starts: Sequence[int], micro_batches: int, work_s: float, enough_s: float = math.inf) -> float:
+        """The least T where every stage but the first begins at the op given: (1) and (3)."""
+        work_s = max(work_s, self.later_s[0])
+        most_s = [*(work_s - self.later_s[at] for at in starts), work_s]
+        """By stage, what it and those before it do at most."""
+
+        def is_enough(limit_s: float) -> bool:
+            done_s = 0.0
+            for most in most_s:
+                done_s = min(most, done_s + max(0.0, limit_s - done_s) / micro_batches)
+            return done_s >= work_s * (1 - 1e-12)
+
+        low, high = work_s * max(1.0, micro_batches / len(most_s)), work_s * micro_batches
+        return _least(is_enough, low, high, enough_s)
+
+
+def _least(holds: Callable[[float], bool], low: float, high: float, enough_s: float) -> float:
+    """Where something begins to hold, found by halving, from below; or `enough_s`, where it does not hold there."""
+    if enough_s < high:
+        if not holds(enough_s):
+            return enough_s
+        high = max(low, enough_s)
+    while high - low > BOUND_PRECISION * high:
+        middle = (low + high) / 2
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return low
+
+
+@dataclass(frozen=True)
+class RowOps:
+    """The forward ops of a graph that stages are cut from, in their order, and which of them read which."""
+
+    names: tuple[str, ...]
+    reads: tuple[tuple[int, int], ...]
+    """Places of one that is read and of one that reads it."""
+
+    @staticmethod
+    def of(graph: Graph) -> RowOps:
+        """Those that the loss and gradients depend on; what only repeats parameters belongs to any stage."""
+        light, trains = light_ops(graph), _training(graph)
+        ops = [n for n in graph.nodes if n.phase == "forward" and n.name not in light and n.name in trains]
+        at = {n.name: k for k, n in enumerate(ops)}
+        reads = dict.fromkeys((at[r.name], k) for k, n in enumerate(ops) for r in n.ins if r.name in at)
+        return RowOps(tuple(n.name for n in ops), tuple(reads))
+
+    def starts(self, of: Mapping[str, int], stages: int) -> list[int] | None:
+        """Where stages that stand in a row begin, the first one left out; nothing where they don't."""
+        at = [of[name] for name in self.names]
+        if any(a > b for a, b in pairwise(at)) or {*at} != {*range(stages)}:
+            return None
+        if not {(s - 1, s) for s in range(1, stages)} <= {(at[a], at[b]) for a, b in self.reads}:
+            return None  # each must wait for the one before
+        return [bisect_left(at, s) for s in range(1, stages)]
 
 
 @dataclass(frozen=True)
@@ -126,8 +182,7 @@ class Order:
     @staticmethod
     def of(graph: Graph, fold: Fold, keep: int) -> Order:
         """Of a model that `fold` has folded to `keep` layers."""
-        light, trains = light_ops(graph), _training(graph)
-        ops = [n.name for n in graph.nodes if n.phase == "forward" and n.name not in light and n.name in trains]
+        ops = RowOps.of(graph).names
         folded = keep < fold.layers
         at = fold.at if folded else {}
         kept = [*range(keep - 1), fold.layers - 1]
@@ -263,4 +318,4 @@ def longest_row(graph: Graph, fold: Fold, keep: int) -> int:
     return int(total / (ROW_ROOM * longest)) if longest else len(ops) * max(1, fold.layers)
 
 
-__all__ = ["Order", "Row", "longest_row", "stretch"]
+__all__ = ["Order", "Row", "RowOps", "longest_row", "stretch"]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -22,6 +23,7 @@ from laminar.ir.plans.plan import Choice, Plan
 from laminar.ir.sbp import NdSbp
 from laminar.planner.bounds.boxing_bound import number
 from laminar.planner.bounds.cell_bound import Bounds
+from laminar.planner.bounds.pipeline_bound import Order
 from laminar.planner.bounds.signatures import Placements, Rows, SignaturePrices
 from laminar.planner.space.cell import Cell
 from laminar.planner.tuning import DOMINATED_SHARES, VALUE_WORTHS
@@ -35,17 +37,43 @@ def plan_bound_s(bounds: Bounds, plan: Plan, cell: Cell, worth_s: float = math.i
     return _PlanBounds(bounds, plan, stored).of(cell, worth_s).seconds
 
 
+def cut_bound_s(bounds: Bounds, plan: Plan, cell: Cell, of: Mapping[str, int], worth_s: float = math.inf) -> float:
+    """Seconds that a pipeline takes at least whose forward ops are in these stages, whatever blocks are made again.
+
+    One stage at each place, gradients of weights together with those of inputs. Nothing is said (0) where stages don't
+    stand in a row.
+    """
+    starts = bounds.starts(cell, of)
+    return 0.0 if starts is None else _PlanBounds(bounds, plan, stored=False).cut_s(cell, starts, worth_s)
+
+
 class _PlanBounds(Bounds):
     """Those of one plan, for the cells of its mesh."""
 
     def __init__(self, bounds: Bounds, plan: Plan, stored: bool) -> None:
         super().__init__(bounds.model, bounds.rows)
-        self.plan, self.stored = plan, stored
+        self.cells, self.plan, self.stored = bounds, plan, stored
         self.alone, self._ways, self._norms = bounds.alone, bounds._ways, bounds._norms
         self._prices = copy.copy(bounds._prices)
         # There are few options: all are kept, and what a value between layers is worth makes next to no difference.
         self._prices.needed = {(plan.mesh, looped): len(DOMINATED_SHARES) - 1 for looped in (False, True)}
         self._prices.worths = {(plan.mesh, parts): VALUE_WORTHS[-1] for parts in (False, True)}
+
+    def cut_s(self, cell: Cell, starts: Sequence[int], worth_s: float) -> float:
+        """Where all stages but the first begin at these ops; without exchanges if that is not below `worth_s`."""
+        micro, row, meeting_s = cell.micro_batches, self._row(cell), self._meeting_s(cell)
+        kernels_s = self.alone.kernels_s(cell)
+        found_s = meeting_s + row.cut_s(starts, micro, kernels_s + row.later_s[0], worth_s - meeting_s)
+        for shares in self._shares(cell):
+            if found_s >= worth_s:
+                break
+            work_s = kernels_s + self._line(cell, shares, micro, 0.0) / micro
+            found_s = max(found_s, meeting_s + row.cut_s(starts, micro, work_s, worth_s - meeting_s))
+        return found_s
+
+    @cached_property
+    def _order(self) -> Order:
+        return self.cells._order
 
     def _placements(self, graph: Graph, mesh: Mesh) -> Placements:
         if mesh != self.plan.mesh or mesh.ranks == 1:

@@ -47,6 +47,7 @@ from laminar.planner.estimate.stage_cost import (
 from laminar.planner.space.cell import Cell
 from laminar.planner.space.styles import Style
 from laminar.planner.tuning import EVEN_STAGES, FEWER_BLOCKS, LAYER_GRID, MEMORY_DOUBT, RECOMPUTE_TRIES
+from laminar.staging.balance import balanced
 from laminar.staging.stage_plans import pipeline
 
 if TYPE_CHECKING:
@@ -279,6 +280,17 @@ def pipelined(
     if ran is not None and (peak <= room or peak > MEMORY_DOUBT * room or seconds > worth_s):
         return ran
     return _pipelined(model, score, deep, plan, cut, worth_s, 0)
+
+
+def first_cut(model: Model, score: Score, deep: Graph, cut_by: Cut = "stages") -> dict[str, int]:
+    """The stages of forward ops in which `pipelined` begins, one at each place."""
+    cell, share = score.cell, share_of(model, score.cell, score.style, score.zero)
+    work = work_by_op(model, share, deep)
+    if score.again:
+        here = places(model, cell, score.style, score.zero)
+        if (spread := here.spread()) is not None:
+            work = _work(model, here, spread, work_by_op(model, without_whole(share, score.style), deep), work)
+    return balanced(deep, cell.stages, None if cut_by == "sent" else [work] * cell.stages)
 
 
 def _pipelined(

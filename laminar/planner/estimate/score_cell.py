@@ -19,7 +19,7 @@ from laminar.ir.plans.plan import Plan
 from laminar.planner.estimate.candidates import Final, Score
 from laminar.planner.estimate.cost_by_depth import Parts, Share
 from laminar.planner.estimate.graphs_and_prices import Model
-from laminar.planner.estimate.pipeline_recompute import guessed_recompute, held_bytes, learned, some
+from laminar.planner.estimate.pipeline_recompute import Cut, guessed_recompute, held_bytes, learned, some
 from laminar.planner.estimate.score_placement import feasible, scored
 from laminar.planner.estimate.stage_cost import hop_s, parts_of, pipelined_s, plain_bytes, plain_s, share_of, unit
 from laminar.planner.space.cell import Cell, divisors
@@ -170,6 +170,10 @@ class CellScorer:
                 if zero and feasible(found[-1], self.request):
                     break
         return found
+
+    def cuts(self, score: Score) -> list[Cut]:
+        """How stages are cut: where hops are slow, also so that less is sent by stages that are less even."""
+        return ["stages", "sent"] if self.slow_hops(score.cell, score.style) else ["stages"]
 
     def slow_hops(self, cell: Cell, style: Style) -> bool:
         """Whether a hop between stages is not short beside the work of a stage on a micro-batch."""

@@ -275,7 +275,8 @@ def check(
         told = None if scale is None else torch.tensor(scale, dtype=torch.float64, device=world.device)
         out = ready(shared, key, told)
         named = [(f"{o.kind}:{o.name}", o.placed) for o in ready.program.outputs]
-        whole = together([(n, p.spec, p.nd, everywhere) for n, p in named], out)
+        items = [(n, p.spec, everywhere if engine.whole_outputs else p.nd, everywhere) for n, p in named]
+        whole = together(items, out)
         return dict(zip([n for n, _ in named], whole, strict=True))
 
     def weights() -> dict[str, Tensor]:

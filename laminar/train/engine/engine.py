@@ -30,6 +30,7 @@ from laminar.cost.sim.no_gc import uncollected
 from laminar.errors import BatchError
 from laminar.events import emit
 from laminar.ir.graph import RNG, SCALE, Graph
+from laminar.ir.mesh import Mesh
 from laminar.ir.plans.plan import Plan
 from laminar.ir.program import Program
 from laminar.ir.sbp import B, NdSbp, Partial, local_shape
@@ -39,6 +40,7 @@ from laminar.placement.presets import like
 from laminar.rewrite.variants import rewritten
 from laminar.runtime.comm.shards import shard
 from laminar.runtime.comm.transport import Groups, Null
+from laminar.runtime.exact.hosts import HostedRanks
 from laminar.train.batch.leaves import Leaves
 from laminar.train.engine.tracer import Tracer
 from laminar.train.state.resharder import Resharder
@@ -48,7 +50,8 @@ from laminar.train.world import World
 MOST_SHAPES = 16
 """Shapes of batches that are kept compiled: each has buffers for its gradients."""
 
-Build = Callable[[Program, Groups | Null, Mapping[str, Tensor], tuple[int, ...]], Callable[..., list[Tensor]]]
+Transport = Groups | Null | HostedRanks
+Build = Callable[[Program, Any, Mapping[str, Tensor], tuple[int, ...]], Callable[..., list[Tensor]]]
 """Turns a program into code; it is told which inputs never change their place."""
 
 
@@ -109,12 +112,16 @@ class Ready:
 class Engine:
     """The compiled steps of one plan, on the ranks of its mesh."""
 
+    whole_outputs = False
+    """Whether loss and gradients leave programs whole on every rank, whatever part of the weights a rank owns."""
+
     def __init__(
         self, tracer: Tracer, plan: Plan, held: Mapping[str, Tensor], transport: Groups | Null, build: Build
     ) -> None:
         """`held` is what this rank has of the model's tensors, laid out as the plan says; looked up, not copied."""
         self.tracer, self.plan, self.held, self.build = tracer, plan, held, build
-        self.mesh, self.transport = plan.mesh, transport
+        self.mesh: Mesh = plan.mesh
+        self.transport: Transport = transport
         self.scaled, self.micro_batches = tracer.scaled, tracer.micro_batches
         self.resharder = Resharder(transport)
         self._ready: dict[str, Ready] = {}
@@ -152,14 +159,21 @@ class Engine:
     def ready(self, leaves: Leaves, backward: bool = True) -> Ready:
         """The compiled step for such a (micro-)batch, made on first use."""
         captured = self.tracer.graph(self.together(leaves), backward)
-        if captured.hash not in self._ready:
+
+        def made() -> Ready:
             graph = rewritten(captured, self.plan)
-            plan = self.plan if graph.hash == self.plan.graph_hash else like(graph, self.plan)
+            return self.compile(graph, self.plan if graph.hash == self.plan.graph_hash else like(graph, self.plan))
+
+        return self._kept(captured.hash, made)
+
+    def _kept(self, captured: str, make: Callable[[], Ready]) -> Ready:
+        """A compiled step, made on first use; only so many are kept."""
+        if captured not in self._ready:
             while len(self._ready) >= MOST_SHAPES:
                 del self._ready[next(iter(self._ready))]  # the one used longest ago, the same on every rank
-            self._ready[captured.hash] = self.compile(graph, plan)
-        self._ready[captured.hash] = self._ready.pop(captured.hash)
-        return self._ready[captured.hash]
+            self._ready[captured] = make()
+        self._ready[captured] = self._ready.pop(captured)
+        return self._ready[captured]
 
     @uncollected()
     def compile(self, graph: Graph, plan: Plan) -> Ready:

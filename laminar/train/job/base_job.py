@@ -6,6 +6,7 @@ What differs is how a step and an evaluation are run, and that is in the classes
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -140,8 +141,11 @@ class BaseJob:
         self.state.load_average(given)
 
     def hash(self) -> str:
-        """Hex digest over weights, buffers and optimizer state: equal exactly if all of them are, bit for bit."""
-        return checkpoint.state_digest(self.state_dict(), self.optimizer_state_dict())
+        """Hex digest over all that a run is: equal exactly if all of it is, bit for bit, however it lies on ranks.
+
+        That is weights, buffers, optimizer state and hyper-parameters, averages, the scale of the loss, steps and seed.
+        """
+        return self.state.digest(self.peers.gather_objects)
 
     def save(self, directory: str | Path, scheduler: Any = None) -> None:
         """Write weights, optimizer state and counters as whole tensors into a directory.
@@ -153,6 +157,16 @@ class BaseJob:
     def resume(self, directory: str | Path, scheduler: Any = None) -> None:
         """Go on from what `save` wrote, on any layout; schedulers go on as well."""
         checkpoint.resume(self, directory, scheduler)
+
+    def saved_identity(self) -> dict[str, Any] | None:
+        """What a checkpoint keeps of how this run's bits come about; nothing outside of exact mode."""
+        return None
+
+    def refuse_saved(self, identity: dict[str, Any] | None) -> None:
+        """Refuse to go on with a checkpoint whose bits came about in another way, where bits count."""
+        if identity is not None:
+            said = "the run that was saved was in exact mode; it goes on without, and its bits hang on the layout"
+            logging.getLogger("laminar").warning(said)
 
     # --- the end ----------------------------------------------------------------------------------
 

@@ -135,7 +135,7 @@ class Job(BaseJob):
     def _begin(self, world: World, state: JobState, plan: Plan, first: Leaves) -> None:
         """An engine for a plan on the ranks of a world, around state that is laid out for it; a job of these."""
         self.tracer.whole = state.whole
-        self.engine = Engine.around(state, self.tracer, plan, world, self._build)
+        self.engine = self._engine_around(state, plan, world)
         recorder = StepRecorder(world, Prefetcher(world), self._about, self.engine.transport)
         super().__init__(world, plan, plan.mesh, state, GatherFromMesh(self.engine.resharder, world), recorder)
         self.tracer.captures.adopt(state.slots)
@@ -146,6 +146,9 @@ class Job(BaseJob):
         self._sampled = Sampled()
         self._sums: dict[str, Tensor] = {}
         self._norms: dict[tuple[str, ...], Norm] = {}
+
+    def _engine_around(self, state: JobState, plan: Plan, world: World) -> Engine:
+        return Engine.around(state, self.tracer, plan, world, self._build)
 
     def rebuild(self, world: World, plan: Any, batch: Any, ranks: Sequence[int] | None = None) -> None:
         """Go on with the same state under another plan, on the ranks of another world; those of that world call this.
@@ -324,7 +327,7 @@ class Job(BaseJob):
     ) -> tuple[Tensor, Tensor | None, dict[str, Tensor], list[Tensor]]:
         """Loss, weight if there is one, metrics, and gradients as owners need them."""
         names = [n for n, _ in ready.values]
-        if count > 1:
+        if count > 1 and not self.engine.whole_outputs:
             made = {f"{o.kind}:{o.name}": o.placed for o in ready.program.outputs}
             everywhere = (B,) * len(self.mesh.sizes)
             items: list[Move] = [(n, made[n].spec, made[n].nd, everywhere) for n in names]
@@ -349,16 +352,26 @@ class Job(BaseJob):
         if len(names) != len(grads):
             grads = [g for (n, _), g in zip(ready.grads, grads, strict=True) if n in by_name]
         kept = [by_name[n] for n in names]
-        grads = optim.laid_out(kept, grads, self.state.plain)
+        whole, layout = self.engine.whole_outputs, self.state.layout
+        if not whole:
+            grads = optim.laid_out(kept, grads, self.state.plain)
         if names not in self._norms:
-            self._norms[names] = Norm([self.state.layout.owned_nd(n) for n in names], self.mesh, self.peers)
+            nds = [layout.everywhere if whole else layout.owned_nd(n) for n in names]
+            self._norms[names] = Norm(nds, self.mesh, self.peers)
         inverse: Tensor | float = 1.0 / scale
         if self.engine.scaled and weight is not None:
             inverse = inverse / weight
         self.recorder.mark("host")
         raw = self._norms[names](grads)
         self.recorder.mark("norm" if self._norms[names].shared else "gradients")
+        if whole:
+            grads = [layout.cut(g, k.state_nd) for k, g in zip(kept, grads, strict=True)]
+            grads = optim.laid_out(kept, grads, self.state.plain)
         return list(zip(kept, grads, strict=True)), raw, inverse
+
+    def _optimizer_step(self) -> None:
+        """One update by the gradients that what this rank owns has now."""
+        self.optimizer.step()
 
     def _update(
         self, ready: Ready, loss: Tensor, weight: Tensor | None, grads: list[Tensor], scale: float, clock: Any
@@ -377,7 +390,16 @@ class Job(BaseJob):
         self.recorder.mark("gradients")
         updates = [(k, g) for (k, _), g in zip(updates, pieces, strict=True)]
         key = torch.tensor([state.seed, number])
-        update(self.optimizer, updates, self.precision.rounding, key, self.mesh, self.rank, state.numbers)
+        update(
+            self.optimizer,
+            updates,
+            self.precision.rounding,
+            key,
+            self.mesh,
+            self.rank,
+            state.numbers,
+            self._optimizer_step,
+        )
         self.recorder.mark("optimizer")
         state.put_together(self.engine.resharder)
         state.average()
@@ -409,6 +431,8 @@ class Job(BaseJob):
 
     def _whole_values(self, ready: Ready, out: list[Tensor]) -> dict[str, Tensor]:
         """Loss and metrics by name, the same on every rank."""
+        if self.engine.whole_outputs:
+            return {n: out[i] for n, i in ready.values}
         made = {f"{o.kind}:{o.name}": o.placed for o in ready.program.outputs}
         everywhere = (B,) * len(self.mesh.sizes)
         items: list[Move] = [(n, made[n].spec, made[n].nd, everywhere) for n, _ in ready.values]
@@ -434,7 +458,7 @@ class Job(BaseJob):
         kept = self.state.kept
         return {
             "parameters": sum(k.param.nbytes + (k.owned.nbytes if k.has_own_memory else 0) for k in kept),
-            "gradients": sum(p.local(self.mesh, self.rank).nbytes for p in grads),
+            "gradients": sum(p.local(self.program.mesh, self.engine.transport.rank).nbytes for p in grads),
             "state": self.state.optimizer_bytes,
         }
 

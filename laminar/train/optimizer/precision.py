@@ -108,14 +108,19 @@ def update(
     mesh: Mesh,
     rank: int,
     numbers: Mapping[str, int],
+    step: Callable[[], Any] | None = None,
 ) -> None:
-    """One update of what a rank owns by its gradients, weights rounded to `nearest` or as in `rounded_update`."""
+    """One update of what a rank owns by its gradients, weights rounded to `nearest` or as in `rounded_update`.
+
+    `step` stands for `optimizer.step`, where that is to be called in another way.
+    """
+    step = optimizer.step if step is None else step
     if how != "nearest":
-        rounded_update(optimizer, updates, how, key, mesh, rank, numbers)
+        rounded_update(optimizer, updates, how, key, mesh, rank, numbers, step)
         return
     for k, grad in updates:
         k.owned.grad = grad if grad.dtype == k.owned.dtype else grad.to(k.owned.dtype)
-    optimizer.step()
+    step()
     for k, _ in updates:
         k.owned.grad = None
 
@@ -128,6 +133,7 @@ def rounded_update(
     mesh: Mesh,
     rank: int,
     numbers: Mapping[str, int],
+    step: Callable[[], Any],
 ) -> None:
     """One update of half-precision weights from float32 gradients, computed in float32 and rounded as told.
 
@@ -146,7 +152,7 @@ def rounded_update(
         for group, params in zip(optimizer.param_groups, groups, strict=True):
             group["params"] = [p for p in params if id(p) in here]
         try:
-            optimizer.step()
+            step()
         finally:
             for group, params in zip(optimizer.param_groups, groups, strict=True):
                 group["params"] = params

@@ -7,7 +7,6 @@ tensors, written by rank 0: any number of ranks, in any layout, can go on from t
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,25 +15,11 @@ from typing import Any
 
 from torch import Tensor
 
-from laminar.capture.tensor_bytes import as_bytes
 from laminar.errors import StateError
 from laminar.train.protocol import HasState
 from laminar.train.saving import lr_schedulers
 
 CHECKPOINT_VERSION = 1
-
-
-def state_digest(weights: Mapping[str, Any], optimizer: Mapping[str, Any]) -> str:
-    """See `Job.hash`: a hash of hashes, one for each named tensor of two state dicts."""
-    lines = [f"model {n} {_digest(t)}" for n, t in sorted(weights.items()) if isinstance(t, Tensor)]
-    for i, state in sorted(optimizer["state"].items()):
-        lines += [f"state {i}.{k} {_digest(v) if isinstance(v, Tensor) else v!r}" for k, v in sorted(state.items())]
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
-
-
-def _digest(x: Tensor) -> str:
-    head = f"{x.dtype}{tuple(x.shape)}".encode()
-    return hashlib.sha256(head + as_bytes(x.cpu()).numpy().tobytes()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -79,6 +64,7 @@ def snapshot(job: HasState, apart: bool, scheduler: Any = None) -> Snapshot | No
         "seed": state.seed,
         "optimizer": plain,
         "scaler": scaler,
+        "exact": job.saved_identity(),
         "plan": job.plan.hash if job.plan else None,
         "schedulers": lr_schedulers.states(lr_schedulers.attached(job.state.optimizer, scheduler)),
     }
@@ -106,6 +92,7 @@ def resume(job: HasState, directory: str | Path, scheduler: Any = None) -> None:
     about = json.loads((path / "job.json").read_text())
     if about.get("laminar_job") != CHECKPOINT_VERSION:
         raise StateError(f"{path} holds a job of version {about.get('laminar_job')}, this reads {CHECKPOINT_VERSION}")
+    job.refuse_saved(about.get("exact"))
     job.load_state_dict(job.state.completed(load_file(path / "model.safetensors")))
     job.load_optimizer_state_dict(_put_together(load_file(path / "optimizer.safetensors"), about["optimizer"]))
     state = job.state

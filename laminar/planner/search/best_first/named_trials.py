@@ -3,6 +3,7 @@
 A search is never slower than any plan with a name (`planner/space/named_plans.py`). So one is passed over only
 
     where its cell is, or the bound of its placement (`planner/bounds/plan_bound.py`) is not below the best
+    where that of its stages as they are cut is not, however many blocks are made again
     where parameters, gradients and state alone have no room as it keeps them
     where it is the very plan that another name stands for, as ZeRO 2 and 1 mostly are
 
@@ -22,23 +23,25 @@ from laminar.ir.plans.certificate import Contradiction
 from laminar.ir.plans.plan import Choice, Plan
 from laminar.ir.plans.staged import Staged
 from laminar.planner.bounds.cell_bound import Bounds
-from laminar.planner.bounds.plan_bound import plan_bound_s
+from laminar.planner.bounds.plan_bound import cut_bound_s, plan_bound_s
 from laminar.planner.estimate.candidates import Final, Score, described_candidate
-from laminar.planner.estimate.graphs_and_prices import Model
+from laminar.planner.estimate.pipeline_recompute import first_cut
+from laminar.planner.estimate.score_cell import CellScorer
 from laminar.planner.estimate.score_placement import feasible, scored
 from laminar.planner.search.best_first.known_bounds import BoundKind
 from laminar.planner.search.best_first.trials import Trials
 from laminar.planner.space.cell import Cell
 from laminar.planner.space.contradictions import contradicted
 from laminar.planner.space.named_plans import Named, named
+from laminar.staging.balance import balanced
 from laminar.staging.stage_plans import inner_plan
 
 
 class NamedBounds:
     """What is known of plans with a name of one model before they are simulated."""
 
-    def __init__(self, model: Model, bounds: Bounds, best_s: Callable[[], float]) -> None:
-        self.model, self.bounds, self.best_s = model, bounds, best_s
+    def __init__(self, scorer: CellScorer, bounds: Bounds, best_s: Callable[[], float]) -> None:
+        self.scorer, self.model, self.bounds, self.best_s = scorer, scorer.model, bounds, best_s
         self._known: dict[tuple[Cell, frozenset[tuple[str, Choice]]], float] = {}
         """Bounds, by cell and by what its ops do: ZeRO does not change that."""
         self._asked: set[tuple[Cell, str]] = set()
@@ -63,6 +66,19 @@ class NamedBounds:
         if self.bound_s < best_s:
             self.bound_s = plan_bound_s(self.bounds, plan, one.cell, best_s)
         return self.bound_s >= best_s
+
+    def cut_ruled_out(self, one: Named, as_typed: bool = False) -> bool:
+        """Whether the stages of a pipeline are cut so that it is no faster than the best: asked first, it is cheap."""
+        cell, best_s = one.cell, self.best_s()
+        if cell.stages == 1:
+            return False
+        plan, deep = self.plan(one, as_typed), self.model.whole(cell.micro_batches)
+        if as_typed:
+            cuts = [balanced(deep, cell.stages)]
+        else:
+            score = self.score(one)
+            cuts = [first_cut(self.model, score, deep, by) for by in self.scorer.cuts(score)]
+        return all(cut_bound_s(self.bounds, plan, cell, of, best_s) >= best_s for of in cuts)
 
     def plan(self, one: Named, as_typed: bool = False) -> Plan:
         """Of the folded graph of a micro-batch; `as_typed`, what each place of a pipeline is given."""
@@ -96,27 +112,32 @@ class NamedTrials:
         self.trials, self.incumbent = trials, trials.incumbent
         self.model, self.request = trials.model, trials.request
         self.bounds = trials.bounds
-        self.named_bounds = NamedBounds(self.model, self.bounds.model_bounds, lambda: self.incumbent.best_s)
+        self.named_bounds = NamedBounds(trials.scorer, self.bounds.model_bounds, lambda: self.incumbent.best_s)
 
     def run(self, cells: Sequence[Cell]) -> None:
         """All there are among these cells, in the order in which people would try them."""
         folded = self.model.small(1, self.model.keeps[-1])
         for cell, plans in groupby(named(self.request, cells, folded), key=lambda one: one.cell):
-            if self._may_win(cell):
+            if self.bounds.room(cell) < self.incumbent.best_s:
                 for one in plans:
                     with suppress(LaminarError):  # it can't be written
                         self._try(one)
 
-    def _may_win(self, cell: Cell) -> bool:
-        known, best_s = self.bounds, self.incumbent.best_s
-        return known.room(cell) < best_s and known.raised(cell, BoundKind.FULL, best_s) < best_s
-
     def _try(self, one: Named) -> None:
         """Simulate one as the search writes it and as `laminar.plans` does, unless it is ruled out."""
-        if not self._was_done(one) and not self._needless(one) and not self.named_bounds.ruled_out(one):
+        if not self._was_done(one) and not self._needless(one) and self._may_win(one):
             self._hold(self.trials.confirm(replace(self.named_bounds.score(one), rewrites=self.trials.steps)))
-        if one.staged is not None and not self.named_bounds.ruled_out(one, as_typed=True):
+        if one.staged is not None and self._may_win(one, as_typed=True):
             self._hold(self._staged(one, one.staged(self.model.whole(one.cell.micro_batches))))
+
+    def _may_win(self, one: Named, as_typed: bool = False) -> bool:
+        """The cheapest questions first."""
+        if self.bounds.at[one.cell] >= self.incumbent.best_s or self.named_bounds.cut_ruled_out(one, as_typed):
+            return False
+        best_s = self.incumbent.best_s
+        if self.bounds.raised(one.cell, BoundKind.FULL, best_s) >= best_s:
+            return False
+        return not self.named_bounds.ruled_out(one, as_typed)
 
     def _hold(self, final: Final | None) -> None:
         """What was simulated, against the bound that was asked for last."""

@@ -138,9 +138,7 @@ class Trials:
     def _staged(self, score: Score, plan: Plan, cut: pipeline_recompute.Cut | None) -> Final:
         model, cell, best_s = self.model, score.cell, self.incumbent.best_s
         deep = model.whole(cell.micro_batches)
-        cuts: list[pipeline_recompute.Cut] = ["stages"] if cut is None else [cut]
-        if cut is None and self.scorer.slow_hops(cell, score.style):
-            cuts.append("sent")  # cuts that are less even and send less may be better
+        cuts = self.scorer.cuts(score) if cut is None else [cut]
         tried = [pipeline_recompute.pipelined(model, score, deep, plan, one, best_s) for one in cuts]
         staged, ran, again = min(tried, key=lambda t: (max(t[1].peaks) > self.request.room_bytes, t[1].seconds))
         score = replace(score, again=again)

@@ -1,0 +1,1 @@
+"""Exact mode: programs of logical ranks, several of which one process computes, with the same bits however hosted."""

@@ -1,0 +1,106 @@
+"""The engine of exact mode: programs of logical ranks, of which this process computes those it hosts.
+
+What ranks store of weights is another matter: pieces are gathered before a program runs, and gradients leave whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from laminar.capture.ops.torch_ops import constant_tensor
+from laminar.cost.sim.no_gc import uncollected
+from laminar.errors import BatchError
+from laminar.events import emit
+from laminar.ir.exact import Exact
+from laminar.ir.graph import Graph
+from laminar.ir.plans.plan import Plan
+from laminar.ir.program import Program
+from laminar.ir.sbp import B
+from laminar.lower.lower import lower
+from laminar.placement.logical import logical_plan
+from laminar.runtime.exact.hosted_step import HostedStep
+from laminar.runtime.exact.hosts import HostedRanks
+from laminar.train.batch.leaves import Leaves
+from laminar.train.engine.engine import Engine, Ready
+from laminar.train.engine.tracer import Tracer
+from laminar.train.state.resharder import Resharder
+from laminar.train.state.state import JobState
+
+
+class ExactEngine(Engine):
+    """Compiled steps of logical ranks, around state that lies on processes as a plan says."""
+
+    whole_outputs = True
+
+    def __init__(
+        self, tracer: Tracer, plan: Plan, state: JobState, storage: Resharder, hosts: HostedRanks, exact: Exact
+    ) -> None:
+        """`plan` says what processes store; `storage` talks among them."""
+        super().__init__(tracer, plan, state.held, storage.transport, self._hosted)
+        self.storage_mesh, self.mesh = plan.mesh, exact.mesh
+        self.state, self.storage, self.hosts, self.exact = state, storage, hosts, exact
+        self.transport, self.resharder = hosts, storage
+        self._programs: dict[str, tuple[Graph, Plan, Program]] = {}
+
+    def _hosted(
+        self, program: Program, hosts: HostedRanks, constants: Mapping[str, Tensor], static: tuple[int, ...]
+    ) -> HostedStep:
+        return HostedStep(program, hosts, constants, torch.get_num_threads())
+
+    def close(self) -> None:
+        """Leave the groups of processes that state moves through."""
+        self.storage.transport.close()
+        self._ready.clear()
+
+    def rehost(self, hosts: HostedRanks) -> None:
+        """Let processes compute other logical ranks from now on; programs stay, and what runs them is made anew."""
+        self.hosts = self.transport = hosts
+        self._ready.clear()
+
+    def ready(self, leaves: Leaves, backward: bool = True) -> Ready:
+        """The compiled step for such a (micro-)batch, made on first use."""
+        graph = self.tracer.graph(leaves, backward)
+        return self._kept(graph.hash, lambda: self.compile(graph, logical_plan(graph, self.exact)))
+
+    @uncollected()
+    def compile(self, graph: Graph, plan: Plan) -> Ready:
+        """Lower a plan of logical ranks, and make what runs those that are here."""
+        emit("phase", name="compiling")
+        if graph.hash not in self._programs:
+            self._programs[graph.hash] = graph, plan, lower(graph, plan)
+        program = self._programs[graph.hash][2]
+        stays = ("param", "buffer")
+        step = self._hosted(program, self.hosts, {c.name: constant_tensor(c) for c in program.constants}, ())
+        fixed = [self.held.get(i.name) if i.kind in stays else None for i in program.inputs]
+        filled = {item.name: i for i, item in enumerate(program.inputs) if item.kind not in stays}
+        outputs = {f"{o.kind}:{o.name}": i for i, o in enumerate(program.outputs)}
+        made = Ready(graph, plan, program, step, fixed, filled, outputs)
+        whole = (B,) * len(self.storage_mesh.sizes)
+        layout = self.state.layout
+        apart = [
+            (at, i.name) for at, i in enumerate(program.inputs) if i.kind in stays and layout.held_nd(i.name) != whole
+        ]
+        if not apart:
+            return made
+        items = [(name, self.state.specs[name], layout.held_nd(name), whole) for _, name in apart]
+
+        def gathered(*inputs: Tensor) -> list[Tensor]:
+            given = list(inputs)
+            found = self.storage(items, "weights", [given[at] for at, _ in apart])
+            for (at, _), weight in zip(apart, found, strict=True):
+                given[at] = weight
+            return step(*given)
+
+        return replace(made, step=gathered)
+
+    def share(self, ready: Ready, leaves: Leaves, device: torch.device) -> dict[str, Tensor]:
+        """The whole batch: each process takes the rows of its units out of it."""
+        if leaves.local:
+            raise BatchError(
+                "in exact mode a rank's share hangs on the hosting", next="hand every rank the global batch"
+            )
+        return {i.name: leaves.tensors[i.name] for i in ready.program.inputs if i.kind == "batch"}

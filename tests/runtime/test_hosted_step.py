@@ -1,0 +1,88 @@
+"""Programs of logical ranks: the same bits however they are hosted, stacked or not; and close to one device's
+numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+from torch import Tensor
+
+from laminar.capture.tensor_bytes import as_bytes
+from laminar.ir.exact import Exact, Hosting
+from laminar.lower.lower import lower
+from laminar.placement.logical import logical_plan
+from laminar.runtime.exact.hosted_step import HostedStep
+from tests.support.hosted_runs import ThreadHosts, run_hosted
+from tests.support.zoo import Specimen, one_thread, specimen
+
+MODELS = ("gpt.py:tiny", "resnet.py:tiny", "moe.py:tiny", "lstm.py:tiny", "dlrm.py:tiny", "t5.py:tiny", "unet.py:tiny")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    with one_thread():
+        yield
+
+
+def differing(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> list[str]:
+    return [k for k in a if not torch.equal(as_bytes(a[k]), as_bytes(b[k]))]
+
+
+def outcome(one: Specimen, exact: Exact, hosting: Hosting, **how):
+    program = lower(one.graph, logical_plan(one.graph, exact))
+    return run_hosted(program, hosting, one.inputs, one.constants, **how)
+
+
+@pytest.mark.parametrize("exact", [Exact(4), Exact(2, 2)], ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_any_hosting_gives_the_same_bits(name: str, exact: Exact) -> None:
+    one = specimen(name)
+    (first,) = outcome(one, exact, Hosting.even(4, 1), stacks=False)
+    want = first[0]
+    for key, value in want.items():
+        torch.testing.assert_close(value.double(), one.want[key].double(), rtol=1e-3, atol=1e-5)
+    hostings = [Hosting.even(4, n) for n in (1, 2, 3, 4)] + [Hosting.drawn(4, n, seed) for n, seed in ((2, 5), (3, 1))]
+    for hosting in hostings:
+        for host, runs in enumerate(outcome(one, exact, hosting)):
+            for run, out in enumerate(runs):
+                assert not differing(out, want), (hosting.processes, host, run)
+
+
+def test_most_lines_of_a_gpt_run_for_all_units_at_once() -> None:
+    one, stacked = specimen("gpt.py:tiny"), dict[int, int]()
+
+    def seen(host: int, hosts: ThreadHosts, step: HostedStep) -> None:
+        stacked[host] = len(step.stacked)
+
+    outcome(one, Exact(4), Hosting.even(4, 1), seen=seen)
+    assert stacked[0] > 60
+
+
+def test_a_ring_s_bytes_where_each_process_hosts_a_whole_subtree() -> None:
+    """What is sent for gradients is what a ring sends: twice (n - 1) / n of them, but for the small sums."""
+    one, sent = specimen("gpt.py:tiny"), dict[int, float]()
+    program = lower(one.graph, logical_plan(one.graph, Exact(4)))
+    gradients = sum(i.bytes for i in program.collectives)
+
+    def seen(host: int, hosts: ThreadHosts, step: HostedStep) -> None:
+        sent[host] = hosts.bytes / 2  # two runs
+
+    run_hosted(program, Hosting.even(4, 2), one.inputs, one.constants, seen=seen)
+    whole = sum(o.placed.spec.nbytes for o in program.outputs if o.kind == "grad")
+    assert gradients and all(n <= 1.05 * whole for n in sent.values()), (sent, whole)
+
+
+def test_one_flipped_bit_is_seen() -> None:
+    one = specimen("gpt.py:tiny")
+    (a,) = outcome(one, Exact(4), Hosting.even(4, 1))
+    changed = dict(one.inputs)
+    name = next(k for k in changed if "weight" in k)
+    flipped = changed[name].clone()
+    as_bytes(flipped)[3] ^= 1
+    changed[name] = flipped
+    program = lower(one.graph, logical_plan(one.graph, Exact(4)))
+    (b,) = run_hosted(program, Hosting.even(4, 1), changed, one.constants)
+    assert differing(a[0], b[0])
