@@ -6,6 +6,7 @@ import importlib.util
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,7 @@ from laminar.train.options import DEFAULTS, JobOptions
 if TYPE_CHECKING:
     from laminar.planner.space.request import Request
     from laminar.runtime.check.prove_rule_files import ProvedRules
+    from laminar.train.job.verify_exact import ExactReport
     from laminar.train.protocol import TrainingJob
 
 
@@ -320,13 +322,20 @@ class plans:
 
     @staticmethod
     def context_parallel(
-        graph: Graph, mesh: Mesh, axis: str | None = None, recompute: Patterns = (), offload: Patterns = ()
+        graph: Graph,
+        mesh: Mesh,
+        axis: str | None = None,
+        recompute: Patterns = (),
+        offload: Patterns = (),
+        stretches: int | None = None,
     ) -> Plan:
         """Sequences split by token over `axis` (`cp` unless named), parameters whole; other axes data parallel.
 
-        Each rank does its rows of every attention, causal or not, against keys and values that are gathered for it.
+        Each rank does its rows of every attention, causal or not, against keys and values that are gathered for it. It
+        has so many `stretches` of a sequence, evenly apart; unless told as many as make causal attention nearly as much
+        work on every rank.
         """
-        return with_traffic(graph, presets.context_parallel(graph, mesh, axis, recompute, offload))
+        return with_traffic(graph, presets.context_parallel(graph, mesh, axis, recompute, offload, stretches))
 
     @staticmethod
     def named(
@@ -430,6 +439,25 @@ def verify(
     whole = [inputs_of(graph, model, batch, step=i) for i, batch in enumerate(found)]
     report = verify_program(graph, plan, whole, dtype, ranks, tolerance, text=True)
     return against_eager(report, graph, model, loss, found, whole)
+
+
+def verify_exact(
+    recipe: str, exact: Any = True, processes: int = 2, steps: int = 3, seed: int = 0, precision: str = "f32"
+) -> ExactReport:
+    """Train a recipe in exact mode on one process and on several, scattered and in pieces, and compare hashes.
+
+    Where they part, what comes back names the first step, op and tensor that differ.
+    """
+    from laminar.train.job.verify_exact import ExactTrial
+    from laminar.train.job.verify_exact import verify_exact as compared
+
+    asked = Exact.of(exact) or Exact()
+    if load_recipe(recipe).optimizer is None:
+        raise RecipeError(f"{recipe} has no optimizer", next="give Recipe(optimizer=lambda params: AdamW(params))")
+    if not 1 <= processes <= asked.ranks:
+        raise LaminarError(f"{processes} processes for {asked}", allowed=f"1 to {asked.ranks}")
+    options = JobOptions(seed=seed, precision=precision, check=False)
+    return compared(ExactTrial(partial(load_recipe, recipe), asked, steps, options, processes))
 
 
 def _verify_staged(model: Any, loss: Any, batches: list[Any], plan: Staged, dtype: str, tolerance: float | None) -> Any:
@@ -634,18 +662,19 @@ def train(
     timeline: Path | None = None,
     timeline_steps: int = 3,
     prefetch: int | None = None,
+    hash_every: int = 0,
     **options: Any,
 ) -> Any:
     """Train a recipe on this rank, alone or among others; what `laminar train` runs on every rank.
 
     `prefetch` batches are loaded ahead: 2 unless given, or none with plan="ddp", whose models draw from the same
     generator as their data. `options` are those of `parallelize`. Rank 0 saves the plan as `plan_file`, and as
-    `timeline`, if given, what all ranks did in a step.
+    `timeline`, if given, what all ranks did in a step. Every `hash_every` steps there is an event with the job's hash.
     """
     from laminar.events import emit
 
     emit("phase", name="loading the recipe")
-    from laminar.train.loop import OnStep, loop  # and torch with it
+    from laminar.train.loop import HashEvery, OnStep, loop  # and torch with it
 
     found = load_recipe(recipe)
     if found.optimizer is None:
@@ -674,7 +703,11 @@ def train(
         timeline_steps=timeline_steps,
         prefetch=(2 if job.plan is not None else 0) if prefetch is None else prefetch,
         metrics=found.metrics,
-        callbacks=[*([OnStep(found.on_step)] if found.on_step else []), *found.callbacks],
+        callbacks=[
+            *([OnStep(found.on_step)] if found.on_step else []),
+            *([HashEvery(hash_every)] if hash_every else []),
+            *found.callbacks,
+        ],
     )
     job.close()
     return outcome

@@ -13,6 +13,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 from laminar import cli_ask, cli_cost, cli_plan
@@ -21,6 +22,7 @@ from laminar.cli_plan import parse_mesh
 from laminar.errors import LaminarError, PlanError, RecipeError
 from laminar.ir.graph import Graph
 from laminar.ir.plans.staged import Staged, load_plan
+from laminar.launch.vocabulary import PRECISIONS
 
 EPILOG = """\
 examples
@@ -31,6 +33,7 @@ examples
   laminar profile  -o here.json
   laminar simulate plan.json --cluster here.json --png step.png
   laminar verify  examples/gpt.py:tiny --plan plan.json
+  laminar verify  examples/gpt.py:tiny --exact --processes 3
   laminar train   examples/gpt.py:tiny --workers 2
 
 A recipe is a Python function that returns laminar.Recipe(...), named path/to/file.py:function.
@@ -121,6 +124,10 @@ def do_verify(args: argparse.Namespace) -> int:
     """A plan against one device."""
     from laminar.api import for_plan, load_recipe, verify
 
+    if args.exact is not None:
+        return _verify_exact(args)
+    if args.plan is None:
+        raise PlanError("nothing to verify", next="--plan FILE against one device, or --exact for one hash")
     plan = load_plan(args.plan)
     if isinstance(plan, Staged) and args.ranks != "inprocess":
         raise PlanError("plans with stages are verified in process", next="leave out --ranks")
@@ -148,6 +155,16 @@ def do_verify(args: argparse.Namespace) -> int:
         if plan.account.batch is not None:
             print(f"the plan is for batches of {plan.account.batch.samples} samples: the first ones of each")
         print(report)
+    return 0 if report.ok else 1
+
+
+def _verify_exact(args: argparse.Namespace) -> int:
+    """One hash however a recipe is hosted."""
+    from laminar.api import verify_exact
+
+    with working("training in two hostings", args.json):
+        report = verify_exact(args.recipe, args.exact, args.processes, args.steps, args.seed, args.precision)
+    print(json.dumps(asdict(report)) if args.json else report)
     return 0 if report.ok else 1
 
 
@@ -201,7 +218,18 @@ def parser() -> argparse.ArgumentParser:
         verb("simulate", cli_cost.do_simulate, "predict time and memory of a plan's step, on any cluster", False)
     )
     p = verb("verify", do_verify, "run a plan and compare it with one device; exit 1 if they differ", True)
-    p.add_argument("--plan", required=True, metavar="FILE", help="a plan file")
+    p.add_argument("--plan", metavar="FILE", help="a plan file, to be compared with one device")
+    p.add_argument(
+        "--exact",
+        nargs="?",
+        const="",
+        metavar="units=8,slices=1",
+        help="instead: train in exact mode on 1 process and on several, and compare hashes after every step",
+    )
+    p.add_argument("--processes", type=int, default=2, metavar="N", help="with --exact: how many (default: 2)")
+    p.add_argument("--steps", type=int, default=3, metavar="N", help="with --exact: steps to train (default: 3)")
+    p.add_argument("--seed", type=int, default=0, metavar="N", help="with --exact: of weights, draws and hostings")
+    p.add_argument("--precision", default="f32", choices=PRECISIONS, help="with --exact (default: f32)")
     p.add_argument(
         "--ranks",
         default="inprocess",

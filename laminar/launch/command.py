@@ -90,6 +90,14 @@ def _where_options(p: argparse.ArgumentParser) -> None:
         "yes, where copies of the model fit)",
     )
     add("--mesh", metavar="MESH", help="axes and sizes, such as dp=2,tp=2 (default: dp=N, or tp=N for --plan tensor)")
+    add(
+        "--exact",
+        nargs="?",
+        const="",
+        metavar="units=8,slices=1",
+        help="the same bits for any number of workers: the batch is computed in so many units, and --plan says what "
+        "workers store",
+    )
     add("--device", choices=["cpu", "cuda"], help="default: cuda if there is a GPU for each rank")
     add("--precision", default=DEFAULTS.precision, choices=PRECISIONS, help="default: %(default)s")
     add("--compile", action=argparse.BooleanOptionalAction, help="compile the step (default: on GPUs only)")
@@ -162,6 +170,7 @@ def _run_options(p: argparse.ArgumentParser) -> None:
         metavar="N",
         help="also every N steps, written in the background (default: 0, only at the end)",
     )
+    add("--hash-every", type=positive, default=0, metavar="N", help="log the hash of all state every N steps")
     add(
         "--resume",
         nargs="?",
@@ -332,6 +341,8 @@ def be_a_rank(args: argparse.Namespace, place: RankPlace, train: Callable[..., A
             checkpoint_every=args.checkpoint_every,
             check=args.check,
             measure=args.measure,
+            exact=args.exact,
+            hash_every=args.hash_every,
             timeline=None if args.timeline is None else Path(args.timeline or where.timeline),
         )
         ended.update(asdict(outcome))

@@ -85,6 +85,8 @@ class State:
         elif event.kind == "skipped":
             self.done = int(fields["step"])
             return f"step {self.done} skipped: gradients were not finite at this loss scale"
+        elif event.kind == "hash":
+            return f"step {fields['step']}: hash {fields['hash']}"
         elif event.kind == "eval":
             return (
                 f"step {fields['step']}: evaluation loss {four_digits(fields['loss'])}{listed(fields.get('metrics'))}"

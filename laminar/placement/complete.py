@@ -259,7 +259,7 @@ class _Axis:
         self.graph, self.calls, self.inputs, self.pins, self.axis = graph, calls, inputs, pins, axis
         self.costs, self.parts = costs, costs.parts
         self.problem = MinSum()
-        self.blocks = circulating(calls)
+        self.blocks = self._blocks()
         self.probed = probed_signatures(graph)
         self.readers: dict[Ref, list[tuple[Node, int]]] = {}
         for node in graph.nodes:
@@ -274,6 +274,15 @@ class _Axis:
                 self.problem.add((v,), np.diag(table).copy())
             else:
                 self.problem.add((var, v), table)
+
+    def _blocks(self) -> Blocks:
+        """The block counts that the graph's merged dims bring up, and those by which a batch is to be cut."""
+        found = {n: set(counts) for n, counts in circulating(self.calls)}
+        for item in self.graph.of_kind("batch"):
+            cut = self.pins.inputs.get(item.name)
+            if isinstance(cut, Split) and cut.blocks > 1:
+                found.setdefault(self.inputs[item.name].shape[cut.dim], set()).add(cut.blocks)
+        return tuple((n, tuple(sorted(counts))) for n, counts in sorted(found.items()))
 
     def solve(self) -> Solved:
         self.partials: dict[Ref, set[str]] = {}

@@ -28,6 +28,8 @@ from laminar.placement.complete import Pins, Seeds, completed, match, storable
 from laminar.rules.signing import Placing, follow
 
 ATTENTION = ("laminar.attention", "laminar.attention_backward")
+SHORT_STRETCH = 64
+"""Tokens; with shorter stretches kernels take longer than what is gained by even work. Assumed, not measured."""
 PRODUCTS = {
     "aten.mm",
     "aten.addmm",
@@ -181,9 +183,18 @@ def tensor_parallel(
 
 
 def context_parallel(
-    graph: Graph, mesh: Mesh, axis: str | None = None, recompute: Patterns = (), offload: Patterns = ()
+    graph: Graph,
+    mesh: Mesh,
+    axis: str | None = None,
+    recompute: Patterns = (),
+    offload: Patterns = (),
+    stretches: int | None = None,
 ) -> Plan:
-    """Sequences split by token over one axis (`cp` unless named), parameters whole; other axes data parallel."""
+    """Sequences split by token over one axis (`cp` unless named), parameters whole; other axes data parallel.
+
+    Each rank has so many `stretches` of every sequence, evenly apart; unless told as many as make causal attention
+    nearly as much work on every rank.
+    """
     if axis is None:
         others = [n for n in mesh.names if n not in DATA_AXES]
         if len(others) != 1 and "cp" not in mesh.names:
@@ -192,8 +203,26 @@ def context_parallel(
             )
         axis = "cp" if "cp" in mesh.names else others[0]
     at = mesh.axis(axis)
-    pins = [context_pins(graph, mesh, a) if a == at else data_pins(graph, mesh, a) for a in range(len(mesh.sizes))]
+    found = _stretches(graph, mesh.sizes[at], stretches)
+    pins = [
+        context_pins(graph, mesh, a, found) if a == at else data_pins(graph, mesh, a) for a in range(len(mesh.sizes))
+    ]
     return recomputing(graph, completed(graph, mesh, pins, "context_parallel"), recompute, offload)
+
+
+def _stretches(graph: Graph, parts: int, asked: int | None) -> int:
+    """How many stretches of a sequence a rank is to have."""
+    tokens = _sequences(graph)
+    if asked is not None and (asked < 1 or (asked > 1 and tokens % (asked * parts))):
+        raise PlanError(
+            f"sequences of {tokens} tokens can't be split into {asked} equal stretches for each of {parts} ranks",
+            next="stretches=1, or a number that divides them",
+        )
+    looks_back = any(
+        n.op == ATTENTION[0] and n.args[4] and n.outs[0].shape[2] == tokens for n in graph.nodes if n.outs[0]
+    )
+    several = (k for k in (8, 4, 2) if looks_back and tokens % (k * parts) == 0 and tokens >= SHORT_STRETCH * k * parts)
+    return asked or next(several, 1)
 
 
 def preset_plan(
@@ -251,7 +280,9 @@ def like(graph: Graph, plan: Plan) -> Plan:
         elif plan.name == "tensor_parallel":
             here = tensor_pins(graph)
         elif plan.name == "context_parallel" and _sequences(graph):
-            here = context_pins(graph, mesh, axis)
+            first = next((p.blocks for nd in batch if isinstance(p := nd[axis], Split)), 1)
+            fits = _sequences(graph) % (first * mesh.sizes[axis]) == 0
+            here = context_pins(graph, mesh, axis, first if fits else 1)
         else:
             here = _cut_alike(graph, plan, axis)
         for item in graph.inputs:
@@ -298,7 +329,7 @@ def data_pins(graph: Graph, mesh: Mesh, axis: int) -> Pins:
     return pins
 
 
-def context_pins(graph: Graph, mesh: Mesh, axis: int) -> Pins:
+def context_pins(graph: Graph, mesh: Mesh, axis: int, stretches: int) -> Pins:
     """What context parallel means on one axis."""
     parts, tokens = mesh.sizes[axis], _sequences(graph)
     if not tokens:
@@ -308,11 +339,11 @@ def context_pins(graph: Graph, mesh: Mesh, axis: int) -> Pins:
     pins = Pins(inputs=dict.fromkeys((i.name for i in graph.inputs), B))
     for item in graph.of_kind("batch"):
         if len(item.spec.shape) > 1 and item.spec.shape[1] == tokens:
-            pins.inputs[item.name] = Split(1)
+            pins.inputs[item.name] = Split(1, stretches)
     _read_whole(graph, pins, parts)
     for node in graph.nodes:  # by head or by sample may cost less, and need as many of them
         if node.op in ATTENTION and node.outs[0] is not None and node.outs[0].shape[2] == tokens:
-            pins.values[Ref(node.name)] = Split(2)
+            pins.values[Ref(node.name)] = Split(2, stretches)
             for ref in node.ins:  # a mask is read in pieces, also where it is a buffer
                 pins.read.pop(ref, None)
     return pins

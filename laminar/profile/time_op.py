@@ -40,7 +40,7 @@ from laminar.ir.program import Instr, Placed
 from laminar.ir.sbp import B, S
 from laminar.ir.serial.codec import Ref
 from laminar.ir.tensor import TensorSpec
-from laminar.rules.notation import Call
+from laminar.rules.notation import STRETCHED, Call
 from laminar.runtime.code.eager_step import OUT_VARIANTS
 from laminar.runtime.code.fused_lstm import FUSED, LSTM_BACKWARD, LSTM_FORWARD
 from laminar.runtime.code.local_op import prepare
@@ -109,12 +109,19 @@ def _instr(call: Call) -> tuple[Instr, Mesh]:
 
 
 def _last_stretch(call: Call, args: tuple[Any, ...]) -> tuple[str, tuple[Any, ...]]:
-    """Causal attention of fewer queries than keys is priced as the last stretch of them, so that is what runs."""
-    back = call.op == "laminar.attention_backward"
-    if not (back or call.op == "laminar.attention") or not call.args[7 if back else 4]:
+    """Causal attention of fewer queries than keys is priced as the last stretch of them, so that is what runs.
+
+    Or stretches evenly apart, where the call says that there are several.
+    """
+    if call.op not in STRETCHED or not args[STRETCHED[call.op].arg]:
         return call.op, args
-    rows, keys = call.ins[int(back)].shape[2], call.ins[1 + int(back)].shape[2]
-    return (f"{call.op}_at", (*args, keys - rows)) if rows < keys else (call.op, args)
+    reads, at = STRETCHED[call.op]
+    rows, keys, parts = call.ins[reads].shape[2], call.ins[reads + 1].shape[2], int(args[at])
+    if rows >= keys:
+        return call.op, args
+    each, apart = rows // parts, keys // parts
+    starts = [(k * apart + apart - each, each) for k in range(parts)]
+    return f"{call.op}_at", (*args[:at], True, *args[at + 1 :], starts if parts > 1 else keys - rows)
 
 
 def operand(spec: TensorSpec, mark: str, device: torch.device, below: int = 2) -> Tensor:

@@ -81,6 +81,23 @@ class OnStep(Callback):
         return self.function(job, result) is True
 
 
+class HashEvery(Callback):
+    """The job's hash as an event, every so many steps and after the last one."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    def after_step(self, job: Any, result: Any) -> None:
+        """Say it, if it is time."""
+        if job.steps % self.steps == 0:
+            emit("hash", step=job.steps, hash=job.hash())
+
+    def end(self, job: Any, outcome: Any) -> None:
+        """Say it, unless that has been done."""
+        if job.steps % self.steps:
+            emit("hash", step=job.steps, hash=job.hash())
+
+
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
     """How a run ended."""

@@ -139,9 +139,9 @@ def traits_of(call: Call, marks: Sequence[str] = ()) -> Traits:
         back = call.op.endswith("backward")
         q, key = call.ins[int(back)].shape, call.ins[1 + int(back)].shape
         geometry = _logs(q[0] * q[1], q[2], key[2], q[3])
-        flags = f"{'T' if any(a is True for a in call.args) else 'F'}{len(call.ins)}"
-        kind = f"{kind}/{flags}"
-        if any(a is True for a in call.args):
+        causal = bool(call.args[7 if back else 4])
+        kind = f"{kind}/{'T' if causal else 'F'}{len(call.ins)}"
+        if causal:
             work /= 2
     elif family == "convolution":
         geometry, kind, group = _convolution(call, op)

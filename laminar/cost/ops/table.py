@@ -31,7 +31,7 @@ from laminar.ir.program import Instr
 from laminar.ir.sbp import Split
 from laminar.ir.serial.codec import Dtype, Ref
 from laminar.ir.tensor import TensorSpec
-from laminar.rules.notation import SIZED, Call, local_args, one_call
+from laminar.rules.notation import SIZED, STRETCHED, Call, local_args, one_call, stretched
 
 KEY = TensorSpec((2,), "i64")
 CUT = "cut"
@@ -52,7 +52,9 @@ def local_call(instr: Instr, mesh: Mesh, rank: int = 0) -> Call:
     ins = tuple(p.local(mesh, rank) for p in instr.ins)
     outs = tuple(p.local(mesh, rank) if p else None for p in instr.outs)
     if instr.op in STRETCHES:
-        return numbered(Call(STRETCHES[instr.op], instr.args[:-4], ins, outs))
+        op = STRETCHES[instr.op]
+        nd = instr.ins[STRETCHED[op].reads].nd
+        return numbered(Call(op, stretched(op, instr.args[:-4], nd), ins, outs))
     if len(instr.args) >= 4 and instr.args[-4] == "offset":
         args = instr.args
     else:

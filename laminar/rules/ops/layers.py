@@ -294,7 +294,7 @@ def attention_rule(call: Call) -> Rule:
     query, key = ["b", hq, "t", "."], ["b", hk, ".", "."]
     ins = [query, key, key, *_mask(call, 3, hq)]
     local = {"t": "laminar.attention_at"} if call.arg(4) else {}
-    return Rule(text(call, ins, [query, query[:3]]), sizes=sizes, local=local)
+    return Rule(text(call, ins, [query, query[:3]]), sizes=sizes, local=local, several="t")
 
 
 def attention_backward_rule(call: Call) -> Rule:
@@ -304,7 +304,7 @@ def attention_backward_rule(call: Call) -> Rule:
     ins = [query, query, key, key, *_mask(call, 4, hq), query, query[:3]]
     local = {"t": "laminar.attention_backward_at"} if call.arg(7) else {}
     # A split of the queries within a group leaves the keys' gradients partial, as does one of rows.
-    return Rule(text(call, ins, [query, key, key]), sizes=sizes, linear="0", local=local)
+    return Rule(text(call, ins, [query, key, key]), sizes=sizes, linear="0", local=local, several="t")
 
 
 def lstm_rule(call: Call) -> Rule:

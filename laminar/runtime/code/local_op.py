@@ -53,8 +53,12 @@ SQUEEZES = ("aten.squeeze", "aten.squeeze.dim", "aten.squeeze.dims")
 """Ops that would also drop a dim of which a rank happens to hold one row: they run as reshapes."""
 
 
-def offset_of(placed: Any, dim: int, mesh: Mesh, rank: int) -> int:
-    """Where a rank's stretch of a dim begins; stretches are contiguous, as local forms require."""
+def offset_of(placed: Any, dim: int, mesh: Mesh, rank: int) -> int | list[tuple[int, int]]:
+    """Where a rank's stretch of a dim begins; of several, where each begins and how long it is."""
+    if any(isinstance(p, Split) and p.dim == dim and p.blocks > 1 for p in placed.nd):
+        rows = local_indices(placed.spec.shape, placed.nd, mesh.sizes, mesh.coords(rank))[dim]
+        pieces = np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1)
+        return [(int(piece[0]), len(piece)) for piece in pieces]
     start, size = 0, placed.spec.shape[dim]
     for p, parts, part in zip(placed.nd, mesh.sizes, mesh.coords(rank), strict=True):
         if isinstance(p, Split) and p.dim == dim:

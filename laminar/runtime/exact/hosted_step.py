@@ -46,6 +46,8 @@ from laminar.runtime.exact.values import (
     varies,
 )
 
+LineWatcher = Callable[[Instr, int, int, Tensor], None]
+"""Told of a line, a logical rank, and the number and value of a result."""
 SUMS = ("all_reduce", "reduce_scatter")
 
 
@@ -59,7 +61,7 @@ class HostedStep:
         constants: Mapping[str, Tensor] | None = None,
         threads: int = 1,
         stacks: bool = True,
-        watch: Callable[[Instr, int, Tensor], None] | None = None,
+        watch: LineWatcher | None = None,
     ) -> None:
         """`stacks`: units may run together. `watch` sees every line's results, the instance of each logical rank."""
         self.program, self.hosts, self.mesh, self.device = program, hosts, hosts.mesh, hosts.device
@@ -186,10 +188,10 @@ class HostedStep:
         if instr.name in self._unfinished:
             self._unfinished[instr.name].finish()
         for k, placed in enumerate(instr.outs):
-            if placed is not None and Ref(instr.name, k) in self.env:
+            if placed is not None and self.env.get(Ref(instr.name, k)):
                 for rank in self.hosts.hosted:
                     assert self.watch is not None
-                    self.watch(instr, rank, self.fetch(Ref(instr.name, k), rank))
+                    self.watch(instr, rank, k, self.fetch(Ref(instr.name, k), rank))
 
     # --- what lines ask for -----------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from laminar.ir.program import Program
 from laminar.ir.sbp import B
 from laminar.lower.lower import lower
 from laminar.placement.logical import logical_plan
-from laminar.runtime.exact.hosted_step import HostedStep
+from laminar.runtime.exact.hosted_step import HostedStep, LineWatcher
 from laminar.runtime.exact.hosts import HostedRanks
 from laminar.train.batch.leaves import Leaves
 from laminar.train.engine.engine import Engine, Ready
@@ -44,12 +44,18 @@ class ExactEngine(Engine):
         self.storage_mesh, self.mesh = plan.mesh, exact.mesh
         self.state, self.storage, self.hosts, self.exact = state, storage, hosts, exact
         self.transport, self.resharder = hosts, storage
+        self._watch: LineWatcher | None = None
         self._programs: dict[str, tuple[Graph, Plan, Program]] = {}
 
     def _hosted(
         self, program: Program, hosts: HostedRanks, constants: Mapping[str, Tensor], static: tuple[int, ...]
     ) -> HostedStep:
-        return HostedStep(program, hosts, constants, torch.get_num_threads())
+        return HostedStep(program, hosts, constants, torch.get_num_threads(), watch=self._watch)
+
+    def watch(self, told: LineWatcher) -> None:
+        """Tell somebody of every result of every line from now on; slow, for who looks for a difference."""
+        self._watch = told
+        self._ready.clear()
 
     def close(self) -> None:
         """Leave the groups of processes that state moves through."""
