@@ -108,9 +108,12 @@ class OnlineCost:
     def state_dict(self) -> dict[str, Any]:
         """Plain values, for a checkpoint."""
         return {
-            "prior": self.prior.to_json(), "seen": self.seen, "gram": self._gram.tolist(),
-            "target": self._target.tolist(), "reference": self._reference,
-        }  # fmt: skip
+            "prior": self.prior.to_json(),
+            "seen": self.seen,
+            "gram": self._gram.tolist(),
+            "target": self._target.tolist(),
+            "reference": self._reference,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The inverse."""

@@ -26,7 +26,7 @@ from laminar.data.sampling.step_share import Collate, LoadedStep, StepShare, col
 from laminar.data.sampling.stream import BalancedStream
 from laminar.errors import DataError
 
-Gather = Callable[[list[float]], Sequence[Sequence[float]]]
+GatherFromRanks = Callable[[list[float]], Sequence[Sequence[float]]]
 """A row of numbers to the rows of all ranks, in their order."""
 REFRESH = 50
 """Steps after which a cost that learns is used for planning: every change throws away what was planned ahead."""
@@ -41,7 +41,7 @@ class BalancedLoader:
         sampler: BalancedSampler | None = None,
         *,
         collate: Collate = pack,
-        gather: Gather | None = None,
+        gather: GatherFromRanks | None = None,
         **options: Any,
     ) -> None:
         """`options` go to torch's `DataLoader` (num_workers, prefetch_factor, multiprocessing_context, timeout...).
