@@ -19,7 +19,7 @@ from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh
 from laminar.ir.ops import FREE
 from laminar.ir.plans.account import Account
-from laminar.ir.plans.patterns import apart, as_patterns, known
+from laminar.ir.plans.patterns import apart, as_patterns, known_patterns
 from laminar.ir.plans.plan import Plan
 from laminar.ir.sbp import B, NdSbp, Partial, Sbp, Split, local_spec, no_rank_empty
 from laminar.ir.serial.codec import Ref
@@ -28,6 +28,8 @@ from laminar.placement.complete import Pins, Seeds, completed, match, storable
 from laminar.rules.signing import Placing, follow
 
 ATTENTION = ("laminar.attention", "laminar.attention_backward")
+SHORT_STRETCH = 64
+"""Tokens; with shorter stretches kernels take longer than what is gained by even work. Assumed, not measured."""
 PRODUCTS = {
     "aten.mm",
     "aten.addmm",
@@ -41,7 +43,7 @@ PRODUCTS = {
 Patterns = str | Sequence[str]
 """What to make again in backward or to keep in the host's memory, such as "blocks.*"; see `ir/plans/patterns.py`."""
 DATA_AXES = ("dp", "data", "batch", "fsdp", "zero")
-NAMES = ("data", "zero1", "zero2", "zero3", "tensor", "context")
+PRESET_NAMES = ("data", "zero1", "zero2", "zero3", "tensor", "context")
 """Plans that can be asked for by name, on the command line and in Python."""
 SPELLINGS = {"data_parallel": "data", "tensor_parallel": "tensor", "context_parallel": "context"}
 """Names from before, which still work."""
@@ -50,10 +52,10 @@ SPELLINGS = {"data_parallel": "data", "tensor_parallel": "tensor", "context_para
 def data_parallel(graph: Graph, mesh: Mesh, recompute: Patterns = (), offload: Patterns = ()) -> Plan:
     """The batch split over every axis, parameters whole, gradients summed."""
     pins = [data_pins(graph, mesh, a) for a in range(len(mesh.sizes))]
-    return again(graph, completed(graph, mesh, pins, "data_parallel"), recompute, offload)
+    return recomputing(graph, completed(graph, mesh, pins, "data_parallel"), recompute, offload)
 
 
-def again(graph: Graph, plan: Plan, recompute: Patterns, offload: Patterns = ()) -> Plan:
+def recomputing(graph: Graph, plan: Plan, recompute: Patterns, offload: Patterns = ()) -> Plan:
     """The plan with these modules and values made again in backward, and those kept in the host's memory.
 
     A pattern that names nothing is refused, and so is what both name.
@@ -91,7 +93,7 @@ def zero(
             if stage >= 3:  # frozen ones, too, which are most of a model with adapters
                 pins[axis].inputs[name] = placement
     plan = completed(graph, mesh, pins, f"zero({stage})")
-    return again(graph, replace(plan, state=pieces, gather_once=gather_once), recompute, offload)
+    return recomputing(graph, replace(plan, state=pieces, gather_once=gather_once), recompute, offload)
 
 
 def in_pieces(graph: Graph, plan: Plan, stage: int, axes: Sequence[int] | None = None, spared: float = 0.0) -> Plan:
@@ -177,13 +179,22 @@ def tensor_parallel(
         axis = "tp" if "tp" in mesh.names else others[0]
     at = mesh.axis(axis)
     pins = [tensor_pins(graph) if a == at else data_pins(graph, mesh, a) for a in range(len(mesh.sizes))]
-    return again(graph, completed(graph, mesh, pins, "tensor_parallel"), recompute, offload)
+    return recomputing(graph, completed(graph, mesh, pins, "tensor_parallel"), recompute, offload)
 
 
 def context_parallel(
-    graph: Graph, mesh: Mesh, axis: str | None = None, recompute: Patterns = (), offload: Patterns = ()
+    graph: Graph,
+    mesh: Mesh,
+    axis: str | None = None,
+    recompute: Patterns = (),
+    offload: Patterns = (),
+    stretches: int | None = None,
 ) -> Plan:
-    """Sequences split by token over one axis (`cp` unless named), parameters whole; other axes data parallel."""
+    """Sequences split by token over one axis (`cp` unless named), parameters whole; other axes data parallel.
+
+    Each rank has so many `stretches` of every sequence, evenly apart; unless told as many as make causal attention
+    nearly as much work on every rank.
+    """
     if axis is None:
         others = [n for n in mesh.names if n not in DATA_AXES]
         if len(others) != 1 and "cp" not in mesh.names:
@@ -192,11 +203,29 @@ def context_parallel(
             )
         axis = "cp" if "cp" in mesh.names else others[0]
     at = mesh.axis(axis)
-    pins = [context_pins(graph, mesh, a) if a == at else data_pins(graph, mesh, a) for a in range(len(mesh.sizes))]
-    return again(graph, completed(graph, mesh, pins, "context_parallel"), recompute, offload)
+    found = _stretches(graph, mesh.sizes[at], stretches)
+    pins = [
+        context_pins(graph, mesh, a, found) if a == at else data_pins(graph, mesh, a) for a in range(len(mesh.sizes))
+    ]
+    return recomputing(graph, completed(graph, mesh, pins, "context_parallel"), recompute, offload)
 
 
-def named(
+def _stretches(graph: Graph, parts: int, asked: int | None) -> int:
+    """How many stretches of a sequence a rank is to have."""
+    tokens = _sequences(graph)
+    if asked is not None and (asked < 1 or (asked > 1 and tokens % (asked * parts))):
+        raise PlanError(
+            f"sequences of {tokens} tokens can't be split into {asked} equal stretches for each of {parts} ranks",
+            next="stretches=1, or a number that divides them",
+        )
+    looks_back = any(
+        n.op == ATTENTION[0] and n.args[4] and n.outs[0].shape[2] == tokens for n in graph.nodes if n.outs[0]
+    )
+    several = (k for k in (8, 4, 2) if looks_back and tokens % (k * parts) == 0 and tokens >= SHORT_STRETCH * k * parts)
+    return asked or next(several, 1)
+
+
+def preset_plan(
     name: str,
     graph: Graph,
     mesh: Mesh,
@@ -204,10 +233,10 @@ def named(
     offload: Patterns = (),
     gather_once: bool = False,
 ) -> Plan:
-    """The plan with one of `NAMES`."""
+    """The plan with one of `PRESET_NAMES`."""
     name = SPELLINGS.get(name, name)
-    if name not in NAMES:
-        raise PlanError(f"there is no plan {name!r}", allowed="  ".join(NAMES))
+    if name not in PRESET_NAMES:
+        raise PlanError(f"there is no plan {name!r}", allowed="  ".join(PRESET_NAMES))
     if name.startswith("zero"):
         return zero(graph, mesh, int(name[4:]), recompute, offload, gather_once)
     if name == "tensor":
@@ -232,7 +261,7 @@ def seeded(graph: Graph, mesh: Mesh, seeds: Seeds, recompute: Patterns = (), off
         if not any(here.inputs.get(name) == Split(0) for name in batch):
             here.split = _weights(graph, {n for n, p in here.inputs.items() if isinstance(p, Split)} - batch)
             here.spread |= {n.name for n in graph.nodes if n.op in PRODUCTS and any(r in here.split for r in n.ins)}
-    return again(graph, completed(graph, mesh, pins, "seeded"), recompute, offload)
+    return recomputing(graph, completed(graph, mesh, pins, "seeded"), recompute, offload)
 
 
 def like(graph: Graph, plan: Plan) -> Plan:
@@ -251,7 +280,9 @@ def like(graph: Graph, plan: Plan) -> Plan:
         elif plan.name == "tensor_parallel":
             here = tensor_pins(graph)
         elif plan.name == "context_parallel" and _sequences(graph):
-            here = context_pins(graph, mesh, axis)
+            first = next((p.blocks for nd in batch if isinstance(p := nd[axis], Split)), 1)
+            fits = _sequences(graph) % (first * mesh.sizes[axis]) == 0
+            here = context_pins(graph, mesh, axis, first if fits else 1)
         else:
             here = _cut_alike(graph, plan, axis)
         for item in graph.inputs:
@@ -261,7 +292,7 @@ def like(graph: Graph, plan: Plan) -> Plan:
                 if made is not None:
                     here.grads[item.name] = made[axis]
         pins.append(here)
-    recompute, offload = known(graph, plan.recompute), known(graph, plan.offload)
+    recompute, offload = known_patterns(graph, plan.recompute), known_patterns(graph, plan.offload)
     found = completed(graph, mesh, pins, plan.name)
     return replace(found, state=plan.state, recompute=recompute, offload=offload, gather_once=plan.gather_once)
 
@@ -298,7 +329,7 @@ def data_pins(graph: Graph, mesh: Mesh, axis: int) -> Pins:
     return pins
 
 
-def context_pins(graph: Graph, mesh: Mesh, axis: int) -> Pins:
+def context_pins(graph: Graph, mesh: Mesh, axis: int, stretches: int) -> Pins:
     """What context parallel means on one axis."""
     parts, tokens = mesh.sizes[axis], _sequences(graph)
     if not tokens:
@@ -308,11 +339,11 @@ def context_pins(graph: Graph, mesh: Mesh, axis: int) -> Pins:
     pins = Pins(inputs=dict.fromkeys((i.name for i in graph.inputs), B))
     for item in graph.of_kind("batch"):
         if len(item.spec.shape) > 1 and item.spec.shape[1] == tokens:
-            pins.inputs[item.name] = Split(1)
+            pins.inputs[item.name] = Split(1, stretches)
     _read_whole(graph, pins, parts)
     for node in graph.nodes:  # by head or by sample may cost less, and need as many of them
         if node.op in ATTENTION and node.outs[0] is not None and node.outs[0].shape[2] == tokens:
-            pins.values[Ref(node.name)] = Split(2)
+            pins.values[Ref(node.name)] = Split(2, stretches)
             for ref in node.ins:  # a mask is read in pieces, also where it is a buffer
                 pins.read.pop(ref, None)
     return pins

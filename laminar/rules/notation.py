@@ -24,11 +24,11 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from laminar.errors import CaptureError
 from laminar.ir.graph import Graph, Node
-from laminar.ir.sbp import PSUM, B, Partial, Sbp, Split, no_rank_empty, split_size
+from laminar.ir.sbp import PSUM, B, NdSbp, Partial, Sbp, Split, no_rank_empty, split_size
 from laminar.ir.serial.codec import Ref
 from laminar.ir.tensor import TensorSpec
 
@@ -148,6 +148,8 @@ class Rule:
     """Factors split by expansion (see `rules.expand`), with the placements of the outputs: "S", "B" or "P"."""
     local: Mapping[str, str] = field(default_factory=dict)
     """Factors split by a local form of the op that knows its offset; outputs without the factor are P(sum)."""
+    several: str = ""
+    """Of these factors, those whose local form may be given several stretches: they may be split with blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +254,9 @@ def signatures(rule: Rule, call: Call, parts: int, circulating: Mapping[int, Ite
         for own in sorted({1, *circulating.get(size, ())}):
             if size % own or ((own > 1 or merged) and size % (own * parts)) or not no_rank_empty(size, parts):
                 continue
-            if (own > 1 and letter in rule.local) or ((own > 1 or merged) and letter in uneven):
+            if own > 1 and letter in rule.local and letter not in rule.several:
+                continue
+            if (own > 1 or merged) and letter in uneven:
                 continue
             split = _split(rule, call, letter, own, sizes)
             if not _partial_bool(split, call):
@@ -361,6 +365,8 @@ def _localised(call: Call, signature: Signature, parts: int) -> Call:
     ins = tuple(local(s, p) for s, p in zip(call.ins, signature.ins, strict=True))
     outs = tuple(local(s, p) for s, p in zip(call.outs, signature.outs, strict=True))
     args = local_args(call, ins, outs)
+    if call.op in STRETCHED:
+        args = stretched(call.op, args, (signature.ins[STRETCHED[call.op].reads],))
     placed = (*signature.ins, *signature.outs)
     shapes = call.least or tuple(s.shape if s else () for s in (*call.ins, *call.outs))
     least = tuple(
@@ -372,6 +378,25 @@ def _localised(call: Call, signature: Signature, parts: int) -> Call:
     )
     uneven = any(shape != (s.shape if s else ()) for shape, s in zip(least, (*ins, *outs), strict=True))
     return one_call(call.op, args, ins, outs, least if uneven else ())
+
+
+class Stretched(NamedTuple):
+    """Of an op whose work depends on where its rows lie in the whole."""
+
+    reads: int
+    """The input whose dim 2 has the rows."""
+    arg: int
+    """The argument that is true where it does, and says for a local call how many stretches the rows are."""
+
+
+STRETCHED = {"laminar.attention": Stretched(0, 4), "laminar.attention_backward": Stretched(1, 7)}
+
+
+def stretched(op: str, args: tuple[Any, ...], nd: NdSbp) -> tuple[Any, ...]:
+    """A local call's arguments, which say how many stretches its rows are, if several: they decide what it costs."""
+    at = STRETCHED[op].arg
+    most = max((p.blocks for p in nd if isinstance(p, Split) and p.dim == 2), default=1)
+    return (*args[:at], max(int(args[at]), most), *args[at + 1 :]) if args[at] and most > 1 else args
 
 
 def local_args(call: Call, ins: tuple[TensorSpec | None, ...], outs: tuple[TensorSpec | None, ...]) -> tuple[Any, ...]:

@@ -16,13 +16,16 @@ from torch import Tensor, nn
 
 import laminar
 from laminar import Mesh, S
-from laminar.cost.ops.families import describe
-from laminar.cost.ops.table import local_call
+from laminar.capture.ops import kernels
+from laminar.cost.ops.families import traits_of
+from laminar.cost.ops.table import key_of, local_call, numbered
 from laminar.errors import MeshError, PlanError
 from laminar.ir.graph import Graph
 from laminar.ir.plans.plan import Plan
 from laminar.ir.program import Program
+from laminar.ir.sbp import local_indices
 from laminar.placement import presets
+from laminar.profile.time_op import runs_of
 from laminar.rules.notation import call_of, localise
 from laminar.rules.signing import options
 from laminar.runtime.check.verify import verify_program
@@ -94,15 +97,15 @@ def attends(how: str, tokens: int, drop: float = 0.0) -> laminar.Recipe:
     return laminar.Recipe(model=model, loss=loss, data=data, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
 
 
-def by_token(graph: Graph, ranks: int) -> Plan:
+def by_token(graph: Graph, ranks: int, stretches: int | None = None) -> Plan:
     """The batch split by token, attention by row."""
-    return laminar.plans.context_parallel(graph, Mesh({"cp": ranks}))
+    return laminar.plans.context_parallel(graph, Mesh({"cp": ranks}), stretches=stretches)
 
 
-def rows_split(graph: Graph, plan: Plan) -> int:
-    """How many calls of attention there are, each of them on a stretch of the queries."""
+def rows_split(graph: Graph, plan: Plan, stretches: int = 1) -> int:
+    """How many calls of attention there are, each of them on stretches of the queries."""
     calls = [n for n in graph.nodes if n.op in ATTENTION]
-    assert all(plan.ops[n.name].ins[n.op == ATTENTION[1]] == (S(2),) for n in calls)
+    assert all(plan.ops[n.name].ins[n.op == ATTENTION[1]] == (S(2, blocks=stretches),) for n in calls)
     return len(calls)
 
 
@@ -116,6 +119,28 @@ def test_a_gpt_split_by_token_equals_one_device(tokens: int, batch: int, ranks: 
     report = verify_program(one.graph, plan, [one.inputs])
     assert report.ok, str(report)
     assert report.checked == len(one.graph.outputs)
+
+
+@pytest.mark.parametrize(("tokens", "batch", "ranks", "stretches"), [(16, 1, 2, 2), (16, 3, 2, 4), (16, 2, 4, 2)])
+def test_several_stretches_for_each_rank(tokens: int, batch: int, ranks: int, stretches: int) -> None:
+    """Early and late rows on every rank: each stretch knows where it begins, as do positions and losses."""
+    for make in (gpt, llama):
+        one = captured(make(tokens, batch))
+        plan = by_token(one.graph, ranks, stretches)
+        assert rows_split(one.graph, plan, stretches) == 4
+        report = verify_program(one.graph, plan, [one.inputs])
+        assert report.ok, str(report)
+
+
+@pytest.mark.parametrize(("tokens", "ranks", "stretches"), [(128, 2, 1), (256, 2, 2), (1024, 2, 8), (4096, 4, 8)])
+def test_as_many_stretches_as_are_worth_it(tokens: int, ranks: int, stretches: int) -> None:
+    """None of less than 64 tokens, and no more than eight."""
+    made = load("gpt.py")
+    with torch.device("meta"):
+        model = made.GPT(made.Config(layers=1, d=32, heads=4, vocab=61, tokens=tokens, batch=1))
+        batch = {name: torch.zeros(1, tokens, dtype=torch.int64) for name in ("ids", "target")}
+    plan = by_token(laminar.capture(model, made.loss, batch), ranks)
+    assert plan.inputs["batch.ids"] == (S(1, blocks=stretches),)
 
 
 @pytest.mark.parametrize(("tokens", "batch", "ranks"), [(12, 2, 2), (13, 1, 2), (11, 1, 4)])
@@ -175,6 +200,8 @@ def test_what_cannot_be_split_by_token() -> None:
     graph = captured(gpt(3, 1)).graph
     with pytest.raises(PlanError, match="3 tokens"):
         by_token(graph, 4)
+    with pytest.raises(PlanError, match="2 equal stretches"):
+        by_token(captured(gpt(18, 1)).graph, 2, 2)
     with pytest.raises(MeshError, match="context parallel"):
         laminar.plans.context_parallel(graph, Mesh({"dp": 2}))
     flat = laminar.capture(nn.Linear(4, 1), lambda m, x: m(x).sum(), torch.randn(4))
@@ -184,14 +211,14 @@ def test_what_cannot_be_split_by_token() -> None:
 
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
-    ("make", "tokens", "ranks"),
-    [(gpt, 16, 2), (gpt, 18, 4), (llama, 13, 2)],
-    ids=["gpt on 2", "gpt on 4", "llama on 2"],
+    ("make", "tokens", "ranks", "stretches"),
+    [(gpt, 16, 2, 1), (gpt, 18, 4, 1), (llama, 13, 2, 1), (gpt, 16, 4, 2), (llama, 16, 2, 4)],
+    ids=["gpt on 2", "gpt on 4", "llama on 2", "gpt on 4, by halves", "llama on 2, by quarters"],
 )
-def test_on_real_ranks(make: Callable[[int, int], laminar.Recipe], tokens: int, ranks: int) -> None:
+def test_on_real_ranks(make: Callable[[int, int], laminar.Recipe], tokens: int, ranks: int, stretches: int) -> None:
     """One sequence on several processes: generated code, and Gloo between them."""
     one = captured(make(tokens, 1))
-    report = verify_program(one.graph, by_token(one.graph, ranks), [one.inputs], ranks="processes")
+    report = verify_program(one.graph, by_token(one.graph, ranks, stretches), [one.inputs], ranks="processes")
     assert report.ok, str(report)
 
 
@@ -200,6 +227,10 @@ def test_another_length_is_split_alike() -> None:
     plan = by_token(captured(gpt(16, 1)).graph, 2)
     other = captured(gpt(12, 1)).graph
     assert rows_split(other, presets.like(other, plan)) == 4
+    plan = by_token(captured(gpt(16, 1)).graph, 2, 2)
+    assert rows_split(other, presets.like(other, plan), 2) == 4
+    odd = captured(gpt(13, 1)).graph
+    assert rows_split(odd, presets.like(odd, plan)) == 4
 
 
 # --- what a stretch costs ------------------------------------------------------------------------
@@ -208,25 +239,51 @@ def test_another_length_is_split_alike() -> None:
 def attention_calls(program: Program, rank: int) -> list[float]:
     """The work of each call of attention, as the simulator has it."""
     lines = [i for i in program.instrs if i.op.startswith("laminar.attention")]
-    return [describe(local_call(i, program.mesh, rank)).flops for i in lines]
+    return [traits_of(local_call(i, program.mesh, rank)).flops for i in lines]
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_the_last_stretch_is_priced(ranks: int) -> None:
+@pytest.mark.parametrize(("ranks", "stretches"), [(2, 1), (4, 1), (2, 2), (2, 4), (4, 2)])
+def test_the_last_stretch_is_priced(ranks: int, stretches: int) -> None:
     """It sees all the keys before it and half of its own: a step waits for it, so every rank counts as much."""
     one = specimen("gpt.py:tiny")
     whole = laminar.lower(one.graph, laminar.plans.data_parallel(one.graph, Mesh({"cp": 1})))
-    split = laminar.lower(one.graph, by_token(one.graph, ranks))
-    share = (2 * ranks - 1) / ranks**2
+    split = laminar.lower(one.graph, by_token(one.graph, ranks, stretches))
+    share = (1 + (1 - 1 / ranks) / stretches) / ranks
     for rank in (0, ranks - 1):
         assert attention_calls(split, rank) == pytest.approx([share * w for w in attention_calls(whole, 0)])
 
 
-def test_a_search_prices_it_as_a_program_does() -> None:
+@pytest.mark.parametrize("stretches", [1, 2, 4])
+def test_what_is_priced_is_what_the_last_rank_does(stretches: int) -> None:
+    """The share of keys that its rows see, counted."""
+    tokens, ranks = 16, 2
+    rows = local_indices((1, tokens), (S(1, blocks=stretches),), (ranks,), (ranks - 1,))[1]
+    seen = sum(r + 0.5 for r in rows) / (tokens * tokens / 2)
+    assert seen == pytest.approx((1 + (1 - 1 / ranks) / stretches) / ranks)
+
+
+@pytest.mark.parametrize("stretches", [1, 2])
+def test_a_search_prices_it_as_a_program_does(stretches: int) -> None:
     """What a signature costs before there is a program is what its line costs afterwards, or bounds would not hold."""
     one = specimen("gpt.py:tiny")
-    program = laminar.lower(one.graph, by_token(one.graph, 2))
-    for line in (i for i in program.instrs if i.op.startswith("laminar.attention")):
+    program = laminar.lower(one.graph, by_token(one.graph, 2, stretches))
+    lines = [i for i in program.instrs if i.op.endswith("_at") and "attention" in i.op]
+    assert len(lines) == 4
+    for line in lines:
         call = call_of(one.graph.by_name[line.name], one.graph.specs)
-        (chosen,) = [s for s in options(call, 2) if s.how == line.op]
-        assert describe(localise(call, chosen, 2)).flops == describe(local_call(line, program.mesh, 0)).flops
+        rows = tuple(nd for (nd,) in (p.nd for p in line.ins))
+        (chosen,) = [s for s in options(call, 2, ((16, (2,)),)) if s.ins == rows]
+        assert chosen.how == line.op
+        local = localise(call, chosen, 2)
+        assert traits_of(local).flops == traits_of(local_call(line, program.mesh, 0)).flops
+        assert key_of(numbered(local)) == key_of(local_call(line, program.mesh, 1))
+
+
+def test_what_is_measured_is_the_last_stretch() -> None:
+    """A key of a profile names fewer queries than keys; the op that is timed works on those that see most."""
+    key = "laminar.attention(f32[1,2,8,4],f32[1,2,32,4],f32[1,2,32,4],-,{},~)->f32[1,2,8,4],f32[1,2,8]"
+    for causal, where in (("T", 24), ("2", [(12, 4), (28, 4)])):
+        (run,) = runs_of(key.format(causal), torch.device("cpu"), 1)
+        assert run.args[-1] == where and run.func is kernels.attention_at
+        out, lse = run()
+        assert out.shape == (1, 2, 8, 4) and lse.shape == (1, 2, 8)

@@ -1,9 +1,10 @@
-"""Attention: of all queries, and of one stretch of them.
+"""Attention: of all queries, and of stretches of them.
 
 A rank that holds the rows [offset, offset + n) of a causal attention's queries, and keys and values whole, attends to
 what came before its stretch without a mask, and to the stretch itself with a causal one. Each is a call of the kernel
-that whole attention uses, so half of the work that a mask would only throw away is never done. The two are merged by
-their logsumexps; backward, which is given what forward merged, is a sum of the two.
+that whole attention uses, so the work that a mask would only throw away is never done. The two are merged by their
+logsumexps; backward, which is given what forward merged, is a sum of the two. A rank may hold several stretches, some
+early and some late, so that all ranks have about as much to do.
 """
 
 from __future__ import annotations
@@ -126,17 +127,36 @@ def attention_backward(
 
 
 def _backward_on_cuda(
-    fused: int, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor, lse: Tensor,
-    causal: bool, scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    fused: int,
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
     if fused == torch_private.EFFICIENT:
         seed = torch.zeros((), dtype=torch.int64, device=q.device)
         room = lse.new_zeros((*lse.shape[:-1], -(-lse.shape[-1] // 32) * 32))
         room[..., : lse.shape[-1]] = lse
         dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
-            dout, q, k, v, _cuda_bias(mask, q, k), out, room, seed, seed, 0.0, [True, True, True, False], causal,
+            dout,
+            q,
+            k,
+            v,
+            _cuda_bias(mask, q, k),
+            out,
+            room,
+            seed,
+            seed,
+            0.0,
+            [True, True, True, False],
+            causal,
             scale=scale,
-        )  # fmt: skip
+        )
         return dq, dk, dv
     sizes = q.shape[2], k.shape[2]
     seed = torch.empty((), dtype=torch.int64, device=q.device)  # of a generator that nobody asks without dropout
@@ -154,15 +174,23 @@ def _backward_on_cuda(
 # --- a stretch of causal attention -------------------------------------------------------------
 
 
+Where = int | list[tuple[int, int]]
+"""Which queries there are: from which row of all, or for several stretches from which row and how many."""
+
+
 def attention_at(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, offset: int
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, where: Where
 ) -> tuple[Tensor, Tensor]:
-    """`attention` of the queries from row `offset` of all, to all keys."""
-    parts = [
-        attention(q, k[:, :, a:b], v[:, :, a:b], bias, masked, scale)
-        for a, b, bias, masked in _parts(q, k, mask, causal, offset)
-    ]
-    return parts[0] if len(parts) == 1 else _merged(*parts)
+    """`attention` of a stretch of the queries, or of several, to all keys."""
+    made = []
+    for rows, offset in _stretches(q, where):
+        x = q[:, :, rows]
+        parts = [
+            attention(x, k[:, :, a:b], v[:, :, a:b], bias, masked, scale)
+            for a, b, bias, masked in _parts(x, k, _rows(mask, rows), causal, offset)
+        ]
+        made.append(parts[0] if len(parts) == 1 else _merged(*parts))
+    return _joined([out for out, _ in made]), _joined([lse for _, lse in made])
 
 
 def attention_backward_at(
@@ -175,19 +203,40 @@ def attention_backward_at(
     lse: Tensor,
     causal: bool,
     scale: float,
-    offset: int,
+    where: Where,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of these queries, and their terms of the gradients of all keys and values."""
-    parts = [
-        (a, b, attention_backward(dout, q, k[:, :, a:b], v[:, :, a:b], bias, out, lse, masked, scale))
-        for a, b, bias, masked in _parts(q, k, mask, causal, offset)
-    ]
-    dq = parts[0][2][0] if len(parts) == 1 else parts[0][2][0] + parts[1][2][0]
-    dk, dv = (_zeros_like(parts[0][2][i], k.shape[2]) for i in (1, 2))
-    for a, b, (_, key, value) in parts:
-        dk[:, :, a:b] = key
-        dv[:, :, a:b] = value
-    return dq, dk, dv
+    dqs: list[Tensor] = []
+    dk = dv = None
+    for rows, offset in _stretches(q, where):
+        y, x, o, sums = dout[:, :, rows], q[:, :, rows], out[:, :, rows], lse[:, :, rows]
+        parts = [
+            (a, b, attention_backward(y, x, k[:, :, a:b], v[:, :, a:b], bias, o, sums, masked, scale))
+            for a, b, bias, masked in _parts(x, k, _rows(mask, rows), causal, offset)
+        ]
+        dqs.append(parts[0][2][0] if len(parts) == 1 else parts[0][2][0] + parts[1][2][0])
+        for a, b, (_, key, value) in parts:
+            dk = _zeros_like(key, k.shape[2]) if dk is None else dk
+            dv = _zeros_like(value, k.shape[2]) if dv is None else dv
+            dk[:, :, a:b] += key
+            dv[:, :, a:b] += value
+    assert dk is not None and dv is not None
+    return _joined(dqs), dk, dv
+
+
+def _stretches(q: Tensor, where: Where) -> list[tuple[slice, int]]:
+    """For each stretch its rows of `q`, and where it begins in the whole."""
+    if isinstance(where, int):
+        return [(slice(None), where)]
+    found, first = [], 0
+    for start, rows in where:
+        found.append((slice(first, first + rows), start))
+        first += rows
+    return found
+
+
+def _rows(mask: Tensor | None, rows: slice) -> Tensor | None:
+    return mask if mask is None or mask.shape[-2] == 1 else mask[..., rows, :]
 
 
 def _parts(
@@ -216,6 +265,15 @@ def _merged(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor,
     lse = torch.logaddexp(a[1], b[1])
     out = (a[0] * (a[1] - lse).exp().unsqueeze(-1)).add_(b[0] * (b[1] - lse).exp().unsqueeze(-1))
     return out.to(a[0].dtype), lse
+
+
+def _joined(pieces: list[Tensor]) -> Tensor:
+    """Rows one behind the other, lying as those of each piece do."""
+    if len(pieces) == 1:
+        return pieces[0]
+    if pieces[0].transpose(1, 2).is_contiguous():
+        return torch.cat([x.transpose(1, 2) for x in pieces], 1).transpose(1, 2)
+    return torch.cat(pieces, 2)
 
 
 def _zeros_like(piece: Tensor, keys: int) -> Tensor:

@@ -14,14 +14,14 @@ from laminar.rules.notation import Call
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Device:
+class RooflineDevice:
     """The two rates a roofline needs."""
 
     flops_per_s: float
     bytes_per_s: float
 
 
-ASSUMED = Device(flops_per_s=100e12, bytes_per_s=1.5e12)
+ASSUMED = RooflineDevice(flops_per_s=100e12, bytes_per_s=1.5e12)
 """Assumed, not measured: about a third of a current data-centre GPU's peak."""
 
 
@@ -52,13 +52,13 @@ def flops(call: Call) -> float:
     return made
 
 
-def _attended(q: tuple[int, ...], k: tuple[int, ...], causal: bool) -> float:
+def _attended(q: tuple[int, ...], k: tuple[int, ...], causal: int) -> float:
     """How many keys a query of a causal attention sees, over those that queries of a whole one see.
 
-    Fewer queries than keys are a stretch of them, of which the last and slowest counts: a step waits for it. A whole
-    causal attention is counted as if nothing were masked.
+    Fewer queries than keys are a stretch of them, or so many (`causal`) evenly apart, and those of the rank that has
+    the last and slowest count: a step waits for it. A whole causal attention is counted as if nothing were masked.
     """
-    return 2.0 - min(q[2], k[2]) / max(q[2], k[2], 1) if causal else 1.0
+    return 1.0 + (1.0 - min(q[2], k[2]) / max(q[2], k[2], 1)) / causal if causal else 1.0
 
 
 def _share(call: Call) -> float:
@@ -67,7 +67,7 @@ def _share(call: Call) -> float:
     return call.ins[first + split[0]].shape[0] / max(call.args[-1], 1) if split else 1.0
 
 
-def op_s(call: Call, device: Device = ASSUMED) -> float:
+def op_s(call: Call, device: RooflineDevice = ASSUMED) -> float:
     """Seconds of a call on one rank."""
     if call.op in FREE:
         return 0.0

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from laminar.capture import torch_private
 from laminar.capture.ops import kernels
-from laminar.capture.ops.torch_ops import DENSE, LAZY, dense, find_op, resolved, spread, unplain
+from laminar.capture.ops.torch_ops import DENSE, LAZY_CONJUGATES, dense, find_op, spread, unplain, with_values
 from laminar.ir.mesh import Mesh
 from laminar.ir.ops import DRAWS
 from laminar.ir.program import Instr, Placed
@@ -46,15 +46,19 @@ BOUND |= {
     "aten.slice.Tensor": find_op("aten.slice.Tensor"),
     "aten.nll_loss2d_backward": nll_loss2d_backward,
 }
-BOUND |= {name: dense(find_op(name)) for name in DENSE} | {name: resolved(find_op(name)) for name in LAZY}
+BOUND |= {name: dense(find_op(name)) for name in DENSE} | {name: with_values(find_op(name)) for name in LAZY_CONJUGATES}
 """Fast spellings. Views become reshapes, because boxing may have changed strides."""
 
 SQUEEZES = ("aten.squeeze", "aten.squeeze.dim", "aten.squeeze.dims")
 """Ops that would also drop a dim of which a rank happens to hold one row: they run as reshapes."""
 
 
-def offset_of(placed: Any, dim: int, mesh: Mesh, rank: int) -> int:
-    """Where a rank's stretch of a dim begins; stretches are contiguous, as local forms require."""
+def offset_of(placed: Any, dim: int, mesh: Mesh, rank: int) -> int | list[tuple[int, int]]:
+    """Where a rank's stretch of a dim begins; of several, where each begins and how long it is."""
+    if any(isinstance(p, Split) and p.dim == dim and p.blocks > 1 for p in placed.nd):
+        rows = local_indices(placed.spec.shape, placed.nd, mesh.sizes, mesh.coords(rank))[dim]
+        pieces = np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1)
+        return [(int(piece[0]), len(piece)) for piece in pieces]
     start, size = 0, placed.spec.shape[dim]
     for p, parts, part in zip(placed.nd, mesh.sizes, mesh.coords(rank), strict=True):
         if isinstance(p, Split) and p.dim == dim:
