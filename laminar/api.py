@@ -449,7 +449,7 @@ def verify_exact(
     Where they part, what comes back names the first step, op and tensor that differ.
     """
     from laminar.train.job.verify_exact import ExactTrial
-    from laminar.train.job.verify_exact import verify_exact as compared
+    from laminar.train.job.verify_exact import verify_trial as compared
 
     asked = Exact.of(exact) or Exact()
     if load_recipe(recipe).optimizer is None:
@@ -688,6 +688,7 @@ def train(
     job = parallelize(found.model(), found.loss, found.optimizer, batch=batch, seed=seed, **options)
     if plan_file is not None and job.rank == 0 and job.plan is not None:
         job.plan.save(str(plan_file))
+    own = [*([OnStep(found.on_step)] if found.on_step else []), *([HashEvery(hash_every)] if hash_every else [])]
     outcome = loop(
         job,
         found.data,
@@ -703,11 +704,7 @@ def train(
         timeline_steps=timeline_steps,
         prefetch=(2 if job.plan is not None else 0) if prefetch is None else prefetch,
         metrics=found.metrics,
-        callbacks=[
-            *([OnStep(found.on_step)] if found.on_step else []),
-            *([HashEvery(hash_every)] if hash_every else []),
-            *found.callbacks,
-        ],
+        callbacks=[*own, *found.callbacks],
     )
     job.close()
     return outcome
