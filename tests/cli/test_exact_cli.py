@@ -24,8 +24,12 @@ GPT = str(ROOT / "examples" / "gpt.py") + ":tiny"
 def laminar(*argv: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "laminar", *argv],
-        cwd=ROOT, capture_output=True, text=True, timeout=250, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=250,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
 
 
 def trained(where: Path, *argv: str) -> list[str]:

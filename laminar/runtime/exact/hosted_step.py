@@ -20,7 +20,7 @@ from laminar.ir.sbp import B, Split
 from laminar.ir.serial.codec import Ref
 from laminar.runtime.code.local_op import call_for_shapes, depends_on_rank, prepare
 from laminar.runtime.comm.aliases import result_may_alias
-from laminar.runtime.comm.boxing_ops import Box
+from laminar.runtime.comm.boxing_ops import LocalBoxing
 from laminar.runtime.comm.shards import shard
 from laminar.runtime.comm.shm_arena import ArenaNeeds
 from laminar.runtime.exact.hosts import HostedRanks
@@ -280,7 +280,7 @@ class _LocalBox:
 
     def __init__(self, step: HostedStep, instr: Instr) -> None:
         self.step, self.instr = step, instr
-        self.boxes = {r: Box.of(instr, step.mesh, r) for r in step.hosts.hosted}
+        self.boxes = {r: LocalBoxing.of(instr, step.mesh, r) for r in step.hosts.hosted}
 
     def run(self) -> None:
         ref = self.instr.refs[0]

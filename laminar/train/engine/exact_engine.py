@@ -87,8 +87,9 @@ class ExactEngine(Engine):
         made = Ready(graph, plan, program, step, fixed, filled, outputs)
         whole = (B,) * len(self.storage_mesh.sizes)
         layout = self.state.layout
-        apart = [(at, i.name) for at, i in enumerate(program.inputs)
-                 if i.kind in stays and layout.held_nd(i.name) != whole]  # fmt: skip
+        apart = [
+            (at, i.name) for at, i in enumerate(program.inputs) if i.kind in stays and layout.held_nd(i.name) != whole
+        ]
         if not apart:
             return made
         items = [(name, self.state.specs[name], layout.held_nd(name), whole) for _, name in apart]
@@ -105,6 +106,7 @@ class ExactEngine(Engine):
     def share(self, ready: Ready, leaves: Leaves, device: torch.device) -> dict[str, Tensor]:
         """The whole batch: each process takes the rows of its units out of it."""
         if leaves.local:
-            raise BatchError("in exact mode a rank's share hangs on the hosting",
-                             next="hand every rank the global batch")  # fmt: skip
+            raise BatchError(
+                "in exact mode a rank's share hangs on the hosting", next="hand every rank the global batch"
+            )
         return {i.name: leaves.tensors[i.name] for i in ready.program.inputs if i.kind == "batch"}
