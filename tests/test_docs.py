@@ -227,6 +227,13 @@ def sequences(page: str) -> None:
     assert ran(page, {"laminar": laminar, "graph": graph})["plan"].inputs["batch.ids"] == (laminar.S(1),)
 
 
+def balanced(page: str) -> None:
+    """All of the page: what is cut is balanced, and the loader has learnt."""
+    names = ran(page, prelude(plain=True))
+    state = names["loader"].state_dict()
+    assert names["cut"].slowest_over_mean <= 1.005 and names["state"]["epoch"] == 1 and state["samples"] == 0
+
+
 def readme(page: str) -> None:
     """The first block is for a model of transformers; the others for any."""
     from transformers import GPT2Config, GPT2LMHeadModel
@@ -250,6 +257,7 @@ HOW: dict[str, Callable[[str], None]] = {
     "docs/use/train.md": training,
     "docs/use/command_line.md": recipes,
     "docs/use/predict.md": predictions,
+    "docs/use/data.md": balanced,
     "docs/how/long_sequences.md": sequences,
 }
 

@@ -24,8 +24,8 @@ from laminar.errors import DataError
 
 HALF_LIFE = 200
 """Units after which what was measured counts half (assumed)."""
-SPRING = 0.01
-"""How hard the cost that was given pulls, against one measurement: a tenth of noise, squared."""
+SPRING = 0.001
+"""How hard the cost that was given pulls, against one measurement: three percent of noise, squared (assumed)."""
 SETTLED = 20
 """Units after which a surprise is taken for one; before, it is what is to be learnt."""
 SURPRISE = 1.5
