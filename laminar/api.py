@@ -449,7 +449,8 @@ def verify_exact(
 
     Where they part, what comes back names the first step, op and tensor that differ.
     """
-    from laminar.train.job.verify_exact import ExactTrial, compare_hostings
+    from laminar.train.job.verify_exact import ExactTrial
+    from laminar.train.job.verify_exact import verify_trial as compared
 
     asked = Exact.of(exact) or Exact()
     if load_recipe(recipe).optimizer is None:
@@ -457,7 +458,7 @@ def verify_exact(
     if not 1 <= processes <= asked.ranks:
         raise LaminarError(f"{processes} processes for {asked}", allowed=f"1 to {asked.ranks}")
     options = JobOptions(seed=seed, precision=precision, check=False)
-    return compare_hostings(ExactTrial(partial(load_recipe, recipe), asked, steps, options, processes))
+    return compared(ExactTrial(partial(load_recipe, recipe), asked, steps, options, processes))
 
 
 def _verify_staged(model: Any, loss: Any, batches: list[Any], plan: Staged, dtype: str, tolerance: float | None) -> Any:
@@ -690,6 +691,11 @@ def train(
     job = parallelize(found.model(), found.loss, found.optimizer, batch=batch, seed=seed, **options)
     if plan_file is not None and job.rank == 0 and job.plan is not None:
         job.plan.save(str(plan_file))
+    own: list[Callback] = [
+        *([OnStep(found.on_step)] if found.on_step else []),
+        *([HashEvery(hash_every)] if hash_every else []),
+    ]
+    own += [rebalancing()] if rebalance else []
     outcome = loop(
         job,
         found.data,
@@ -705,12 +711,7 @@ def train(
         timeline_steps=timeline_steps,
         prefetch=(2 if job.plan is not None else 0) if prefetch is None else prefetch,
         metrics=found.metrics,
-        callbacks=[
-            *([OnStep(found.on_step)] if found.on_step else []),
-            *([HashEvery(hash_every)] if hash_every else []),
-            *([rebalancing()] if rebalance else []),
-            *found.callbacks,
-        ],
+        callbacks=[*own, *found.callbacks],
     )
     job.close()
     return outcome
