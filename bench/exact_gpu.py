@@ -1,8 +1,8 @@
 """What does exact mode cost on one GPU?
 
 GPT-2 medium (355M parameters), 16 sequences of 1024 tokens, bfloat16 autocast, fused AdamW, as in `gpu.py`. Sides:
-`exact`, 8 units of 2 sequences on one process, line by line with deterministic kernels; `default`, our own default mode,
-compiled; `lines`, the default mode line by line; `deterministic`, line by line with deterministic kernels.
+`exact`, 8 units of 2 sequences on one process, line by line with deterministic kernels; `default`, our own default
+mode, compiled; `lines`, the default mode line by line; `deterministic`, line by line with deterministic kernels.
 
     python bench/exact_gpu.py [--rounds 8] [--calls 3]
 
