@@ -14,7 +14,7 @@ FRESH := $(or $(SEED),$(shell date +%s))
 
 BIN   := .venv/bin
 STAMP := .venv/.filled
-PARTS := $(addprefix bench/,common.py length_cases.py models.py peers.py race.py)
+PARTS := $(addprefix bench/,common.py length_cases.py models.py peers.py race.py rivals.py)
 TORCH := $(shell grep '^torch==' constraints.txt)
 VISION := $(shell grep '^torchvision==' constraints.txt)
 

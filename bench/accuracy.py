@@ -38,7 +38,7 @@ from laminar.cost.calibrate import HALF_90
 from laminar.forecast.features import ddp_features
 from laminar.forecast.step import machine, predict, section_of
 from laminar.ir.clusters.cluster import Cluster
-from laminar.profile.trials import DDP, PLANS, Trial, captured, mesh_of, timed
+from laminar.profile.trials import DDP_SIDE, TRIAL_PLANS, Trial, mesh_of, timed_sides, trial_graph
 from laminar.runtime.check.processes import on_ranks
 
 
@@ -46,15 +46,15 @@ def turns(names: list[str], plans: list[str], rounds: int, turn_s: float, run: s
     """One rank's part of a run; the first rank writes a line per model as soon as it has it."""
     for name in names:
         load, start = os.getloadavg()[0], time.time()
-        found = timed(judged(name), plans, rounds, turn_s)
+        found = timed_sides(judged(name), plans, rounds, turn_s)
         if dist.get_rank():
             continue
         line = {**found, "run": run, "at": round(start), "load_before": round(load, 2), "torch": torch.__version__}
         line["times"] = {k: [round(t, 7) for t in ts] for k, ts in found["times"].items()}
         with open(out, "a") as file:
             file.write(json.dumps(line) + "\n")
-        ddp = line["times"][DDP]
-        text = "  ".join(f"{k} {_median_ratio(ts, ddp):.2f}" for k, ts in line["times"].items() if k != DDP)
+        ddp = line["times"][DDP_SIDE]
+        text = "  ".join(f"{k} {_median_ratio(ts, ddp):.2f}" for k, ts in line["times"].items() if k != DDP_SIDE)
         print(f"{name}: {time.time() - start:.0f} s, ddp {statistics.median(ddp) * 1e3:.1f} ms; {text}", flush=True)
 
 
@@ -71,16 +71,16 @@ def _median_ratio(times: list[float], under: list[float]) -> float:
 
 def predicted(trial: Trial, ranks: int, plans: list[str], cluster: Cluster) -> dict[str, tuple[float, float]]:
     """Seconds and standard error by side; DDP's too."""
-    graph = captured(trial, ranks)
+    graph = trial_graph(trial, ranks)
     out = {}
     for name in plans:
         mesh = mesh_of(name, ranks)
-        found = predict(graph, PLANS[name](graph, mesh), cluster)
+        found = predict(graph, TRIAL_PLANS[name](graph, mesh), cluster)
         out[name] = (found.seconds, found.sigma)
     bare = machine(cluster, mesh_of("data", ranks), calibrated=False)
     calibration = machine(cluster, mesh_of("data", ranks)).calibration
-    features = ddp_features(graph, PLANS["data"](graph, mesh_of("data", ranks)), bare)
-    out[DDP] = (calibration.seconds(features), calibration.sigma)
+    features = ddp_features(graph, TRIAL_PLANS["data"](graph, mesh_of("data", ranks)), bare)
+    out[DDP_SIDE] = (calibration.seconds(features), calibration.sigma)
     return out
 
 
@@ -92,7 +92,7 @@ def judge(args: argparse.Namespace) -> None:
     rows, pairs, covered = [], [], []
     for name in dict.fromkeys(line["model"] for line in lines):
         mine = [line for line in lines if line["model"] == name]
-        plans = [p for p in mine[0]["times"] if p != DDP]
+        plans = [p for p in mine[0]["times"] if p != DDP_SIDE]
         guess = predicted(judged(name), ranks, plans, cluster)
         seen = {}
         for p in plans:
@@ -100,8 +100,8 @@ def judge(args: argparse.Namespace) -> None:
                 each = [statistics.median(line["times"][p]) for line in mine]
                 want = guess[p][0]
             else:
-                each = [_median_ratio(line["times"][p], line["times"][DDP]) for line in mine]
-                want = guess[p][0] / guess[DDP][0]
+                each = [_median_ratio(line["times"][p], line["times"][DDP_SIDE]) for line in mine]
+                want = guess[p][0] / guess[DDP_SIDE][0]
             value = statistics.median(each)
             repeat = [abs(a / b - 1) for a, b in itertools.permutations(each, 2)]
             rows.append(
@@ -161,9 +161,9 @@ def own_ops(args: argparse.Namespace) -> None:
     cluster = Cluster.load(args.profile)
     programs = []
     for name in args.model:
-        graph = captured(judged(name), args.ranks)
-        for plan in PLANS:
-            made = step_programs(graph, PLANS[plan](graph, mesh_of(plan, args.ranks)))
+        graph = trial_graph(judged(name), args.ranks)
+        for plan in TRIAL_PLANS:
+            made = step_programs(graph, TRIAL_PLANS[plan](graph, mesh_of(plan, args.ranks)))
             programs += [p for p in made if p is not None]
     found = measure_instrs(cluster, programs, section_of(cluster, args.ranks), args.budget)
     found.with_profile({**found.profile, "for": list(args.model)}).save(args.to)
@@ -180,7 +180,7 @@ def main() -> None:
     verbs = top.add_subparsers(dest="verb", required=True)
     p = verbs.add_parser("measure")
     p.add_argument("--model", nargs="*", default=list(JUDGED))
-    p.add_argument("--plan", nargs="*", default=list(PLANS))
+    p.add_argument("--plan", nargs="*", default=list(TRIAL_PLANS))
     p.add_argument("--ranks", type=int, default=2)
     p.add_argument("--rounds", type=int, default=15)
     p.add_argument("--turn", type=float, default=0.12, help="seconds a side's turn lasts at least")

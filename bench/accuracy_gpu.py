@@ -35,11 +35,11 @@ from judged import example
 from torch import nn
 
 import laminar
-from laminar.cli_cost import cluster_of
+from laminar.cli_cost import cluster_from
 from laminar.forecast.step import predict
 from laminar.ir.graph import Graph
 from laminar.ir.plans.plan import Plan
-from laminar.profile.gpu_trials import kernels_of, whole_step
+from laminar.profile.gpu_trials import recorded_kernels, whole_step
 
 Made = tuple[Callable[[], nn.Module], Callable[..., Any], Any]
 
@@ -138,7 +138,7 @@ def measured(name: str, with_kernels: bool, device: str) -> tuple[dict[str, Any]
     kernels = None
     if with_kernels:
         try:
-            kernels = kernels_of(job, batch)
+            kernels = recorded_kernels(job, batch)
         except Exception as error:
             traceback.print_exc()
             found["kernels_error"] = f"{type(error).__name__}: {error}"[:300]
@@ -208,7 +208,7 @@ def main() -> None:
     args.add_argument("--from", dest="source", help="predict what was measured before")
     args.add_argument("--until", type=float, default=1e9, help="seconds after which no further case is begun")
     given = args.parse_args()
-    cluster = cluster_of(given.profile) if given.profile else None
+    cluster = cluster_from(given.profile) if given.profile else None
     rows = []
     for found, graph, plan in _kept(given.source) if given.source else _measured(given, time.monotonic()):
         row = {k: v for k, v in found.items() if k != "turns"}

@@ -27,7 +27,7 @@ from common import report
 from judged import example
 
 from laminar.capture.capture import capture
-from laminar.cost.schedule import Groups, schedule
+from laminar.cost.schedule import KernelGroups, schedule
 from laminar.cost.sim.simulate import simulate
 from laminar.forecast.step import machine
 from laminar.ir.clusters.cluster import Cluster
@@ -56,7 +56,7 @@ def main() -> None:
     cluster = Cluster.preset("64xh100")
     again = recompute(written_out(program))
     groups = kernels(again)
-    regimes: dict[str, tuple[Program, Callable[[], Groups | None]]] = {
+    regimes: dict[str, tuple[Program, Callable[[], KernelGroups | None]]] = {
         "fused": (again, lambda: groups),
         "grouped": (again, lambda: kernels(again)),
         "lines": (program, lambda: None),
@@ -93,7 +93,7 @@ class Once(NamedTuple):
     step_ns: int
 
 
-def once(p: Program, then: Program | None, cluster: Cluster, make: Callable[[], Groups | None]) -> Once:
+def once(p: Program, then: Program | None, cluster: Cluster, make: Callable[[], KernelGroups | None]) -> Once:
     """Simulate a step, with nothing known but the program and what `make` gives."""
     prices = machine(cluster, p.mesh)
     gc.collect()

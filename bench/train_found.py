@@ -206,7 +206,7 @@ def tried_out(case: Case, plan: Any, finals: list[Any], found: dict[str, Any]) -
     made = OPTIMIZERS[case.optimizer]
     batch = case.batches[0]
     about = {"capture_s": found["capture_s"], "left_out": found["left_out"]}
-    taken = try_finalists.tried(World("cpu"), plan, finals, fresh(case), case.loss, made, batch, **about)
+    taken = try_finalists.tried_finalists(World("cpu"), plan, finals, fresh(case), case.loss, made, batch, **about)
     said: dict[str, Any] = {"seconds": round(time.perf_counter() - start, 2), "predicted": finals[0].name}
     told = taken.account.get("measured")
     if told is None:

@@ -24,7 +24,7 @@ from laminar.placement import presets
 from laminar.placement.presets import Patterns
 from laminar.planner.report.program_traffic import with_traffic
 from laminar.rewrite.variants import rewritten
-from laminar.staging.stage_plans import again as restaged
+from laminar.staging.stage_plans import for_other_graph as restaged
 from laminar.staging.stage_plans import pipeline
 from laminar.train.options import DEFAULTS, JobOptions
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from laminar.planner.space.request import Request
     from laminar.runtime.check.prove_rule_files import ProvedRules
     from laminar.train.job.verify_exact import ExactReport
+    from laminar.train.loop import Callback
     from laminar.train.protocol import TrainingJob
 
 
@@ -152,6 +153,21 @@ def _on_meta(make: Callable[[], Any]) -> Any:
         return make()
 
 
+def _refuse_rules(request: Request) -> None:
+    """Rules of a file are of no use to a search that may not rewrite graphs."""
+    if not request.allows("rewrite"):
+        raise PlanError(
+            "rules of a file rewrite the graph, and this search may not",
+            allowed="  ".join(request.only),
+            next="leave out rules, or add rewrite to what may be used",
+        )
+    if len(request.cluster.parts) > 1:
+        raise PlanError(
+            f"{request.cluster.name} has several kinds of devices, and no graph is rewritten for such clusters",
+            next="leave out rules, or plan for one kind of device",
+        )
+
+
 def plan(
     graph: Graph,
     cluster: Cluster | str,
@@ -197,17 +213,7 @@ def plan(
     request = asking(machine, memory_bytes, budget_s, optimizer, pin, only, proposals, margin, batch)
     if rules is None:
         return _proved(graph, best(graph, request, progress), request, {}, progress)
-    if not request.allows("rewrite"):
-        raise PlanError(
-            "rules of a file rewrite the graph, and this search may not",
-            allowed="  ".join(request.only),
-            next="leave out rules, or add rewrite to what may be used",
-        )
-    if len(machine.parts) > 1:
-        raise PlanError(
-            f"{machine.name} has several kinds of devices, and no graph is rewritten for such clusters",
-            next="leave out rules, or plan for one kind of device",
-        )
+    _refuse_rules(request)
     from laminar.runtime.check.prove_rule_files import ProvedRules, proved_rules
 
     read = rules if isinstance(rules, ProvedRules) else proved_rules(rules)
@@ -260,7 +266,7 @@ def replan(
     `left = cluster.without([7])`.
     """
     from laminar.planner.report.graph_of_plan import cluster_for, graph_of_own_batch
-    from laminar.planner.search.replan import replan as planned_anew
+    from laminar.planner.search.replan import replanned as planned_anew
     from laminar.planner.space.request import asking
 
     if not lost and cluster is None:
@@ -345,7 +351,7 @@ class plans:
 
         "data", "zero1", "zero2", "zero3", "tensor" or "context".
         """
-        return with_traffic(graph, presets.named(name, graph, mesh, recompute, offload, gather_once))
+        return with_traffic(graph, presets.preset_plan(name, graph, mesh, recompute, offload, gather_once))
 
     @staticmethod
     def placed(
@@ -444,7 +450,7 @@ def verify_exact(
     Where they part, what comes back names the first step, op and tensor that differ.
     """
     from laminar.train.job.verify_exact import ExactTrial
-    from laminar.train.job.verify_exact import verify_exact as compared
+    from laminar.train.job.verify_exact import verify_trial as compared
 
     asked = Exact.of(exact) or Exact()
     if load_recipe(recipe).optimizer is None:
@@ -577,6 +583,7 @@ def parallelize(
     Works alone in one process, under `laminar train`, and under `torchrun`. All methods of a job are
     collective: every rank calls them, in the same order.
     """
+    # Long because its options are named and explained in one place; the ways to run are one or two lines each.
     if cluster is not None and (plan != "auto" or mesh is not None):
         raise LaminarError("a cluster is what a plan is searched for", next='leave out mesh, and say plan="auto"')
     options = JobOptions(
@@ -604,8 +611,10 @@ def parallelize(
         from laminar.train.job.exact_job import ExactJob
 
         if cluster is not None:
-            raise LaminarError("cluster= searches a plan, and in exact mode who computes what belongs to the run",
-                               next="leave it out: hosting follows from the number of processes")  # fmt: skip
+            raise LaminarError(
+                "cluster= searches a plan, and in exact mode who computes what belongs to the run",
+                next="leave it out: hosting follows from the number of processes",
+            )
         return ExactJob(model, loss, optimizer, batch, asked, plan, options)
     if plan == "ddp":
         from laminar.train.job.ddp_job import DdpJob
@@ -655,6 +664,7 @@ def train(
     timeline_steps: int = 3,
     prefetch: int | None = None,
     hash_every: int = 0,
+    rebalance: bool = False,
     **options: Any,
 ) -> Any:
     """Train a recipe on this rank, alone or among others; what `laminar train` runs on every rank.
@@ -662,6 +672,7 @@ def train(
     `prefetch` batches are loaded ahead: 2 unless given, or none with plan="ddp", whose models draw from the same
     generator as their data. `options` are those of `parallelize`. Rank 0 saves the plan as `plan_file`, and as
     `timeline`, if given, what all ranks did in a step. Every `hash_every` steps there is an event with the job's hash.
+    With `rebalance` units of an exact job go from slow ranks to fast ones.
     """
     from laminar.events import emit
 
@@ -680,6 +691,11 @@ def train(
     job = parallelize(found.model(), found.loss, found.optimizer, batch=batch, seed=seed, **options)
     if plan_file is not None and job.rank == 0 and job.plan is not None:
         job.plan.save(str(plan_file))
+    own: list[Callback] = [
+        *([OnStep(found.on_step)] if found.on_step else []),
+        *([HashEvery(hash_every)] if hash_every else []),
+    ]
+    own += [rebalancing()] if rebalance else []
     outcome = loop(
         job,
         found.data,
@@ -695,14 +711,17 @@ def train(
         timeline_steps=timeline_steps,
         prefetch=(2 if job.plan is not None else 0) if prefetch is None else prefetch,
         metrics=found.metrics,
-        callbacks=[
-            *([OnStep(found.on_step)] if found.on_step else []),
-            *([HashEvery(hash_every)] if hash_every else []),
-            *found.callbacks,
-        ],
+        callbacks=[*own, *found.callbacks],
     )
     job.close()
     return outcome
+
+
+def rebalancing() -> Callback:
+    """What keeps units of an exact job where they are computed fastest."""
+    from laminar.train.auto.rebalance import Rebalance
+
+    return Rebalance()
 
 
 def _seed_everything(seed: int) -> None:

@@ -20,6 +20,7 @@ from laminar import cli_ask, cli_cost, cli_plan
 from laminar.cli_ask import working
 from laminar.cli_plan import parse_mesh
 from laminar.errors import LaminarError, PlanError, RecipeError
+from laminar.ir.graph import Graph
 from laminar.ir.plans.staged import Staged, load_plan
 from laminar.launch.vocabulary import PRECISIONS
 
@@ -38,7 +39,7 @@ examples
 A recipe is a Python function that returns laminar.Recipe(...), named path/to/file.py:function.
 """
 
-WHOLE = "computed whole on every rank"
+COMPUTED_WHOLE = "computed whole on every rank"
 
 
 def _captured(args: argparse.Namespace) -> tuple[Any, Any, Any, Any]:
@@ -51,7 +52,7 @@ def _captured(args: argparse.Namespace) -> tuple[Any, Any, Any, Any]:
 
 def do_capture(args: argparse.Namespace) -> int:
     """What was captured, and which ops have no rule."""
-    from laminar.cost.ops.eager import as_they_are, shown
+    from laminar.cost.ops.eager import as_they_are, shown_part
     from laminar.cost.ops.roofline import flops
     from laminar.rules.notation import call_of
     from laminar.rules.ops.table import rule_for
@@ -69,7 +70,7 @@ def do_capture(args: argparse.Namespace) -> int:
             "node": n.name,
             "where": n.where,
             "share": flops(c) / total,
-            "how": f"probed, {len(found)} signatures" if (found := probed.get(n.name)) else WHOLE,
+            "how": f"probed, {len(found)} signatures" if (found := probed.get(n.name)) else COMPUTED_WHOLE,
         }
         for n, c in calls
         if rule_for(c) is None
@@ -99,19 +100,24 @@ def do_capture(args: argparse.Namespace) -> int:
     for i in graph.of_kind("batch"):
         print(f"  {i.name}: {i.spec}")
     if args.report:
-        print("parameters and buffers")
-        for i in graph.inputs:
-            if i.kind in ("param", "buffer"):
-                tied = f"  (also {', '.join(i.aliases)})" if i.aliases else ""
-                print(f"  {i.kind:<6} {i.name}: {i.spec}{tied}")
-        print("every op has a rule" if not rows else "ops without a rule")
-        for row in rows:
-            print(f"  {row['op']:<32} {row['share']:6.2%} of the work  {row['how']}  {row['where']}")
-        if eager:
-            print("parts that run as they are, in plain PyTorch")
-        for row in eager:
-            print(f"  {shown(row)}")
+        _print_tensors_and_ops(graph, rows, [shown_part(row) for row in eager])
     return 0
+
+
+def _print_tensors_and_ops(graph: Graph, without_rule: list[dict[str, Any]], eager: list[str]) -> None:
+    """All tensors that live from step to step, and the ops that not everything is known about."""
+    print("parameters and buffers")
+    for i in graph.inputs:
+        if i.kind in ("param", "buffer"):
+            tied = f"  (also {', '.join(i.aliases)})" if i.aliases else ""
+            print(f"  {i.kind:<6} {i.name}: {i.spec}{tied}")
+    print("every op has a rule" if not without_rule else "ops without a rule")
+    for row in without_rule:
+        print(f"  {row['op']:<32} {row['share']:6.2%} of the work  {row['how']}  {row['where']}")
+    if eager:
+        print("parts that run as they are, in plain PyTorch")
+    for told in eager:
+        print(f"  {told}")
 
 
 def do_verify(args: argparse.Namespace) -> int:
@@ -168,7 +174,31 @@ def do_train(args: argparse.Namespace) -> int:
     from laminar.launch import command
 
     args.mesh = parse_mesh(args.mesh) if args.mesh else None
-    return command.run(args, train, load_recipe)
+    return command.run_train(args, train, load_recipe)
+
+
+def verify_options(p: argparse.ArgumentParser) -> None:
+    """What `laminar verify` compares: a plan with one device, or exact runs with each other."""
+    p.add_argument("--plan", metavar="FILE", help="a plan file, to be compared with one device")
+    p.add_argument(
+        "--exact",
+        nargs="?",
+        const="",
+        metavar="units=8,slices=1",
+        help="instead: train in exact mode on 1 process and on several, and compare hashes after every step",
+    )
+    p.add_argument("--processes", type=int, default=2, metavar="N", help="with --exact: how many (default: 2)")
+    p.add_argument("--steps", type=int, default=3, metavar="N", help="with --exact: steps to train (default: 3)")
+    p.add_argument("--seed", type=int, default=0, metavar="N", help="with --exact: of weights, draws and hostings")
+    p.add_argument("--precision", default="f32", choices=PRECISIONS, help="with --exact (default: f32)")
+    p.add_argument(
+        "--ranks",
+        default="inprocess",
+        choices=["inprocess", "processes"],
+        help="all ranks in this process (default), or one Gloo process each",
+    )
+    p.add_argument("--dtype", default="f64", choices=["f64", "f32"], help="precision of the comparison (default: f64)")
+    p.add_argument("--batches", type=int, default=1, metavar="N", help="batches to compare (default: 1)")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -199,7 +229,7 @@ def parser() -> argparse.ArgumentParser:
         help="list parameter names, and ops without a sharding rule with their share of the work",
     )
     p.add_argument("-o", "--output", metavar="FILE", help="save the graph as JSON")
-    cli_plan.options(
+    cli_plan.plan_options(
         verb("plan", cli_plan.do_plan, "find or make a plan: how every tensor is sharded over the devices", True)
     )
     cli_cost.profile_options(
@@ -211,28 +241,8 @@ def parser() -> argparse.ArgumentParser:
     cli_cost.simulate_options(
         verb("simulate", cli_cost.do_simulate, "predict time and memory of a plan's step, on any cluster", False)
     )
-    p = verb("verify", do_verify, "run a plan and compare it with one device; exit 1 if they differ", True)
-    p.add_argument("--plan", metavar="FILE", help="a plan file, to be compared with one device")
-    p.add_argument(
-        "--exact",
-        nargs="?",
-        const="",
-        metavar="units=8,slices=1",
-        help="instead: train in exact mode on 1 process and on several, and compare hashes after every step",
-    )
-    p.add_argument("--processes", type=int, default=2, metavar="N", help="with --exact: how many (default: 2)")
-    p.add_argument("--steps", type=int, default=3, metavar="N", help="with --exact: steps to train (default: 3)")
-    p.add_argument("--seed", type=int, default=0, metavar="N", help="with --exact: of weights, draws and hostings")
-    p.add_argument("--precision", default="f32", choices=PRECISIONS, help="with --exact (default: f32)")
-    p.add_argument(
-        "--ranks",
-        default="inprocess",
-        choices=["inprocess", "processes"],
-        help="all ranks in this process (default), or one Gloo process each",
-    )
-    p.add_argument("--dtype", default="f64", choices=["f64", "f32"], help="precision of the comparison (default: f64)")
-    p.add_argument("--batches", type=int, default=1, metavar="N", help="batches to compare (default: 1)")
-    command.options(verb("train", do_train, "train a recipe on one or more ranks of this machine", True))
+    verify_options(verb("verify", do_verify, "run a plan and compare it with one device; exit 1 if they differ", True))
+    command.train_options(verb("train", do_train, "train a recipe on one or more ranks of this machine", True))
     cli_cost.diff_options(verb("diff", cli_cost.do_diff, "compare a predicted with a measured timeline", False))
     return top
 

@@ -115,11 +115,11 @@ def parse_changes(text: str) -> dict[str, Any]:
                 f"{name} is a number{of}, not {value!r}", next="write --what-if 'memory=40GB; tp=8'"
             ) from None
     if isinstance(out.get("cluster"), str):
-        out["cluster"] = cli_cost.cluster_of(out["cluster"])
+        out["cluster"] = cli_cost.cluster_from(out["cluster"])
     return out
 
 
-def told(
+def tell(
     args: argparse.Namespace,
     plan: Plan | Staged,
     graph_of: Callable[[], Graph],
@@ -137,7 +137,7 @@ def told(
     print(plan.explain(price=args.price))
     print("\n".join(rate_lines(plan.account, args.tokens, args.price)))
     if getattr(args, "compare", False):
-        print(compared(plan.account))
+        print(comparison(plan.account))
     _print(answers)
     if args.output:
         print(f"\nwritten to {args.output}")
@@ -199,7 +199,7 @@ def do_explain(args: argparse.Namespace) -> int:
                 made.append(graph_of(recipe, 1, plan.account.work.precision if plan.account.work else "f32"))
         return made[0]
 
-    cluster = cli_cost.cluster_of(args.cluster) if args.cluster else None
+    cluster = cli_cost.cluster_from(args.cluster) if args.cluster else None
     answers = _answers(args, plan, graph, cluster)
     if args.json:
         found = rates(plan.account, args.tokens, args.price)
@@ -211,7 +211,7 @@ def do_explain(args: argparse.Namespace) -> int:
     return 0
 
 
-def compared(account: Account) -> str:
+def comparison(account: Account) -> str:
     """All plans that were looked at, as bars: the longer, the more steps a second."""
     rows = account.looked_at
     best = min((row.step_s for row in rows if row.fits), default=0.0)

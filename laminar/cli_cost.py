@@ -53,7 +53,7 @@ TRIALS_S = 60.0
 """After so long no further model is begun on a GPU."""
 
 
-def cluster_of(text: str | None) -> Cluster:
+def cluster_from(text: str | None) -> Cluster:
     """A cluster by file or by name; this machine where nothing is said."""
     return Cluster.detect() if text is None else Cluster.named(text)
 
@@ -142,11 +142,11 @@ def _on_gpu(found: Cluster, keep: str | None, show: Any) -> Cluster:
     """The cluster, calibrated with whole steps on its GPU."""
     import tempfile
 
-    from laminar.profile.gpu_trials import calibrated_on_gpu, timed
+    from laminar.profile.gpu_trials import calibrated_on_gpu, timed_apart
 
     show(0, 1, "compiled models on the GPU")
     with tempfile.TemporaryDirectory(prefix="laminar-trials-") as folder:
-        return calibrated_on_gpu(found, timed(TRIALS_S, Path(keep or f"{folder}/trials.jsonl")))
+        return calibrated_on_gpu(found, timed_apart(TRIALS_S, Path(keep or f"{folder}/trials.jsonl")))
 
 
 def _ranks(text: str | None, here: Cluster) -> list[int]:
@@ -280,13 +280,13 @@ def do_simulate(args: argparse.Namespace) -> int:
     from laminar.placement.presets import like
     from laminar.planner.report.graph_of_plan import cluster_named, graph_of_own_batch
     from laminar.planner.report.throughput import rate_lines, rates, with_work
-    from laminar.staging.stage_plans import again
+    from laminar.staging.stage_plans import for_other_graph
 
     plan = load_plan(args.plan)
     recipe = args.recipe or plan.account.recipe
     if recipe is None:
         raise PlanError(f"{args.plan} does not say which recipe it is for", next="--recipe path/to/file.py:function")
-    cluster = cluster_of(args.cluster or cluster_named(plan))
+    cluster = cluster_from(args.cluster or cluster_named(plan))
     if args.load_s < 0 or args.prefetch < 0:
         raise PlanError(f"--load-s {args.load_s} --prefetch {args.prefetch}", allowed="0 or more")
     asked: dict[str, Any] = {"optimizer": args.optimizer, "load_s": args.load_s, "prefetch": args.prefetch}
@@ -297,7 +297,7 @@ def do_simulate(args: argparse.Namespace) -> int:
         times, free = plan.micro_batches, plan.account.batch
         parts = times * free.captured // free.samples if free else times
         graph = graph_of(recipe, parts, precision, kind)
-        plan = again(graph, plan) if precision != own_precision else plan
+        plan = for_other_graph(graph, plan) if precision != own_precision else plan
         found: Any = predict_staged(graph, plan, cluster, **asked)
     else:
         graph = graph_of_own_batch(plan, graph_of(recipe, 1, precision, kind))
@@ -310,9 +310,9 @@ def do_simulate(args: argparse.Namespace) -> int:
     if args.trace:
         Path(args.trace).write_text(json.dumps(line.to_chrome()))
     if args.png:
-        from laminar.cost.timeline_plot import draw
+        from laminar.cost.timeline_plot import draw_timelines
 
-        draw([line], args.png)
+        draw_timelines([line], args.png)
     parts = line.breakdown()
     if args.json:
         about = {"precision": precision, **rates(account, args.tokens, args.price)}
@@ -364,8 +364,8 @@ def do_diff(args: argparse.Namespace) -> int:
     predicted, measured = Timeline.load(args.predicted), Timeline.load(args.measured)
     found = compare(predicted, measured)
     if args.png:
-        from laminar.cost.timeline_plot import draw
+        from laminar.cost.timeline_plot import draw_timelines
 
-        draw([predicted, measured], args.png)
+        draw_timelines([predicted, measured], args.png)
     print(json.dumps(found.to_json()) if args.json else render(found))
     return 0

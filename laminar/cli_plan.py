@@ -18,14 +18,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from laminar import cli_cost
-from laminar.cli_ask import parse_changes, questions, told, working
+from laminar.cli_ask import parse_changes, questions, tell, working
 from laminar.errors import MeshError, PlanError
 from laminar.ir.mesh import Mesh
 from laminar.ir.plans.plan import Plan
 from laminar.ir.plans.staged import SCHEDULES, Staged, plan_of
 from laminar.ir.sbp import parse
 from laminar.launch.vocabulary import MEMORY, PRECISIONS, couple_word, hidden, memory_bytes, plan_name
-from laminar.placement.presets import NAMES
+from laminar.placement.presets import PRESET_NAMES
 from laminar.planner.report.throughput import with_work
 from laminar.planner.space.request import PINNABLE, STORED_PINS
 
@@ -132,7 +132,7 @@ def _search(args: argparse.Namespace) -> int:
             "--recompute, --offload and --program do not go with a search",
             next="--pin recompute=1, --pin offload=1, or name a mesh",
         )
-    cluster = cli_cost.cluster_of(args.cluster)
+    cluster = cli_cost.cluster_from(args.cluster)
     if args.measure and args.batch == "free":
         raise PlanError("--measure runs the recipe's own batches", next="leave out --batch free")
     if args.measure:
@@ -176,7 +176,7 @@ def _search(args: argparse.Namespace) -> int:
         data["rules"] = {**data["rules"], "each": [verdict.to_json() for verdict in rules.verdicts]}
         if not args.json:
             print(f"{rules}\n  {_taken(account.rules.used)}\n")
-    return told(args, found, lambda: graph, cluster, data)
+    return tell(args, found, lambda: graph, cluster, data)
 
 
 def _rules(args: argparse.Namespace) -> ProvedRules | None:
@@ -203,13 +203,13 @@ def _taken(used: Mapping[str, int]) -> str:
 def _rank_that_measures(args: argparse.Namespace) -> int:
     """One of the ranks that `--measure` starts."""
     from laminar.api import load_recipe, parallelize
-    from laminar.launch.measure_plans import be_a_rank
-    from laminar.launch.rank import Place
+    from laminar.launch.measure_plans import measure_as_a_rank
+    from laminar.launch.rank import RankPlace
 
-    place = Place.of(os.environ)
+    place = RankPlace.of(os.environ)
     if place is None:
         raise PlanError("--measure-rank is for ranks that --measure starts", next="laminar plan RECIPE --measure")
-    be_a_rank(args.measure_rank, args.recipe, place, parallelize, load_recipe)
+    measure_as_a_rank(args.measure_rank, args.recipe, place, parallelize, load_recipe)
     return 0
 
 
@@ -217,7 +217,7 @@ def _made(args: argparse.Namespace) -> int:
     """A plan with a name, or from placements of some tensors, on a mesh."""
     from laminar.api import graph_of, plans
 
-    cluster = cli_cost.cluster_of(args.cluster) if args.cluster else None
+    cluster = cli_cost.cluster_from(args.cluster) if args.cluster else None
     if args.mesh is None and cluster is None:
         raise MeshError("neither a mesh nor a cluster", next="--mesh dp=2,tp=4, or --cluster 8xh100")
     mesh = parse_mesh(args.mesh) if args.mesh else Mesh({"dp": cluster.devices if cluster else 1})
@@ -247,7 +247,7 @@ def _made(args: argparse.Namespace) -> int:
         program = lower(graph, plan)
         print(json.dumps({"plan": plan.hash, "program": program.to_json()}) if args.json else program)
         return 0
-    return told(
+    return tell(
         args, plan, lambda: graph, cluster, {"graph": graph.hash, "mesh": mesh.to_json(), **plan.account.to_json()}
     )
 
@@ -258,7 +258,7 @@ def _stages(args: argparse.Namespace, mesh: Mesh | None) -> int:
 
     if args.place or args.program:
         raise PlanError("--place and --program do not go with --stages", next="leave them out")
-    cluster = cli_cost.cluster_of(args.cluster) if args.cluster else None
+    cluster = cli_cost.cluster_from(args.cluster) if args.cluster else None
     with working("capturing", args.json):
         graph = graph_of(args.recipe, args.micro_batches, args.precision, _kind(cluster))
     inner: Any = mesh
@@ -292,7 +292,7 @@ def _stages(args: argparse.Namespace, mesh: Mesh | None) -> int:
                 account = replace(account, cluster_file=args.cluster)
         plan = replace(plan, account=account)
     whole = partial(graph_of, args.recipe, 1, args.precision, _kind(cluster))
-    return told(args, plan, whole, cluster, {"graph": graph.hash, "ranks": plan.ranks, **plan.account.to_json()})
+    return tell(args, plan, whole, cluster, {"graph": graph.hash, "ranks": plan.ranks, **plan.account.to_json()})
 
 
 def _kind(cluster: Any) -> str:
@@ -300,7 +300,7 @@ def _kind(cluster: Any) -> str:
     return "cpu" if cluster is not None and cluster.on([0]).device.kind == "cpu" else "cuda"
 
 
-def options(p: argparse.ArgumentParser) -> None:
+def plan_options(p: argparse.ArgumentParser) -> None:
     """The options of `laminar plan`."""
     p.epilog, p.formatter_class = EXAMPLES, argparse.RawDescriptionHelpFormatter
     p.add_argument(
@@ -315,6 +315,14 @@ def options(p: argparse.ArgumentParser) -> None:
         choices=PRECISIONS,
         help="precision to plan for, as in `laminar train` (default: f32, the model's own)",
     )
+    search_options(p)
+    questions(p)
+    placement_options(p)
+    pipeline_options(p)
+
+
+def search_options(p: argparse.ArgumentParser) -> None:
+    """What a search is asked for."""
     add = p.add_argument_group("search").add_argument
     add(
         "--memory",
@@ -363,14 +371,17 @@ def options(p: argparse.ArgumentParser) -> None:
         help="run the best candidates and the named plans on this machine, and take the fastest",
     )
     add("--measure-rank", help=argparse.SUPPRESS)
-    questions(p)
+
+
+def placement_options(p: argparse.ArgumentParser) -> None:
+    """A plan without a search."""
     made = p.add_argument_group("a plan of your own")
     add = made.add_argument
     add("--mesh", metavar="MESH", help="axes and sizes, such as dp=2,tp=4 (default with --preset: dp over the cluster)")
     add(
         "--preset",
         type=plan_name,
-        choices=NAMES,
+        choices=PRESET_NAMES,
         help="a plan by name, the same names as in `laminar train --plan` (default: data)",
     )
     add(
@@ -402,6 +413,10 @@ def options(p: argparse.ArgumentParser) -> None:
         help="keep what these modules or values hold in host memory until backward; may be repeated",
     )
     add("--program", action="store_true", help="print the program that every rank runs")
+
+
+def pipeline_options(p: argparse.ArgumentParser) -> None:
+    """A plan with stages, without a search."""
     made = p.add_argument_group("a pipeline of your own")
     add = made.add_argument
     add(

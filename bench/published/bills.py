@@ -20,10 +20,10 @@ from typing import Any
 
 from bench.published.model import Shape
 from laminar.cost.calibrate import Calibration
-from laminar.cost.comm.price import held_bytes
+from laminar.cost.comm.price import collective_bytes
 from laminar.cost.machine import Machine
-from laminar.cost.ops.families import COMPUTES, describe, family_of
-from laminar.cost.schedule import Exchange, Price, schedule
+from laminar.cost.ops.families import COMPUTES, family_of, traits_of
+from laminar.cost.schedule import ExchangePrice, Price, schedule
 from laminar.cost.sim.tasks import Lane, Load, Task
 from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.graph import Graph
@@ -101,9 +101,9 @@ class Recorder(Machine):
     def kernel(self, nbytes: int, shape: tuple[int, int, str] | None) -> Price:
         return Price(0.0, self._note(("bytes", nbytes, shape is not None)), 0.0, "")
 
-    def exchange(self, instr: Instr, mesh: Mesh, rank: int, resident: bool) -> Exchange:
-        note = self._note(("move", instr.kind, held_bytes(instr, mesh, rank)))
-        return Exchange(0.0, 1.0, 0.0, note, 0.0, "", 0)
+    def exchange(self, instr: Instr, mesh: Mesh, rank: int, resident: bool) -> ExchangePrice:
+        note = self._note(("move", instr.kind, collective_bytes(instr, mesh, rank)))
+        return ExchangePrice(0.0, 1.0, 0.0, note, 0.0, "", 0)
 
     def around(self, program: Program, rank: int) -> tuple[list[tuple[str, Price]], list[tuple[str, Price]]]:
         return [], []
@@ -111,7 +111,7 @@ class Recorder(Machine):
 
 def item_of(call: Call, marks: tuple[str, ...] = ()) -> Item:
     """What a single op asks for."""
-    traits = describe(call, marks)
+    traits = traits_of(call, marks)
     if traits.family == "matmul":
         batch, m, n, k = (round(2**x) for x in traits.geometry)
         return ("mm", batch, m, n, k, traits.dtype)

@@ -141,7 +141,7 @@ def plan(path: Path) -> None:
 def timeline(path: Path) -> None:
     """One step, predicted above and measured below."""
     from laminar.cli import main
-    from laminar.cost.timeline_plot import draw
+    from laminar.cost.timeline_plot import draw_timelines
     from laminar.ir.timeline import Timeline
 
     with tempfile.TemporaryDirectory() as folder:
@@ -150,7 +150,7 @@ def timeline(path: Path) -> None:
         main(["plan", f"{ROOT}/examples/hf.py:gpt2_text", "--mesh", "dp=2", "--cluster", profile, "-o", made])
         main(["simulate", made, "-o", simulated])
         main(["diff", simulated, str(MEASURED)])
-        draw([Timeline.load(simulated), Timeline.load(MEASURED)], path)
+        draw_timelines([Timeline.load(simulated), Timeline.load(MEASURED)], path)
     small(path)
 
 

@@ -10,14 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from laminar.capture.eager.eager_search import runs_as_it_is, shown, traced
+from laminar.capture.eager.eager_search import runs_as_it_is, traced, with_reasons
 from laminar.capture.graph.batch_sizes import Predictor, Sample, as_json
 from laminar.capture.graph.convert import convert
 from laminar.capture.graph.simplify import simplify
 from laminar.capture.model.batches import flatten, refuse_empty, unflatten
 from laminar.capture.model.lazy_layers import initialise
-from laminar.capture.model.losses import Loss as Loss
-from laminar.capture.model.losses import read_loss as read_loss
+from laminar.capture.model.losses import read_loss
 from laminar.capture.model.model_tensors import slots_of
 from laminar.capture.model.unwrap import unwrapped
 from laminar.capture.ops.torch_ops import spec_of
@@ -85,9 +84,8 @@ def capture(
 
     def step() -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         value, total, metrics = read_loss(loss(model, unflatten(tree, given)))
-        if not scaled or not isinstance(total, Tensor):
-            return value, value, metrics
-        return value, total * given[SCALE].to(total.dtype), metrics
+        scales = scaled and isinstance(total, Tensor)
+        return value, total * given[SCALE].to(total.dtype) if scales else value, metrics
 
     def forward() -> list[Any] | None:
         try:
@@ -101,16 +99,19 @@ def capture(
     if graph is None:
         began = time.perf_counter()
         found, lines = traced(model, slots, lambda: trace(model, step, slots, leaves, set_leaves, backward, wide))
-        graph = shown(convert(found, leaves, json.dumps(tree)), lines)
+        graph = with_reasons(convert(found, leaves, json.dumps(tree)), lines)
         if predictor is not None:
-            predictor.traced, predictor.traced_s = (
-                predictor.traced + 1,
-                predictor.traced_s + time.perf_counter() - began,
-            )
-            if found.ops is not None and not runs_as_it_is(graph):
-                plain = {k: v for k, v in graph.to_json().items() if k != "hash"}
-                predictor.add(Sample(sizes, as_json(plain), as_json(found.ops)))
+            predictor.traced += 1
+            predictor.traced_s += time.perf_counter() - began
+            _learn(predictor, sizes, graph, found.ops)
     return simplify(graph)
+
+
+def _learn(predictor: Predictor, sizes: tuple[int, ...], graph: Graph, ops: list[Any] | None) -> None:
+    """Keep a traced graph as an example from which those of other sizes may follow."""
+    if ops is not None and not runs_as_it_is(graph):
+        plain = {k: v for k, v in graph.to_json().items() if k != "hash"}
+        predictor.add(Sample(sizes, as_json(plain), as_json(ops)))
 
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:

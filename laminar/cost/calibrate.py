@@ -122,7 +122,7 @@ def interval(seconds: float, sigma: float) -> tuple[float, float]:
     return seconds / factor, seconds * factor
 
 
-NAMES = (*PARTS, *DDP_PARTS, *COUNTS, *DDP_COUNTS)
+CONSTANT_NAMES = (*PARTS, *DDP_PARTS, *COUNTS, *DDP_COUNTS)
 
 
 def fit(timings: Sequence[Timing], quiet: bool = False) -> Calibration:
@@ -180,22 +180,22 @@ def _ratio_errors(c: Calibration, held: Sequence[Timing]) -> list[float]:
 
 def _fit(timings: Sequence[Timing], quiet: bool = False) -> Calibration:
     models = list(dict.fromkeys(t.model for t in timings))
-    x = np.array([[t.features.get(k, 0.0) for k in NAMES] for t in timings])
+    x = np.array([[t.features.get(k, 0.0) for k in CONSTANT_NAMES] for t in timings])
     y = np.log([t.seconds for t in timings])
     which = np.array([models.index(t.model) for t in timings])
     typical = TYPICAL | QUIET if quiet else TYPICAL
     noise, sway = (QUIET_NOISE, QUIET_MOOD) if quiet else (NOISE, MOOD)
-    centre = np.array([typical.get(k, 1.0) for k in NAMES])
-    loose = np.array([LOOSE.get(k, OTHERWISE) for k in NAMES])
+    centre = np.array([typical.get(k, 1.0) for k in CONSTANT_NAMES])
+    loose = np.array([LOOSE.get(k, OTHERWISE) for k in CONSTANT_NAMES])
 
     def residuals(theta: NDArray[np.float64]) -> NDArray[np.float64]:
-        a, mood = theta[: len(NAMES)], theta[len(NAMES) :]
+        a, mood = theta[: len(CONSTANT_NAMES)], theta[len(CONSTANT_NAMES) :]
         predicted = np.log(np.maximum(x @ (centre * np.exp(a)), 1e-12)) + mood[which]
         return np.concatenate([(predicted - y) / noise, a / loose, mood / sway])
 
-    found = least_squares(residuals, np.zeros(len(NAMES) + len(models)), loss="soft_l1", f_scale=2.0)
-    values = centre * np.exp(found.x[: len(NAMES)])
-    named = dict(zip(NAMES, values.tolist(), strict=True))
+    found = least_squares(residuals, np.zeros(len(CONSTANT_NAMES) + len(models)), loss="soft_l1", f_scale=2.0)
+    values = centre * np.exp(found.x[: len(CONSTANT_NAMES)])
+    named = dict(zip(CONSTANT_NAMES, values.tolist(), strict=True))
     return Calibration(
         {k: named[k] for k in PARTS + DDP_PARTS}, {k: named[k] for k in COUNTS + DDP_COUNTS}, models=tuple(models)
     )

@@ -20,9 +20,9 @@ from laminar.cost.comm.price import CollectiveCost
 from laminar.cost.ops.families import COMPUTES, family_of
 from laminar.cost.ops.interned import Forms, forms_of
 from laminar.cost.ops.price import OpCost
-from laminar.cost.ops.strides import follow
+from laminar.cost.ops.strides import follow_strides
 from laminar.cost.ops.table import local_call
-from laminar.cost.schedule import OFFLOAD, Exchange, Groups, Price, Prices
+from laminar.cost.schedule import OFFLOAD, ExchangePrice, KernelGroups, Price, Prices
 from laminar.cost.sim.tasks import Drag
 from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.mesh import Mesh
@@ -73,13 +73,13 @@ class Machine(Prices):
 
     # --- lines ----------------------------------------------------------------------------------
 
-    def lines(self, program: Program, rank: int) -> Sequence[Price | Exchange]:
+    def lines(self, program: Program, rank: int) -> Sequence[Price | ExchangePrice]:
         forms = forms_of(program)
         calls = [local_call(i, program.mesh, rank) for i in forms.examples]
         exchanges = self._exchanges(forms, rank)
         known: dict[int, Price] = {}
-        out: list[Price | Exchange] = []
-        for n, (instr, lying) in enumerate(zip(program.instrs, follow(forms, calls), strict=True)):
+        out: list[Price | ExchangePrice] = []
+        for n, (instr, lying) in enumerate(zip(program.instrs, follow_strides(forms, calls), strict=True)):
             if instr.op in COLLECTIVE_OPS:
                 out.append(exchanges[n])
                 continue
@@ -93,13 +93,13 @@ class Machine(Prices):
         share = self.calibration.multiplier("waits")
         if share and exchanges:
             each = share * waits(program, out) / len(exchanges)
-            out = [p._replace(wait_s=each) if isinstance(p, Exchange) else p for p in out]
+            out = [p._replace(wait_s=each) if isinstance(p, ExchangePrice) else p for p in out]
         return out
 
-    def kernels(self, program: Program, groups: Groups, rank: int) -> Sequence[Price | Exchange]:
+    def kernels(self, program: Program, groups: KernelGroups, rank: int) -> Sequence[Price | ExchangePrice]:
         forms = forms_of(program)
         exchanges = self._exchanges(forms, rank)
-        out: list[Price | Exchange] = []
+        out: list[Price | ExchangePrice] = []
         alone: dict[int, Price] = {}
         seen: dict[Any, Price] = {}
         kinds = [kernel_kind(i) for i in forms.examples]
@@ -123,11 +123,11 @@ class Machine(Prices):
                 out.append(price)
         return out
 
-    def _exchanges(self, forms: Forms, rank: int) -> dict[int, Exchange]:
+    def _exchanges(self, forms: Forms, rank: int) -> dict[int, ExchangePrice]:
         """The program's collectives, by line."""
         leaving = {forms.number(o.ref) for o in forms.program.outputs}
         moves = [i.op in COLLECTIVE_OPS for i in forms.examples]
-        known: dict[tuple[int, bool], Exchange] = {}
+        known: dict[tuple[int, bool], ExchangePrice] = {}
         out = {}
         for n, form in enumerate(forms.of):
             if moves[form]:
@@ -163,7 +163,7 @@ class Machine(Prices):
         seconds = answer.seconds * self.times[part] + self._extra.get("lines", 0.0)
         return Price(seconds, answer.source, answer.sigma, family)
 
-    def exchange(self, instr: Instr, mesh: Mesh, rank: int, resident: bool) -> Exchange:
+    def exchange(self, instr: Instr, mesh: Mesh, rank: int, resident: bool) -> ExchangePrice:
         """One collective."""
         cost = self.gloo if instr.kind == "all_to_all" else self.collectives
         answer = cost.of(instr, mesh, rank, resident)
@@ -180,7 +180,7 @@ class Machine(Prices):
             # Through shared memory nothing goes on beside the rank; nor does it through Gloo where ranks leave no
             # core idle: its threads run when the rank waits.
             wire, finish = 0.0, finish + wire
-        return Exchange(start, wire, finish, answer.source, answer.sigma, f"{kind}: {answer.algorithm}", level)
+        return ExchangePrice(start, wire, finish, answer.source, answer.sigma, f"{kind}: {answer.algorithm}", level)
 
     def hosted(self, instr: Instr, mesh: Mesh, rank: int) -> Price:
         """A copy to the host or back: beside compute on a GPU (`OFFLOAD`), by the rank itself on a CPU."""
@@ -241,7 +241,7 @@ class Machine(Prices):
         return Price(answer.seconds * self.times["update"], answer.source, answer.sigma, "optimizer")
 
 
-def fused_work(forms: Forms, groups: Groups, rank: int) -> list[tuple[int, tuple[int, int, str] | None]]:
+def fused_work(forms: Forms, groups: KernelGroups, rank: int) -> list[tuple[int, tuple[int, int, str] | None]]:
     """For each kernel the bytes it reads from outside and leaves for others, and rows, columns and kind of its largest
     reduction."""
     program, mesh = forms.program, forms.program.mesh
@@ -336,19 +336,19 @@ def drag_of(cluster: Cluster) -> Drag:
     return Drag.fractions(0.9, 0.9) if cluster.device.kind == "gpu" else Drag.fractions(0.6, 0.6)  # assumed
 
 
-def waits(program: Program, lines: Sequence[Price | Exchange]) -> float:
+def waits(program: Program, lines: Sequence[Price | ExchangePrice]) -> float:
     """The root of local work times meetings, in seconds against a millisecond: see `cost.calibrate`."""
     local = sum(p.seconds for p in lines if isinstance(p, Price))
     return math.sqrt(1e-3 * local * sum(i.moves for i in program.instrs))
 
 
 def features(
-    program: Program, lines: Sequence[Price | Exchange], around: Sequence[tuple[str, Price]]
+    program: Program, lines: Sequence[Price | ExchangePrice], around: Sequence[tuple[str, Price]]
 ) -> dict[str, float]:
     """What `cost.calibrate` fits: seconds and counts of a step, uncalibrated."""
     out = dict.fromkeys((*PARTS, *COUNTS), 0.0)
     for instr, price in zip(program.instrs, lines, strict=True):
-        if isinstance(price, Exchange):
+        if isinstance(price, ExchangePrice):
             kind = price.algorithm.split(":")[0]
             out[kind] += price.start_s + price.transfer_s + price.finish_s
             out[f"{kind}s"] += 1

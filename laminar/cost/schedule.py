@@ -28,11 +28,11 @@ from laminar.ir.sbp import Split, local_shape
 
 OFFLOAD = "offload"
 """The family of copies to the host's memory and back, and the lane they have to themselves."""
-TICKS = 1e9
+TICKS_PER_S = 1e9
 """Ticks of a second."""
 
 
-Groups = Sequence[tuple[int, ...]]
+KernelGroups = Sequence[tuple[int, ...]]
 """Positions of instructions that run as one kernel, in the order in which kernels run."""
 
 
@@ -45,7 +45,7 @@ class Price(NamedTuple):
     family: str
 
 
-class Exchange(NamedTuple):
+class ExchangePrice(NamedTuple):
     """What a collective costs: on the compute lane before and behind, and on the wire between."""
 
     start_s: float
@@ -106,11 +106,11 @@ class Prices:
     """How that is known: the source of the device's figure."""
     drag: Drag = Drag()
 
-    def lines(self, program: Program, rank: int) -> Sequence[Price | Exchange]:
+    def lines(self, program: Program, rank: int) -> Sequence[Price | ExchangePrice]:
         """A price for every instruction of the program."""
         raise NotImplementedError
 
-    def kernels(self, program: Program, groups: Groups, rank: int) -> Sequence[Price | Exchange]:
+    def kernels(self, program: Program, groups: KernelGroups, rank: int) -> Sequence[Price | ExchangePrice]:
         """A price for every group of instructions that run as one."""
         raise NotImplementedError
 
@@ -123,7 +123,7 @@ class Prices:
         return []
 
 
-def classes(program: Program, cluster: Cluster | None = None) -> list[tuple[int, ...]]:
+def rank_classes(program: Program, cluster: Cluster | None = None) -> list[tuple[int, ...]]:
     """Ranks that do the same, as tuples; the first of each is the one that is written down."""
     mesh = program.mesh
     placed = {id(p): p for i in program.instrs for p in i.ins}  # programs share equal ones
@@ -208,14 +208,14 @@ class _Writer:
         lanes = self.own.get(at)
         if lanes is None:
             lanes = self.own[at] = (self.lane(rank, "compute"),)
-        self.tasks.append(Task(name, lanes, round(seconds * TICKS), after))
+        self.tasks.append(Task(name, lanes, round(seconds * TICKS_PER_S), after))
         self.lines.append(line)
         return len(self.tasks) - 1
 
 
 def ticks(seconds: float) -> int:
     """Seconds as whole ticks."""
-    return round(seconds * TICKS)
+    return round(seconds * TICKS_PER_S)
 
 
 def schedule(
@@ -223,11 +223,11 @@ def schedule(
     prices: Prices,
     cluster: Cluster | None = None,
     then: Program | None = None,
-    groups: Groups | None = None,
+    groups: KernelGroups | None = None,
 ) -> Schedule:
     """The load of one step; `then` is what runs after the update (see `lower.step`), `groups` what is fused."""
     with uncollected():
-        ranks = classes(program, cluster)
+        ranks = rank_classes(program, cluster)
         levels = len(cluster.levels) if cluster is not None else 1
         w = _Writer(program, ranks, levels)
         around = [prices.around(program, g[0]) for g in ranks]
@@ -248,7 +248,7 @@ def schedule(
         return Schedule(load, tuple(w.lines), {g[0]: g for g in ranks}, program.mesh.ranks)
 
 
-def _lines(w: _Writer, program: Program, prices: Prices, groups: Groups | None) -> None:
+def _lines(w: _Writer, program: Program, prices: Prices, groups: KernelGroups | None) -> None:
     """The tasks of all lines of one program, for every class."""
     if groups is None:
         by_class = [prices.lines(program, g[0]) for g in w.groups]
@@ -284,7 +284,7 @@ def _lines(w: _Writer, program: Program, prices: Prices, groups: Groups | None) 
             continue
         costs = [row[n] for row in by_class]
         for meeting in met[instr.box.axes]:
-            _exchange(w, instr, meeting, {k: c for k in meeting if isinstance(c := costs[k], Exchange)}, program)
+            _exchange(w, instr, meeting, {k: c for k in meeting if isinstance(c := costs[k], ExchangePrice)}, program)
     for finish in list(waiting.values()):
         finish()
     waiting.clear()  # they know who writes, who knows them: circles, which only the garbage collector would end
@@ -326,7 +326,7 @@ def _meetings(program: Program, axes: tuple[int, ...], groups: list[tuple[int, .
 
 
 def _exchange(
-    w: _Writer, instr: Instr, meeting: tuple[int, ...], costs: Mapping[int, Exchange], program: Program
+    w: _Writer, instr: Instr, meeting: tuple[int, ...], costs: Mapping[int, ExchangePrice], program: Program
 ) -> None:
     """The tasks of one collective among the classes of a meeting."""
     starts = {}

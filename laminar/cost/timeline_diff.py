@@ -24,13 +24,13 @@ from typing import Any
 from laminar.errors import TimelineError
 from laminar.ir.timeline import Span, Timeline
 
-PARTS = ("start", "finish", "wait")
+LINE_ENDINGS = ("start", "finish", "wait")
 """What the lines of a collective end in."""
-WAITING, HOST = "waiting", "host"
+WAITING, HOST_ROW = "waiting", "host"
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class DiffRow:
     """One part or line, predicted and measured; the mean rank's nanoseconds."""
 
     name: str
@@ -64,38 +64,38 @@ class Comparison:
     predicted: str
     """What kind of timeline the first is: simulated, or measured too."""
     measured: str
-    step: Row
-    parts: tuple[Row, ...]
+    step: DiffRow
+    parts: tuple[DiffRow, ...]
     """Families, collectives, waiting and host: what the step is made of."""
-    phases: tuple[Row, ...]
-    lines: tuple[Row, ...]
+    phases: tuple[DiffRow, ...]
+    lines: tuple[DiffRow, ...]
     """Names that both have."""
-    only_predicted: tuple[Row, ...]
-    only_measured: tuple[Row, ...]
+    only_predicted: tuple[DiffRow, ...]
+    only_measured: tuple[DiffRow, ...]
     skew: tuple[Skew, ...]
-    hidden: Row
+    hidden: DiffRow
     """Communication behind compute: no part of the step, but of the same bytes as what is exposed."""
 
     @property
-    def families(self) -> tuple[Row, ...]:
+    def families(self) -> tuple[DiffRow, ...]:
         """The parts that compute."""
         return tuple(r for r in self.parts if r.detail == "compute")
 
     @property
-    def collectives(self) -> tuple[Row, ...]:
+    def collectives(self) -> tuple[DiffRow, ...]:
         """The parts that are communication which nothing hides."""
         return tuple(r for r in self.parts if r.detail == "communication")
 
     @property
-    def exposed(self) -> Row:
+    def exposed(self) -> DiffRow:
         """All communication that nothing hides."""
         found = self.collectives
-        return Row("exposed communication", sum(r.predicted_ns for r in found), sum(r.measured_ns for r in found))
+        return DiffRow("exposed communication", sum(r.predicted_ns for r in found), sum(r.measured_ns for r in found))
 
     def to_json(self) -> dict[str, Any]:
         """Plain data, differences included."""
 
-        def rows(table: Iterable[Row]) -> list[dict[str, Any]]:
+        def rows(table: Iterable[DiffRow]) -> list[dict[str, Any]]:
             return [{**asdict(r), "difference_ns": r.difference_ns, "share": round(r.share, 4)} for r in table]
 
         return {
@@ -131,7 +131,7 @@ def compare(sim: Timeline, run: Timeline) -> Comparison:
                 {WAITING: broken[1]["wait"] + broken[1]["idle"]},
                 WAITING,
             ),
-            *_rows({HOST: broken[0]["host"]}, {HOST: broken[1]["host"]}, HOST),
+            *_rows({HOST_ROW: broken[0]["host"]}, {HOST_ROW: broken[1]["host"]}, HOST_ROW),
         ]
     )
     phased = [_relabelled(t, _phase, _phase).breakdown() for t in (sim, run)]
@@ -142,14 +142,14 @@ def compare(sim: Timeline, run: Timeline) -> Comparison:
     return Comparison(
         predicted=sim.kind,
         measured=run.kind,
-        step=Row("step", sim.step_ns, run.step_ns, 1.0),
+        step=DiffRow("step", sim.step_ns, run.step_ns, 1.0),
         parts=parts,
         phases=_worst(_rows(phases[0], phases[1], "")),
-        lines=_worst([Row(n, both[n][0], names[1][n][0], detail=both[n][1]) for n in both]),
-        only_predicted=_worst([Row(n, ns, 0, detail=what) for n, (ns, what) in alone[0].items()]),
-        only_measured=_worst([Row(n, 0, ns, detail=what) for n, (ns, what) in alone[1].items()]),
+        lines=_worst([DiffRow(n, both[n][0], names[1][n][0], detail=both[n][1]) for n in both]),
+        only_predicted=_worst([DiffRow(n, ns, 0, detail=what) for n, (ns, what) in alone[0].items()]),
+        only_measured=_worst([DiffRow(n, 0, ns, detail=what) for n, (ns, what) in alone[1].items()]),
         skew=tuple(_skew(sim, run)),
-        hidden=Row("hidden communication", *(sum(b["hidden"].values()) for b in broken)),
+        hidden=DiffRow("hidden communication", *(sum(b["hidden"].values()) for b in broken)),
     )
 
 
@@ -157,7 +157,7 @@ def base(span: Span) -> str:
     """The line a span belongs to: without the rank a simulation adds, and without the part of a collective."""
     name = _plain(span.name)
     head, _, part = name.rpartition("/")
-    return head if part in PARTS else name
+    return head if part in LINE_ENDINGS else name
 
 
 def _plain(name: str) -> str:
@@ -191,15 +191,15 @@ def _relabelled(timeline: Timeline, family: Callable[[Span], str], cause: Callab
     """The timeline with families and causes named anew, so that its breakdown is by these names."""
 
     def labelled(s: Span) -> Span:
-        kind = HOST if s.family == HOST else s.kind  # a simulation has what the host does on the compute lane
+        kind = HOST_ROW if s.family == HOST_ROW else s.kind  # a simulation has what the host does on the compute lane
         return replace(s, family=family(s), cause=cause(s), kind=kind)
 
     return replace(timeline, spans=tuple(map(labelled, timeline.spans)))
 
 
-def _rows(predicted: Mapping[str, int], measured: Mapping[str, int], detail: str) -> list[Row]:
+def _rows(predicted: Mapping[str, int], measured: Mapping[str, int], detail: str) -> list[DiffRow]:
     names = dict.fromkeys([*predicted, *measured])
-    return [Row(n, predicted.get(n, 0), measured.get(n, 0), detail=detail) for n in names]
+    return [DiffRow(n, predicted.get(n, 0), measured.get(n, 0), detail=detail) for n in names]
 
 
 def _added(*maps: Mapping[str, int]) -> dict[str, int]:
@@ -210,7 +210,7 @@ def _added(*maps: Mapping[str, int]) -> dict[str, int]:
     return out
 
 
-def _worst(rows: list[Row]) -> tuple[Row, ...]:
+def _worst(rows: list[DiffRow]) -> tuple[DiffRow, ...]:
     """The largest difference first, each with its share of all."""
     total = sum(abs(r.difference_ns) for r in rows) or 1
     rows = [replace(r, share=abs(r.difference_ns) / total) for r in rows]
@@ -276,7 +276,7 @@ def render(comparison: Comparison, most: int = 12) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _table(title: str, rows: Iterable[Row], most: int, shares: bool = True, detail: bool = False) -> list[str]:
+def _table(title: str, rows: Iterable[DiffRow], most: int, shares: bool = True, detail: bool = False) -> list[str]:
     rows = list(rows)
     if not rows:
         return []

@@ -19,14 +19,14 @@ from laminar.errors import LaminarError
 from laminar.ir.timeline import Span, Timeline
 
 COOL = ("#2f6f9f", "#4fa3a5", "#7a6fb0", "#5b8c5a", "#9bb8d3", "#8c8c8c", "#3d4f7c", "#a3c4a8")
-WARM = ("#e07b39", "#c8443c", "#e6b422", "#b5527b", "#8f3b1b")
-WAIT, HOST, OTHER = "#ffffff", "#c9c9c9", "#b9c2c9"
+WARM_COLORS = ("#e07b39", "#c8443c", "#e6b422", "#b5527b", "#8f3b1b")
+WAIT_COLOR, HOST_COLOR, OTHER_COLOR = "#ffffff", "#c9c9c9", "#b9c2c9"
 WIDTH_PX = 1400
 RANKS = 8
 """Written ranks drawn per timeline; more would not be legible."""
 
 
-def draw(timelines: Sequence[Timeline], path: str | Path, ranks: int = RANKS) -> None:
+def draw_timelines(timelines: Sequence[Timeline], path: str | Path, ranks: int = RANKS) -> None:
     """Write a picture of the timelines, one above the other; the kind of file follows from the name."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -91,12 +91,12 @@ def _colours(lines: Sequence[Timeline]) -> dict[tuple[str, str], str]:
     for line in lines:
         for span in line.spans:
             shares[_paint(span)] = shares.get(_paint(span), 0) + span.end - span.start
-    out, palettes = {}, {"compute": list(COOL), "communication": list(WARM)}
+    out, palettes = {}, {"compute": list(COOL), "communication": list(WARM_COLORS)}
     for key in sorted(shares, key=lambda key: (-shares[key], key)):
         if key[0] in palettes:
-            out[key] = palettes[key[0]].pop(0) if palettes[key[0]] else OTHER
+            out[key] = palettes[key[0]].pop(0) if palettes[key[0]] else OTHER_COLOR
         else:
-            out[key] = WAIT if key[0] == "wait" else HOST
+            out[key] = WAIT_COLOR if key[0] == "wait" else HOST_COLOR
     return out
 
 
@@ -106,13 +106,15 @@ def _legend(colours: dict[tuple[str, str], str]) -> list[Any]:
     handles, others = [], 0
     for kind in ("compute", "communication", "wait", "host"):
         for (which, name), colour in colours.items():
-            if which == kind and colour != OTHER:
+            if which == kind and colour != OTHER_COLOR:
                 hatch = "////" if kind == "wait" else None
                 label = f"moves: {name}" if kind == "communication" else name
                 handles.append(Patch(facecolor=colour, edgecolor="#777777", linewidth=0.5, hatch=hatch, label=label))
-            others += which == kind and colour == OTHER
+            others += which == kind and colour == OTHER_COLOR
     if others:
-        handles.append(Patch(facecolor=OTHER, edgecolor="#777777", linewidth=0.5, label=f"{others} smaller families"))
+        handles.append(
+            Patch(facecolor=OTHER_COLOR, edgecolor="#777777", linewidth=0.5, label=f"{others} smaller families")
+        )
     return handles
 
 

@@ -18,7 +18,7 @@ from laminar.cost.ops.interned import forms_of
 from laminar.cost.schedule import Price, Schedule, schedule
 from laminar.cost.sim.pipeline import Execution, execute
 from laminar.cost.sim.simulate import simulate
-from laminar.forecast.step import machine, section_of, sigma_of
+from laminar.forecast.step import machine, section_of, shared_figures, sigma_of
 from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh
@@ -98,19 +98,14 @@ class StagedPrediction:
 
     def figures(self) -> PredictedStep:
         """For the account of the plan."""
-        low, high = self.interval_s
         places = (
             PlacePeak(
                 part=part.name, device=part.device.name, peak_bytes=peak, memory_bytes=part.device.memory_bytes.value
             )
             for part, peak in zip(self.homes, self.peaks, strict=True)
         )
-        return PredictedStep(
-            step_s=self.seconds,
-            step_low_s=low,
-            step_high_s=high,
-            peak_bytes=self.peak_bytes,
-            cluster=self.cluster.name,
+        return replace(
+            shared_figures(self.seconds, self.interval_s, self.peak_bytes, self.cluster),
             bubbles=tuple(round(b, 4) for b in self.bubbles),
             places=tuple(places) if len(self.cluster.parts) > 1 else (),
         )

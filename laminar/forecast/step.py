@@ -16,7 +16,7 @@ from laminar.cost.calibrate import Calibration, interval
 from laminar.cost.machine import UPDATES, Machine
 from laminar.cost.memory.peak import Memory, memory
 from laminar.cost.ops.table import cpu_section
-from laminar.cost.schedule import Exchange, Schedule, schedule
+from laminar.cost.schedule import Schedule, schedule
 from laminar.cost.sim.simulate import Times, simulate, timeline
 from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.graph import Graph
@@ -120,13 +120,8 @@ class Prediction:
 
     def figures(self) -> PredictedStep:
         """For the account of the plan."""
-        low, high = self.interval_s
-        return PredictedStep(
-            step_s=self.seconds,
-            step_low_s=low,
-            step_high_s=high,
-            peak_bytes=self.peak_bytes,
-            cluster=self.cluster.name,
+        return replace(
+            shared_figures(self.seconds, self.interval_s, self.peak_bytes, self.cluster),
             known=self.known(),
         )
 
@@ -137,6 +132,12 @@ class Prediction:
             by[line.price.source] = by.get(line.price.source, 0.0) + line.price.seconds
         total = sum(by.values()) or 1.0
         return {k: round(v / total, 4) for k, v in sorted(by.items(), key=lambda kv: -kv[1])}
+
+
+def shared_figures(seconds: float, interval_s: tuple[float, float], peak_bytes: int, cluster: Cluster) -> PredictedStep:
+    """What the account of a plan says of its step, with stages or without."""
+    low, high = interval_s
+    return PredictedStep(step_s=seconds, step_low_s=low, step_high_s=high, peak_bytes=peak_bytes, cluster=cluster.name)
 
 
 def machine(cluster: Cluster, mesh: Mesh, optimizer: str = "adamw", calibrated: bool = True) -> Machine:
@@ -230,4 +231,4 @@ def with_prediction(graph: Graph, plan: Plan, cluster: Cluster, optimizer: str =
     return replace(plan, account=replace(plan.account, step=found.figures()))
 
 
-__all__ = ["Exchange", "Prediction", "machine", "predict", "predict_program", "with_prediction"]
+__all__ = ["Prediction", "machine", "predict", "predict_program", "with_prediction"]

@@ -15,7 +15,7 @@ from typing import Any
 
 from laminar.errors import LaminarError, MeshError
 from laminar.ir.mesh import Mesh
-from laminar.ir.serial.reading import Part
+from laminar.ir.serial.reading import JsonPart
 
 TreeNode = tuple[int, int]
 """A node of the tree: the terms from its first up to and without its second number."""
@@ -37,8 +37,9 @@ class Exact:
         for field in fields(self):
             value = getattr(self, field.name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise LaminarError(f"exact mode with {field.name}={value!r}", allowed="a whole number of at least 1",
-                                   next=EXAMPLE)  # fmt: skip
+                raise LaminarError(
+                    f"exact mode with {field.name}={value!r}", allowed="a whole number of at least 1", next=EXAMPLE
+                )
 
     @staticmethod
     def of(asked: Any) -> Exact | None:
@@ -74,7 +75,7 @@ class Exact:
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
     @staticmethod
-    def from_json(part: Part) -> Exact:
+    def from_json(part: JsonPart) -> Exact:
         """From `to_json`'s data."""
         return Exact(*(part[f.name].whole(1) for f in fields(Exact)))
 
@@ -93,15 +94,20 @@ class Hosting:
 
     def __post_init__(self) -> None:
         if not self.processes or set(self.processes) != set(range(max(self.processes) + 1)):
-            raise MeshError(f"{list(self.processes)} is no hosting",
-                            allowed="for each logical rank a process; every one from 0 hosts at least one")  # fmt: skip
+            raise MeshError(
+                f"{list(self.processes)} is no hosting",
+                allowed="for each logical rank a process; every one from 0 hosts at least one",
+            )
 
     @staticmethod
     def even(ranks: int, processes: int) -> Hosting:
         """Neighbours together, as equal in number as can be."""
         if processes > ranks:
-            raise MeshError(f"{processes} processes for {ranks} logical ranks", allowed=f"at most {ranks} processes",
-                            next=f"start {ranks}, or begin a job with more units")  # fmt: skip
+            raise MeshError(
+                f"{processes} processes for {ranks} logical ranks",
+                allowed=f"at most {ranks} processes",
+                next=f"start {ranks}, or begin a job with more units",
+            )
         return Hosting(tuple(r * processes // ranks for r in range(ranks)))
 
     @staticmethod
@@ -131,7 +137,7 @@ class Hosting:
         return list(self.processes)
 
     @staticmethod
-    def from_json(part: Part) -> Hosting:
+    def from_json(part: JsonPart) -> Hosting:
         """From `to_json`'s data."""
         return Hosting(tuple(p.whole() for p in part.rows()))
 

@@ -2,7 +2,7 @@
 
 A graph is device-neutral, carries its constants, and knows nothing of meshes. Ops are named as in
 ATen (`aten.mm`, `aten.add.Tensor`), canonical ones as `laminar.attention`; arguments are positional
-in schema order, tensors are `Ref`s. `check` is the grammar, and runs whenever a graph is built.
+in schema order, tensors are `Ref`s. `check_graph` is the grammar, and runs whenever a graph is built.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from laminar.errors import GraphError
 from laminar.ir.serial.codec import Dtype, Ref, canonical, decode, decode_ref, encode
-from laminar.ir.serial.reading import Part
+from laminar.ir.serial.reading import JsonPart
 from laminar.ir.tensor import TensorSpec
 
 INPUT_KINDS = ("param", "buffer", "batch", "rng", "scale", "given")
@@ -27,7 +27,7 @@ RNG, SCALE = "laminar.rng", "laminar.scale"
 OUTPUT_KINDS = ("loss", "metric", "grad", "buffer", "sent")
 """`sent`: read by another stage."""
 PHASES = ("forward", "backward", "recompute")
-VERSION = 1
+GRAPH_VERSION = 1
 
 
 def refs_in(args: Any) -> Iterator[Ref]:
@@ -160,7 +160,7 @@ class Graph:
     """Signatures found by probing, for ops that have no rule: (node name, list of (ins, outs) texts)."""
 
     def __post_init__(self) -> None:
-        check(self)
+        check_graph(self)
 
     @cached_property
     def specs(self) -> dict[Ref, TensorSpec]:
@@ -212,7 +212,7 @@ class Graph:
 
     def _json(self, nodes: list[Any]) -> dict[str, Any]:
         return {
-            "laminar_graph": VERSION,
+            "laminar_graph": GRAPH_VERSION,
             "inputs": [[i.name, i.kind, str(i.spec), i.trainable, list(i.aliases)] for i in self.inputs],
             "constants": [c.to_json() for c in self.constants],
             "nodes": nodes,
@@ -225,9 +225,9 @@ class Graph:
     def from_json(data: dict[str, Any], sealed: bool = True) -> Graph:
         """A graph from `to_json`'s data, with its hash unless it is not `sealed` by one."""
         version = data.get("laminar_graph") if isinstance(data, dict) else None
-        if version != VERSION:
-            raise GraphError(f"graph version {version!r}, this is version {VERSION}")
-        part = Part(data, lambda what: GraphError(f"corrupt graph: {what}", next="capture the model again"))
+        if version != GRAPH_VERSION:
+            raise GraphError(f"graph version {version!r}, this is version {GRAPH_VERSION}")
+        part = JsonPart(data, lambda what: GraphError(f"corrupt graph: {what}", next="capture the model again"))
         fields: dict[str, Any] = {
             "inputs": tuple(row.read(_input) for row in part["inputs"].rows()),
             "constants": tuple(row.read(Constant.from_json) for row in part["constants"].rows()),
@@ -304,7 +304,7 @@ def widen(graph: Graph) -> Graph:
     )
 
 
-def check(graph: Graph) -> None:
+def check_graph(graph: Graph) -> None:
     """The grammar: names unique, every value made before it is read, kinds and phases known."""
 
     def fail(what: str, **lines: str) -> None:

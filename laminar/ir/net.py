@@ -27,7 +27,7 @@ from itertools import accumulate
 from laminar.errors import NetError
 from laminar.ir.mesh import Place
 
-KINDS = ("load", "forward", "backward", "input", "weight", "reduce", "optimize", "save")
+ACTOR_KINDS = ("load", "forward", "backward", "input", "weight", "reduce", "optimize", "save")
 """`backward` is the whole of it; `input` and `weight` are its two parts where they are apart."""
 
 
@@ -83,7 +83,7 @@ class Net:
     """How many places of the order an actor may be ahead of the first unfinished one; `None`: any."""
 
     def __post_init__(self) -> None:
-        check(self)
+        check_actors(self)
 
     @cached_property
     def by_name(self) -> dict[str, Actor]:
@@ -149,7 +149,7 @@ def _lines(net: Net) -> Iterator[str]:
         yield f"queue {q.name}: {q.producer} -> {', '.join(q.consumers)}, {q.registers} x {q.bytes:,} bytes"
 
 
-def check(net: Net) -> None:
+def check_actors(net: Net) -> None:
     """The grammar: names are unique and known, rates balance over a step, orders name every firing once."""
 
     def fail(what: str, **lines: str) -> None:
@@ -159,8 +159,8 @@ def check(net: Net) -> None:
     for a in net.actors:
         if a.name in actors:
             fail(f"two actors are called {a.name}")
-        if a.kind not in KINDS:
-            fail(f"actor {a.name} is of unknown kind {a.kind!r}", allowed="  ".join(KINDS))
+        if a.kind not in ACTOR_KINDS:
+            fail(f"actor {a.name} is of unknown kind {a.kind!r}", allowed="  ".join(ACTOR_KINDS))
         if not 0 <= a.place < len(net.places):
             fail(f"actor {a.name} is at place {a.place}", allowed=f"0 to {len(net.places) - 1}")
         if a.fires < 1:

@@ -38,6 +38,11 @@ VIEWS = FREE | frozenset(
 _MAY_ALIAS = ("aten.clone", "aten.contiguous", "aten._to_copy", "aten.to.", "aten.lift", "laminar.")
 """Ops, besides views, whose result may be the memory of what they read."""
 
+RESHAPES = tuple(
+    f"aten.{name}" for name in "view _unsafe_view reshape unsqueeze squeeze squeeze.dim squeeze.dims".split()
+)
+"""Ops that give the same elements, in the same order, another shape."""
+
 WRITE_INTO_PLACE = ("aten.mm", "aten.bmm", "aten.addmm", "aten.embedding_dense_backward")
 """Ops that can write their result where they are told."""
 

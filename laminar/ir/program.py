@@ -19,10 +19,10 @@ from laminar.ir.plans.account import CollectiveRow, ProgramTraffic
 from laminar.ir.plans.patterns import Picked
 from laminar.ir.sbp import NdSbp, local_spec, parse_nd, show
 from laminar.ir.serial.codec import Ref, content_hash, decode, decode_ref, encode
-from laminar.ir.serial.reading import Part
+from laminar.ir.serial.reading import JsonPart
 from laminar.ir.tensor import TensorSpec
 
-VERSION = 1
+PROGRAM_VERSION = 1
 NOTHING = Picked()
 
 
@@ -82,7 +82,7 @@ class Boxing:
         }
 
     @staticmethod
-    def from_json(part: Part) -> Boxing:
+    def from_json(part: JsonPart) -> Boxing:
         """A boxing from `to_json`'s data."""
         gives, takes = (
             tuple((dim.whole(-1), blocks.whole(1)) for dim, blocks in (row.rows(2) for row in part[key].rows()))
@@ -264,7 +264,7 @@ class Program:
 
     def _json(self, instrs: list[list[Any]]) -> dict[str, Any]:
         return {
-            "laminar_program": VERSION,
+            "laminar_program": PROGRAM_VERSION,
             "mesh": self.mesh.to_json(),
             "inputs": [[i.name, i.kind, _written(i.placed)] for i in self.inputs],
             "constants": [c.to_json() for c in self.constants],
@@ -277,9 +277,9 @@ class Program:
     def from_json(data: dict[str, Any]) -> Program:
         """A program from `to_json`'s data."""
         version = data.get("laminar_program") if isinstance(data, dict) else None
-        if version != VERSION:
-            raise PlanError(f"program version {version!r}, this is version {VERSION}")
-        part = Part(data, lambda what: PlanError(f"corrupt program: {what}", next="lower the plan again"))
+        if version != PROGRAM_VERSION:
+            raise PlanError(f"program version {version!r}, this is version {PROGRAM_VERSION}")
+        part = JsonPart(data, lambda what: PlanError(f"corrupt program: {what}", next="lower the plan again"))
         mesh = part["mesh"].read(Mesh)
         program = Program(
             mesh,
@@ -342,7 +342,7 @@ def _written(p: Placed | None) -> list[str] | None:
     return [str(p.spec), *map(str, p.nd)] if p else None
 
 
-def _placed(part: Part, mesh: Mesh) -> Placed:
+def _placed(part: JsonPart, mesh: Mesh) -> Placed:
     spec, *nd = (text.text() for text in part.rows(1 + len(mesh.sizes)))
     return part.read(lambda _: placed(TensorSpec.parse(spec), parse_nd(nd)))
 
@@ -362,7 +362,7 @@ def _row(i: Instr) -> list[Any]:
     ]
 
 
-def _instr(row: list[Part], mesh: Mesh) -> Instr:
+def _instr(row: list[JsonPart], mesh: Mesh) -> Instr:
     name, op, args, ins, outs, phase, cause, nbytes, boxing, where, module = row
     made = tuple(None if p.value is None else _placed(p, mesh) for p in outs.rows())
     found = tuple(a.read(decode) for a in args.rows())
@@ -382,5 +382,5 @@ def _instr(row: list[Part], mesh: Mesh) -> Instr:
     )
 
 
-def _cause(what: Part, name: Part, members: Part) -> MoveCause:
+def _cause(what: JsonPart, name: JsonPart, members: JsonPart) -> MoveCause:
     return MoveCause(what.text(), name.text(), members.whole(1))

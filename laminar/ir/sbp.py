@@ -164,7 +164,7 @@ def local_indices(
     return index
 
 
-def check(spec: TensorSpec, nd: NdSbp, sizes: tuple[int, ...], what: str) -> None:
+def check_placement(spec: TensorSpec, nd: NdSbp, sizes: tuple[int, ...], what: str) -> None:
     """Refuse a placement that can't hold for a tensor of this shape."""
     if len(nd) != len(sizes):
         raise PlacementError(f"{what}: {len(nd)} placements for a mesh of {len(sizes)} axes")

@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from laminar.errors import TimelineError
-from laminar.ir.serial.reading import MOST, Part
+from laminar.ir.serial.reading import LARGEST_WHOLE, JsonPart
 
 FORMAT = "laminar.timeline"
-VERSION = 1
+TIMELINE_VERSION = 1
 KINDS = ("compute", "communication", "wait", "host")
 """In the order in which a moment is given to one of them: what computes hides what moves."""
 
@@ -234,7 +234,7 @@ class Timeline:
         columns = {name: column(name) for name in _COLUMNS}
         return {
             "format": FORMAT,
-            "version": VERSION,
+            "version": TIMELINE_VERSION,
             "kind": self.kind,
             "ranks": self.ranks,
             "stands_for": {str(r): list(ranks) for r, ranks in self.stands_for.items()},
@@ -249,9 +249,9 @@ class Timeline:
         """What `to_json` wrote."""
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise TimelineError("this is not a timeline", next="write one with `laminar simulate -o sim.json`")
-        if data.get("version") != VERSION:
-            raise TimelineError(f"timeline of version {data.get('version')}", allowed=f"version {VERSION}")
-        part = Part(data, lambda what: TimelineError(f"this timeline is damaged: {what}"))
+        if data.get("version") != TIMELINE_VERSION:
+            raise TimelineError(f"timeline of version {data.get('version')}", allowed=f"version {TIMELINE_VERSION}")
+        part = JsonPart(data, lambda what: TimelineError(f"this timeline is damaged: {what}"))
         texts = [t.text() for t in part["texts"].rows()]
         columns: list[list[Any]] = []
         for name in _COLUMNS:
@@ -259,7 +259,7 @@ class Timeline:
             if name in _TEXT:
                 columns.append([_entry(v, texts) for v in column.rows()])
             else:
-                columns.append([v.whole(-MOST) for v in column.rows()])
+                columns.append([v.whole(-LARGEST_WHOLE) for v in column.rows()])
         if len({len(column) for column in columns}) > 1:
             raise part["spans"].wrong("columns of different lengths")
         reasons = columns[_COLUMNS.index("because")]
@@ -341,19 +341,19 @@ class Timeline:
         return f"{self.kind} step of {self.step_ns / 1e6:.3f} ms: {len(self.spans)} spans on {self.ranks} ranks"
 
 
-def _entry(part: Part, texts: list[str]) -> str:
+def _entry(part: JsonPart, texts: list[str]) -> str:
     at = part.whole()
     if at >= len(texts):
         raise part.wrong(f"text {at}, of {len(texts)}")
     return texts[at]
 
 
-def _rank(text: str, part: Part) -> int:
+def _rank(text: str, part: JsonPart) -> int:
     return part.read(lambda _: int(text))
 
 
-def _curve(part: Part) -> tuple[tuple[int, int], ...]:
-    at, held = ([v.whole(-MOST) for v in column.rows()] for column in part.rows(2))
+def _curve(part: JsonPart) -> tuple[tuple[int, int], ...]:
+    at, held = ([v.whole(-LARGEST_WHOLE) for v in column.rows()] for column in part.rows(2))
     return part.read(lambda _: tuple(zip(at, held, strict=True)))
 
 

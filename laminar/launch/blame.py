@@ -67,7 +67,7 @@ class Failure:
         return self.kind not in ("peer", "silent")
 
 
-def chain(error: BaseException) -> Iterator[BaseException]:
+def causes_of(error: BaseException) -> Iterator[BaseException]:
     """An error and what it came from."""
     seen: set[int] = set()
     now: BaseException | None = error
@@ -83,7 +83,7 @@ def kind_of(error: BaseException) -> str:
         return "signal"
     if isinstance(error, SystemExit):
         return "exit"
-    for e in chain(error):
+    for e in causes_of(error):
         own, text = type(e).__name__, str(e)
         if isinstance(e, MemoryError) or own == "OutOfMemoryError":
             return "memory"

@@ -26,11 +26,11 @@ from laminar.ir.plans.staged import Staged, load_plan
 from laminar.launch import rundir
 from laminar.launch.blame import Verdict
 from laminar.launch.display import display, summary
-from laminar.launch.rank import Place, agree_on, leave, run_rank
+from laminar.launch.rank import RankPlace, agree_on, leave, run_rank
 from laminar.launch.vocabulary import PRECISIONS, hidden, plan_name
 from laminar.train.options import DEFAULTS, PLANS
 
-EPILOG = """\
+TRAIN_EPILOG = """\
 examples
   laminar train examples/gpt.py:tiny                                one process
   laminar train examples/gpt.py:tiny --workers 2                    two ranks on this machine, data parallel
@@ -56,10 +56,17 @@ exit codes
 TIMEOUT_S = 600.0
 
 
-def options(p: argparse.ArgumentParser) -> None:
+def train_options(p: argparse.ArgumentParser) -> None:
     """What `laminar train` can be told; the rest is the recipe's."""
-    p.epilog, p.formatter_class = EPILOG, argparse.RawDescriptionHelpFormatter
-    whole, positive, amount = _at_least(1, int), _at_least(0, int), _at_least(0, float)
+    p.epilog, p.formatter_class = TRAIN_EPILOG, argparse.RawDescriptionHelpFormatter
+    _where_options(p)
+    _training_options(p)
+    _run_options(p)
+
+
+def _where_options(p: argparse.ArgumentParser) -> None:
+    """On what it trains, and by which plan."""
+    whole = _at_least(1, int)
     add = p.add_argument_group("where and how").add_argument
     add("--workers", type=whole, metavar="N", help="ranks on this machine (default: as many as the mesh has, or 1)")
     add(
@@ -91,6 +98,11 @@ def options(p: argparse.ArgumentParser) -> None:
         help="the same bits for any number of workers: the batch is computed in so many units, and --plan says what "
         "workers store",
     )
+    add(
+        "--rebalance",
+        action="store_true",
+        help="with --exact: move units from slow workers to fast ones, by their own computing time (changes no bit)",
+    )
     add("--device", choices=["cpu", "cuda"], help="default: cuda if there is a GPU for each rank")
     add("--precision", default=DEFAULTS.precision, choices=PRECISIONS, help="default: %(default)s")
     add("--compile", action=argparse.BooleanOptionalAction, help="compile the step (default: on GPUs only)")
@@ -100,6 +112,11 @@ def options(p: argparse.ArgumentParser) -> None:
         default=DEFAULTS.check,
         help="compare the first batch with the model in plain PyTorch (default: yes)",
     )
+
+
+def _training_options(p: argparse.ArgumentParser) -> None:
+    """What changes the weights that come out, or how long a step takes."""
+    whole, positive, amount = _at_least(1, int), _at_least(0, int), _at_least(0, float)
     add = p.add_argument_group("training").add_argument
     add(
         "--steps",
@@ -139,6 +156,11 @@ def options(p: argparse.ArgumentParser) -> None:
     add(
         "--detect-anomaly", action="store_true", help="stop at the op that first makes a NaN or Inf, and name it (slow)"
     )
+
+
+def _run_options(p: argparse.ArgumentParser) -> None:
+    """What is written down, and when a run ends."""
+    whole, positive, amount = _at_least(1, int), _at_least(0, int), _at_least(0, float)
     add = p.add_argument_group("the run").add_argument
     add("--run-dir", metavar="DIR", help="directory for logs, events and results (default: runs/RECIPE-TIME)")
     add(
@@ -206,9 +228,9 @@ def _at_least(least: int, kind: type) -> Callable[[str], Any]:
     return number
 
 
-def run(args: argparse.Namespace, train: Callable[..., Any], load_recipe: Callable[[str], Any]) -> int:
+def run_train(args: argparse.Namespace, train: Callable[..., Any], load_recipe: Callable[[str], Any]) -> int:
     """Be the launcher, or a rank where the environment says so; the exit code."""
-    place = Place.of(os.environ)
+    place = RankPlace.of(os.environ)
     world = world_of(args, place)
     path, _, function = args.recipe.partition(":")
     if not function or not Path(path).is_file():
@@ -240,7 +262,7 @@ def refuse_unwritable(checkpoint: Path) -> None:
         ) from None
 
 
-def world_of(args: argparse.Namespace, place: Place | None) -> int:
+def world_of(args: argparse.Namespace, place: RankPlace | None) -> int:
     """How many ranks; refused here where plan, mesh and workers do not agree, before any rank starts."""
     mesh = args.mesh
     if args.plan.endswith(".json"):
@@ -284,7 +306,7 @@ def start(args: argparse.Namespace, world: int) -> int:
     return 0
 
 
-def be_a_rank(args: argparse.Namespace, place: Place, train: Callable[..., Any]) -> int:
+def be_a_rank(args: argparse.Namespace, place: RankPlace, train: Callable[..., Any]) -> int:
     """One rank. The process ends here. Under another launcher than ours, rank 0 shows the progress."""
     mine = args.run_dir or str(Path("runs") / rundir.default_name(args.recipe))
     where = rundir.RunDir(Path(mine if args.run_dir else agree_on(place, mine, os.environ)))
@@ -325,6 +347,7 @@ def be_a_rank(args: argparse.Namespace, place: Place, train: Callable[..., Any])
             check=args.check,
             measure=args.measure,
             exact=args.exact,
+            rebalance=args.rebalance,
             hash_every=args.hash_every,
             timeline=None if args.timeline is None else Path(args.timeline or where.timeline),
         )

@@ -16,7 +16,7 @@ from laminar.events import Event
 
 EVERY_S = 5.0
 """Seconds between two plain lines."""
-SHOWN = 6
+METRICS_SHOWN = 6
 """Metrics that are shown behind a loss; events have all."""
 
 
@@ -36,11 +36,11 @@ class Display(Protocol):
 def display(quiet: bool) -> Display:
     """A bar on a terminal, lines elsewhere, nothing if `quiet`."""
     if quiet:
-        return Nothing()
+        return NoDisplay()
     return Bar() if sys.stdout.isatty() else Lines(sys.stdout)
 
 
-class Nothing:
+class NoDisplay:
     """For `--json`: the answer is one object at the end."""
 
     def on(self, event: Event) -> None:
@@ -88,7 +88,9 @@ class State:
         elif event.kind == "hash":
             return f"step {fields['step']}: hash {fields['hash']}"
         elif event.kind == "eval":
-            return f"step {fields['step']}: evaluation loss {number(fields['loss'])}{listed(fields.get('metrics'))}"
+            return (
+                f"step {fields['step']}: evaluation loss {four_digits(fields['loss'])}{listed(fields.get('metrics'))}"
+            )
         elif event.kind == "log":
             self.logged |= fields.get("values", {})
         elif event.kind == "measured":
@@ -112,11 +114,11 @@ class State:
     def numbers(self) -> str:
         """Loss, throughput, gradient norm and learning rate of the last step."""
         last = self.last
-        parts = [f"loss {number(last.get('loss'))}{listed({**last.get('metrics', {}), **self.logged})}"]
+        parts = [f"loss {four_digits(last.get('loss'))}{listed({**last.get('metrics', {}), **self.logged})}"]
         if self.rate_s is not None and last.get("per_s") is not None:
             parts.append(f"{float(last['per_s']):,.0f} {last.get('unit', 'samples')}/s")
         if last.get("grad_norm") is not None:
-            parts.append(f"grad norm {number(last['grad_norm'])}")
+            parts.append(f"grad norm {four_digits(last['grad_norm'])}")
         if last.get("lr") is not None:
             parts.append(f"lr {float(last['lr']):.3g}")
         return "  ".join(parts)
@@ -131,7 +133,7 @@ def plan_taken(fields: dict[str, Any]) -> str:
     return f"taken: {fields.get('taken')} (measured in {took:.1f} s: {times})"
 
 
-def number(value: Any) -> str:
+def four_digits(value: Any) -> str:
     """Four digits, enough to see a loss fall."""
     return "?" if value is None else f"{float(value):.4g}"
 
@@ -139,8 +141,8 @@ def number(value: Any) -> str:
 def listed(metrics: Any) -> str:
     """Metrics behind a loss; the first ones, where there are many."""
     names = list(metrics or ())
-    more = f"  ({len(names) - SHOWN} more)" if len(names) > SHOWN else ""
-    return "".join(f"  {name} {number(metrics[name])}" for name in names[:SHOWN]) + more
+    more = f"  ({len(names) - METRICS_SHOWN} more)" if len(names) > METRICS_SHOWN else ""
+    return "".join(f"  {name} {four_digits(metrics[name])}" for name in names[:METRICS_SHOWN]) + more
 
 
 def clock(seconds: float) -> str:
@@ -157,9 +159,9 @@ def summary(ended: dict[str, Any], run: str, checkpoint: str | None) -> str:
     rate = ended.get("per_s")
     lines = [
         f"trained to step {ended.get('steps')} in {clock(float(ended.get('seconds') or 0))}:"
-        f" loss {number(ended.get('loss'))}"
+        f" loss {four_digits(ended.get('loss'))}"
         + (f", {float(rate):,.0f} {ended.get('unit')}/s without the first step" if rate is not None else ""),
-        f"evaluation     loss {number(ended['evaluation'])}{listed(ended.get('metrics'))}"
+        f"evaluation     loss {four_digits(ended['evaluation'])}{listed(ended.get('metrics'))}"
         if ended.get("evaluation") is not None
         else "",
         f"skipped        {ended['skipped']} steps" if ended.get("skipped") else "",

@@ -31,12 +31,12 @@ from laminar.errors import RankError, RendezvousError, StoppedError
 from laminar.events import Event, Follower
 from laminar.launch.blame import FAILED, Failure, Verdict, culprit, from_event, from_exit, verdict
 from laminar.launch.rank import LAUNCHED
-from laminar.launch.rundir import RunDir, cores
+from laminar.launch.rundir import RunDir, usable_cores
 
 POLL_S = 0.05
 SETTLE_S = 0.5
 """How long to look for an earlier failure once a real one is known."""
-PATIENCE_S = 5.0
+FAILURE_PATIENCE_S = 5.0
 """How long to look for a real failure while ranks only say that they lost each other. They wait for each other
 as long as the launcher waits for all of them, so it waits this much longer and lets them say whom they miss."""
 GRACE_S = 5.0
@@ -155,7 +155,7 @@ def environment(rank: int, world: int, port: int) -> dict[str, str]:
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RESTART_COUNT": "0",
         }
-    threads = {"OMP_NUM_THREADS": str(max(1, cores() // world))}
+    threads = {"OMP_NUM_THREADS": str(max(1, usable_cores() // world))}
     return {**threads, **os.environ, **own}
 
 
@@ -252,14 +252,16 @@ class Launch:
             failures = [r.failure for r in self.ranks if r.failure]
             real_since = real_since or (now if any(f.real for f in failures) else None)
             lost_since = lost_since or (now if failures else None)
-            if failures and (over or _passed(real_since, SETTLE_S, now) or _passed(lost_since, PATIENCE_S, now)):
+            if failures and (
+                over or _passed(real_since, SETTLE_S, now) or _passed(lost_since, FAILURE_PATIENCE_S, now)
+            ):
                 return self.failed()
             if over and not failures:
                 return self.ranks[0].ended or {}
             if self.store and self.store.error is not None:
                 error = RendezvousError(f"the store could not be started: {self.store.error}")
                 return Verdict(error, FAILED)
-            if now - max(r.heard for r in self.ranks) > self.timeout_s + PATIENCE_S:
+            if now - max(r.heard for r in self.ranks) > self.timeout_s + FAILURE_PATIENCE_S:
                 return self.silent()
             time.sleep(POLL_S)
 

@@ -22,7 +22,7 @@ from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.plans.plan import Plan
 from laminar.ir.plans.staged import Staged, load_plan
 from laminar.launch.blame import Verdict
-from laminar.launch.rank import Place, leave, run_rank
+from laminar.launch.rank import RankPlace, leave, run_rank
 from laminar.launch.rundir import RunDir
 from laminar.planner.search.finalists import (
     DDP,
@@ -31,15 +31,15 @@ from laminar.planner.search.finalists import (
     Measured,
     as_ddp,
     finalists,
-    measured,
     settled,
+    summed_up,
 )
 
-LIMIT_S = 60.0
+ROUNDS_LIMIT_S = 60.0
 """No further round is begun after so long."""
-BATCHES = 3
+BATCHES_IN_TURN = 3
 """Of the recipe's, which are used in turn."""
-TIMEOUT_S = 600.0
+MEASURE_TIMEOUT_S = 600.0
 RESULT, ASKED = "result.json", "asked.json"
 
 
@@ -78,7 +78,7 @@ def run_plans(
         listener = local.reserve(0) if world > 1 else None
         command = ["plan", recipe, "--measure-rank", folder]
         ended = local.launch(
-            command, world, RunDir(at), listener, lambda event: None, tick or (lambda: None), TIMEOUT_S
+            command, world, RunDir(at), listener, lambda event: None, tick or (lambda: None), MEASURE_TIMEOUT_S
         )
         if isinstance(ended, Verdict):
             raise ended.error
@@ -87,11 +87,11 @@ def run_plans(
         rows = json.loads((at / RESULT).read_text())
     if all(isinstance(row, str) for row in rows):
         raise LaminarError("none of the plans could be run", why="; ".join(dict.fromkeys(rows)))
-    return measured(rows)
+    return summed_up(rows)
 
 
-def be_a_rank(
-    folder: str, recipe: str, place: Place, parallelize: Callable[..., Any], load: Callable[..., Any]
+def measure_as_a_rank(
+    folder: str, recipe: str, place: RankPlace, parallelize: Callable[..., Any], load: Callable[..., Any]
 ) -> None:
     """One rank's side; the process ends here."""
     at = Path(folder)
@@ -116,7 +116,7 @@ def _turns(at: Path, recipe: Any, name: str, parallelize: Callable[..., Any]) ->
     asked = json.loads((at / ASKED).read_text())
     if recipe.optimizer is None:
         raise RecipeError(f"{name} has no optimizer", next="give Recipe(optimizer=lambda params: AdamW(params))")
-    batches = [batch for _, batch in zip(range(BATCHES), recipe.data(), strict=False)]
+    batches = [batch for _, batch in zip(range(BATCHES_IN_TURN), recipe.data(), strict=False)]
 
     def job(k: int) -> Any:
         torch.manual_seed(asked["seed"])
@@ -125,13 +125,13 @@ def _turns(at: Path, recipe: Any, name: str, parallelize: Callable[..., Any]) ->
             recipe.model(), recipe.loss, recipe.optimizer, batch=batches[0], plan=plan, seed=asked["seed"]
         )
 
-    world = World(timeout_s=TIMEOUT_S)
+    world = World(timeout_s=MEASURE_TIMEOUT_S)
     makes = [partial(job, k) for k in range(asked["plans"])]
     rows = turns(
         makes,
         batches,
         world.gather_objects,
-        limit_s=LIMIT_S,
+        limit_s=ROUNDS_LIMIT_S,
         rounds=asked["rounds"],
         tick=lambda number: emit("step", step=number),
     )

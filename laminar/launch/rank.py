@@ -34,7 +34,7 @@ LINGER_S = 1.0
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """Where a rank stands."""
 
     rank: int
@@ -43,7 +43,7 @@ class Place:
     """By our own launcher, and not by torchrun or by hand."""
 
     @staticmethod
-    def of(environ: Mapping[str, str]) -> Place | None:
+    def of(environ: Mapping[str, str]) -> RankPlace | None:
         """This process's place, if it was started as a rank. RANK without LOCAL_RANK is some cluster's, not ours."""
         if not all(k in environ for k in ("RANK", "LOCAL_RANK", "WORLD_SIZE")):
             return None
@@ -53,10 +53,10 @@ class Place:
             raise MeshError(
                 f"RANK={environ['RANK']!r} and WORLD_SIZE={environ['WORLD_SIZE']!r} are not numbers"
             ) from None
-        return Place(rank, world, LAUNCHED in environ)
+        return RankPlace(rank, world, LAUNCHED in environ)
 
 
-def agree_on(place: Place, mine: str, environ: Mapping[str, str]) -> str:
+def agree_on(place: RankPlace, mine: str, environ: Mapping[str, str]) -> str:
     """One name for all ranks: rank 0's. Ranks meet at torchrun's store, which is there before them."""
     if place.world == 1:
         return mine
@@ -104,7 +104,7 @@ def stoppable() -> Iterator[None]:
             signal.signal(s, handler)
 
 
-class Steps:
+class StepCounter:
     """How far this rank has come: nothing before the loop begins."""
 
     def __init__(self) -> None:
@@ -117,7 +117,7 @@ class Steps:
             self.made = 0
 
 
-def run_rank(body: Callable[[], None], place: Place, run: RunDir) -> Verdict | None:
+def run_rank(body: Callable[[], None], place: RankPlace, run: RunDir) -> Verdict | None:
     """Run `body` as one rank; nothing if all went well, else what to say about it."""
     faulthandler.enable()
     if hasattr(signal, "SIGUSR1"):  # asked for by the launcher when a run stands still
@@ -125,7 +125,7 @@ def run_rank(body: Callable[[], None], place: Place, run: RunDir) -> Verdict | N
     if place.launched:
         hold_lifeline()
     run.events(place.rank).parent.mkdir(parents=True, exist_ok=True)
-    sink, steps = events.JsonLines(run.events(place.rank), place.rank), Steps()
+    sink, steps = events.JsonLines(run.events(place.rank), place.rank), StepCounter()
     with events.listening(sink), events.listening(steps):
         try:
             with stoppable():

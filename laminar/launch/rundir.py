@@ -117,12 +117,17 @@ def write_config(run: RunDir, arguments: dict[str, Any], world: int) -> None:
         "command": sys.argv,
         "world": world,
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "host": {"name": socket.gethostname(), "platform": platform.platform(), "cores": cores(), "cwd": os.getcwd()},
+        "host": {
+            "name": socket.gethostname(),
+            "platform": platform.platform(),
+            "cores": usable_cores(),
+            "cwd": os.getcwd(),
+        },
         "versions": versions,
     }
     run.config.write_text(json.dumps(config, indent=2, default=str) + "\n")
 
 
-def cores() -> int:
+def usable_cores() -> int:
     """Cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -26,7 +26,7 @@ from laminar.cost.ops.interned import Forms, forms_of
 from laminar.cost.sim.no_gc import uncollected
 from laminar.ir.ops import ASYNC_OPS, FREE
 from laminar.ir.program import Instr, Program
-from laminar.lower.memory.mincut_recompute import BACKWARD, ELEMENTWISE, FUSES, ROWWISE, SMALL
+from laminar.lower.memory.mincut_recompute import BACKWARD, ELEMENTWISE, FUSES, ROWWISE, SMALL_REDUCTIONS
 
 POINTWISE = frozenset(
     f"aten.{name}"
@@ -44,9 +44,12 @@ POINTWISE = frozenset(
     "laminar.batch_norm",
 }
 """Ops besides those `recompute` knows that a compiler writes itself."""
-WRITES_ITSELF = ELEMENTWISE | BACKWARD | FUSES | ROWWISE | SMALL | POINTWISE
+WRITES_ITSELF = ELEMENTWISE | BACKWARD | FUSES | ROWWISE | SMALL_REDUCTIONS | POINTWISE
 REDUCES = (
-    FUSES - BACKWARD | ROWWISE | SMALL | {"laminar.batch_norm_moments", "laminar.batch_norm", "aten.var.correction"}
+    FUSES - BACKWARD
+    | ROWWISE
+    | SMALL_REDUCTIONS
+    | {"laminar.batch_norm_moments", "laminar.batch_norm", "aten.var.correction"}
 )
 PICKS = frozenset(("aten.nll_loss_forward", "laminar.nll_at", "aten.gather", "laminar.gather_at"))
 """Ops that take a few elements of their first input, which then need not be stored for them."""

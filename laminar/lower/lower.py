@@ -21,14 +21,14 @@ from laminar.ir.ops import FREE
 from laminar.ir.plans.patterns import pick
 from laminar.ir.plans.plan import Plan
 from laminar.ir.program import READ_VALUES, Instr, MoveCause, Placed, Program, ProgramInput, ProgramOutput, placed
-from laminar.ir.sbp import B, NdSbp, Partial, check, show
+from laminar.ir.sbp import B, NdSbp, Partial, check_placement, show
 from laminar.ir.serial.codec import Ref
 from laminar.ir.tensor import TensorSpec
 from laminar.lower.boxing.boxing_lines import boxing_line
 from laminar.lower.boxing.buckets import BUCKET_BYTES, merged
 from laminar.lower.boxing.overlap import drop_unused, overlap
 from laminar.lower.memory.offload import offloaded
-from laminar.lower.memory.planned_recompute import made_again
+from laminar.lower.memory.planned_recompute import with_recompute
 from laminar.rules.boxing.boxing import Step, boxing, chain_s
 from laminar.rules.notation import Call, call_of, calls_in
 from laminar.rules.ops.expand import LAZY, expand
@@ -128,7 +128,7 @@ class _Writer:
         if known is None:  # refused, by name
             for spec, nd in zip(call.outs, outs, strict=True):
                 if spec is not None:
-                    check(spec, nd, self.mesh.sizes, f"%{node.name}")
+                    check_placement(spec, nd, self.mesh.sizes, f"%{node.name}")
             resolve(call, ins, outs, self.mesh, node, probed)
             raise AssertionError(f"%{node.name} was refused for nothing")
         hows, reads, makes = known
@@ -192,7 +192,7 @@ def _known(
     try:
         for spec, nd in zip(call.outs, outs, strict=True):
             if spec is not None:
-                check(spec, nd, mesh.sizes, call.op)
+                check_placement(spec, nd, mesh.sizes, call.op)
         signed = resolve(call, ins, outs, mesh, Node("", call.op, (), call.outs), probed)
     except LaminarError:
         return None
@@ -203,10 +203,10 @@ def _known(
 
 def lower(graph: Graph, plan: Plan, *, bucket_bytes: int = BUCKET_BYTES, schedule: bool = True) -> Program:
     """The program every rank of the plan's mesh runs."""
-    return offloaded(arranged(written(graph, plan), bucket_bytes, schedule))
+    return offloaded(scheduled(written(graph, plan), bucket_bytes, schedule))
 
 
-def arranged(program: Program, bucket_bytes: int = BUCKET_BYTES, schedule: bool = True) -> Program:
+def scheduled(program: Program, bucket_bytes: int = BUCKET_BYTES, schedule: bool = True) -> Program:
     """Without what nobody reads, collectives merged, work drawn between a collective and its reader."""
     program = merged(drop_unused(program), bucket_bytes)
     return overlap(program) if schedule else program
@@ -236,7 +236,7 @@ def written(graph: Graph, plan: Plan) -> Program:
     end = Node("end", "laminar.end", (), (), phase="backward")
     for out in graph.outputs:
         nd = writer._plain(plan.outputs[f"{out.kind}:{out.name}"])
-        check(graph.specs[out.ref], nd, plan.mesh.sizes, f"{out.kind} {out.name}")
+        check_placement(graph.specs[out.ref], nd, plan.mesh.sizes, f"{out.kind} {out.name}")
         made = graph.by_name.get(out.ref.name, end)
         ref = writer.fetch(out.ref, nd, made, MoveCause(out.kind, out.name))
         outputs.append(ProgramOutput(out.name, out.kind, ref, placed(graph.specs[out.ref], nd)))
@@ -250,7 +250,7 @@ def written(graph: Graph, plan: Plan) -> Program:
         plan.hash,
         pick(graph, plan.offload),
     )
-    return made_again(program, pick(graph, plan.recompute)) if plan.recompute else program
+    return with_recompute(program, pick(graph, plan.recompute)) if plan.recompute else program
 
 
 def _gathered(graph: Graph, plan: Plan) -> set[str]:

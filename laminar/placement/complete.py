@@ -18,11 +18,11 @@ import numpy as np
 
 from laminar.cost.ops.roofline import op_s
 from laminar.errors import NoRuleError, PlanError
-from laminar.ir.graph import Graph, Node
+from laminar.ir.graph import Graph, Node, Output
 from laminar.ir.mesh import Mesh
 from laminar.ir.plans.account import Account, CompletionCost, WholeOp
 from laminar.ir.plans.plan import Choice, Plan
-from laminar.ir.sbp import B, NdSbp, Partial, Sbp, Split, check, local_spec, split_size
+from laminar.ir.sbp import B, NdSbp, Partial, Sbp, Split, check_placement, local_spec, split_size
 from laminar.ir.serial.codec import Ref
 from laminar.ir.tensor import TensorSpec
 from laminar.placement.minsum import MinSum
@@ -58,6 +58,13 @@ class Pins:
     """Ops of which every rank must do only a part, where there is any way."""
 
 
+def _output_nd(out: Output, inputs: Mapping[str, list[Sbp]], grads: Mapping[str, list[Sbp]], axes: int) -> NdSbp:
+    """Gradients lie as they are reduced, new buffers as the old ones, and what is reported is whole."""
+    if out.kind == "grad":
+        return tuple(grads[out.name])
+    return tuple(inputs[out.name]) if out.kind == "buffer" else (B,) * axes
+
+
 def completed(
     graph: Graph,
     mesh: Mesh,
@@ -87,7 +94,7 @@ def completed(
                 grads[item.name].append(B)
             continue
         specs = {i.name: local_spec(i.spec, tuple(inputs[i.name]), mesh.sizes[:axis]) for i in graph.inputs}
-        here = costs[axis] if costs is not None else assumed(parts)
+        here = costs[axis] if costs is not None else assumed_costs(parts)
         key = solved_as[axis] if solved is not None else None
         one = solved.get(key) if solved is not None else None
         if one is None:
@@ -102,13 +109,7 @@ def completed(
         for item in graph.inputs:
             inputs[item.name].append(one.inputs[item.name])
             grads[item.name].append(pins[axis].grads.get(item.name, one.inputs[item.name]))
-    outputs: dict[str, NdSbp] = {}
-    for out in graph.outputs:
-        key = f"{out.kind}:{out.name}"
-        if out.kind == "grad":
-            outputs[key] = tuple(grads[out.name])
-        else:
-            outputs[key] = tuple(inputs[out.name]) if out.kind == "buffer" else (B,) * len(mesh.sizes)
+    outputs = {f"{out.kind}:{out.name}": _output_nd(out, inputs, grads, len(mesh.sizes)) for out in graph.outputs}
     ops = {
         n.name: Choice(
             tuple(tuple(s.ins[i] for s in chosen[n.name]) for i in range(len(calls[n.name].ins))),
@@ -213,7 +214,7 @@ class AxisCosts:
         return cost
 
 
-assumed = lru_cache(maxsize=64)(AxisCosts)
+assumed_costs = lru_cache(maxsize=64)(AxisCosts)
 """The costs of presets, by parts."""
 
 
@@ -264,6 +265,15 @@ class _Axis:
         for node in graph.nodes:
             for i, ref in enumerate(node.ins):
                 self.readers.setdefault(ref, []).append((node, i))
+
+    def _read(self, var: int, domain: tuple[Sbp, ...], readers: Sequence[_Reader]) -> None:
+        """What it costs that a value is read in other placements than it was made in."""
+        for v, wanted, wanted_spec, bucketed in readers:
+            table = self.costs.table(wanted_spec, domain, wanted, bucketed)
+            if v == var:
+                self.problem.add((v,), np.diag(table).copy())
+            else:
+                self.problem.add((var, v), table)
 
     def _blocks(self) -> Blocks:
         """The block counts that the graph's merged dims bring up, and those by which a batch is to be cut."""
@@ -320,12 +330,7 @@ class _Axis:
                 hub = self.problem.variable(len(hub_domain))
                 self.problem.add((var, hub), self.costs.table(spec, domain, hub_domain))
                 var, domain = hub, hub_domain
-            for v, wanted, wanted_spec, bucketed in readers:
-                table = self.costs.table(wanted_spec, domain, wanted, bucketed)
-                if v == var:
-                    self.problem.add((v,), np.diag(table).copy())
-                else:
-                    self.problem.add((var, v), table)
+            self._read(var, domain, readers)
         solution = self.problem.solve()
         if not np.isfinite(solution.cost):
             raise NoRuleError(
@@ -443,7 +448,7 @@ def match(graph: Graph, mesh: Mesh, seeds: Mapping[str, Mapping[str, Sbp]]) -> l
                 pins[axis].values[Ref(node.name)] = placement
     for name, item in names.items():
         nd = tuple(p.inputs.get(name, B) for p in pins)
-        check(item.spec, nd, mesh.sizes, f"seed for {name}")
+        check_placement(item.spec, nd, mesh.sizes, f"seed for {name}")
         if any(isinstance(p, Partial) for p in nd):
             raise PlanError(f"{name} can't be stored as a partial value", allowed="S(d)  S(d, blocks=k)  B")
     return pins

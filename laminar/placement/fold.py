@@ -29,7 +29,7 @@ from laminar.ir.sbp import NdSbp
 from laminar.ir.serial.codec import Ref
 from laminar.rules.notation import calls_in
 
-LEAST = 3
+LEAST_LAYERS = 3
 """Layers below which folding is not worth while."""
 
 
@@ -62,7 +62,7 @@ class Fold:
 
     def small(self, keep: int) -> Graph:
         """The graph with so many layers; the whole one if it has no more."""
-        if keep >= self.layers or self.layers < LEAST:
+        if keep >= self.layers or self.layers < LEAST_LAYERS:
             return self.graph
         if keep not in self._small:
             self._small[keep] = self._without(max(1, keep - 1), self.layers - 1)
@@ -104,7 +104,7 @@ class Fold:
 
     def unfold(self, plan: Plan, keep: int, graph: Graph | None = None) -> Plan:
         """The plan of `small(keep)` for the whole graph, or for another one that has some of its layers."""
-        if keep >= self.layers or self.layers < LEAST:
+        if keep >= self.layers or self.layers < LEAST_LAYERS:
             return plan
         graph = graph or self.graph
         ops, like = {}, self.standing(keep)
@@ -204,21 +204,21 @@ def _tables(graph: Graph) -> set[str]:
 
 
 def _repeats(letters: Sequence[Any]) -> tuple[int, int, int] | None:
-    """(start, period, count) of the repetition that covers most; nothing if there are fewer than `LEAST` layers."""
+    """(start, period, count) of the repetition that covers most; nothing below `LEAST_LAYERS` layers."""
     number: dict[Any, int] = {}
     text = [number.setdefault(x, len(number)) for x in letters]
     array = np.array(text)
     where: dict[int, list[int]] = {}
     for i, x in enumerate(text):
         where.setdefault(x, []).append(i)
-    periods = {b - a for places in where.values() if len(places) >= LEAST for a, b in pairwise(places)}
+    periods = {b - a for places in where.values() if len(places) >= LEAST_LAYERS for a, b in pairwise(places)}
     best: tuple[int, int, int] | None = None
     for period in sorted(periods):
         same = array[:-period] == array[period:]
         at = np.arange(1, len(same) + 1)
         runs = at - np.maximum.accumulate(np.where(same, 0, at))  # of what is the same, up to here
         count = int(runs.max()) // period + 1
-        if count >= LEAST and (best is None or count * period > best[1] * best[2]):
+        if count >= LEAST_LAYERS and (best is None or count * period > best[1] * best[2]):
             best = (int(np.argmax(runs >= (count - 1) * period)) + 1 - (count - 1) * period, period, count)
     return best
 
@@ -252,7 +252,7 @@ def _laid_out(
     low, high = max(0, top - again + 1), min(count - 1, top)
     at = {n: (layer - low, way, k) for n, (layer, way, k) in at.items() if low <= layer <= high}
     found = Fold(graph, high - low + 1, at)
-    return found if found.layers >= LEAST and _alike(found) else None
+    return found if found.layers >= LEAST_LAYERS and _alike(found) else None
 
 
 def _alike(found: Fold) -> bool:

@@ -19,7 +19,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-Table = np.ndarray
+FactorTable = np.ndarray
+Eliminated = tuple[int, tuple[int, ...], FactorTable, list[FactorTable]]
+"""A variable, those it was eliminated with, its best value for each of theirs, and the values left to each."""
 AXES = 60
 """Variables of one table, of the 64 that an array may have."""
 
@@ -39,7 +41,7 @@ class MinSum:
 
     sizes: list[int] = field(default_factory=list)
     factors: list[tuple[tuple[int, ...], int]] = field(default_factory=list)
-    tables: list[Table] = field(default_factory=list)
+    tables: list[FactorTable] = field(default_factory=list)
     known: dict[tuple[tuple[int, ...], bytes], int] = field(default_factory=dict)
 
     def variable(self, size: int) -> int:
@@ -47,7 +49,7 @@ class MinSum:
         self.sizes.append(size)
         return len(self.sizes) - 1
 
-    def intern(self, table: Table) -> int:
+    def intern(self, table: FactorTable) -> int:
         """The number of a table, equal tables sharing one."""
         table = np.asarray(table, dtype=np.float64, order="C")
         key = (table.shape, table.tobytes())
@@ -57,23 +59,16 @@ class MinSum:
             self.tables.append(table.copy())
         return found
 
-    def add(self, scope: tuple[int, ...], table: Table) -> None:
+    def add(self, scope: tuple[int, ...], table: FactorTable) -> None:
         """Add a cost over the variables of `scope`, in that order."""
         self.factors.append((scope, self.intern(table)))
 
     def solve(self, limit: int = 1 << 22) -> Solution:
         """Eliminate all variables, then read the values back."""
+        # Long because all of elimination is one loop over sets that it keeps in step with each other.
         n = len(self.sizes)
         scopes: dict[int, tuple[tuple[int, ...], int]] = dict(enumerate(self.factors))
-        touching: list[set[int]] = [set() for _ in range(n)]
-        for f, (scope, _) in scopes.items():
-            for v in scope:
-                touching[v].add(f)
-        neighbours: list[set[int]] = [set() for _ in range(n)]
-        for scope, _ in scopes.values():
-            if len(scope) > 1:
-                for v in scope:
-                    neighbours[v].update([u for u in scope if u != v])
+        touching, neighbours = self._neighbours()
         counts = {s: np.arange(s) for s in set(self.sizes)}
         allowed = [counts[s] for s in self.sizes]
 
@@ -83,8 +78,8 @@ class MinSum:
         heap = [(weight(v), v) for v in range(n)]
         heapq.heapify(heap)
         gone = [False] * n
-        steps: list[tuple[int, tuple[int, ...], Table, list[Table]]] = []
-        memo: dict[object, tuple[int, Table]] = {}
+        steps: list[Eliminated] = []
+        memo: dict[object, tuple[int, FactorTable]] = {}
         constant, exact, count = 0.0, True, len(scopes)
         while heap:
             w, v = heapq.heappop(heap)
@@ -130,7 +125,22 @@ class MinSum:
                     heapq.heappush(heap, (weight(u), u))
             else:
                 constant += float(self.tables[table])
-        values = [0] * n
+        return Solution(self._read_back(steps), constant, exact)
+
+    def _neighbours(self) -> tuple[list[set[int]], list[set[int]]]:
+        """By variable, the factors it stands in and the variables it stands there with."""
+        touching: list[set[int]] = [set() for _ in self.sizes]
+        neighbours: list[set[int]] = [set() for _ in self.sizes]
+        for f, (scope, _) in enumerate(self.factors):
+            for v in scope:
+                touching[v].add(f)
+                if len(scope) > 1:
+                    neighbours[v].update([u for u in scope if u != v])
+        return touching, neighbours
+
+    def _read_back(self, steps: list[Eliminated]) -> list[int]:
+        """The value of each variable, the last one eliminated first."""
+        values = [0] * len(self.sizes)
         for v, scope, best, then in reversed(steps):
             # Where no value was lost, a value stands at its own number.
             at = tuple(
@@ -140,14 +150,14 @@ class MinSum:
                 ]
             )
             values[v] = int(then[-1][best[at]])
-        return Solution(values, constant, exact)
+        return values
 
     def floor(self, limit: int = 1 << 19) -> float:
         """A number that the least sum is not below; the least sum itself where no table grows beyond `limit`."""
         found = [(scope, tuple(np.arange(self.sizes[v]) for v in scope), self.tables[t]) for scope, t in self.factors]
         return floor(self.sizes, found, limit)
 
-    def _eliminate(self, parts: list[tuple[int, tuple[int, ...]]], shape: tuple[int, ...]) -> tuple[int, Table]:
+    def _eliminate(self, parts: list[tuple[int, tuple[int, ...]]], shape: tuple[int, ...]) -> tuple[int, FactorTable]:
         """Sum tables over the variables of `shape`, and minimise over the last, which goes."""
         total = np.zeros(shape)
         for table, axes in parts:
@@ -172,7 +182,11 @@ class MinSum:
         return cost
 
     def _halve(
-        self, v: int, allowed: list[Table], touching: list[set[int]], scopes: dict[int, tuple[tuple[int, ...], int]]
+        self,
+        v: int,
+        allowed: list[FactorTable],
+        touching: list[set[int]],
+        scopes: dict[int, tuple[tuple[int, ...], int]],
     ) -> None:
         """Keep the half of a variable's values that look cheapest from its own tables, and cut those tables."""
         score = np.zeros(len(allowed[v]))
@@ -187,7 +201,7 @@ class MinSum:
             scopes[f] = (scope, self.intern(self.tables[table].take(keep, axis=scope.index(v))))
 
 
-Factor = tuple[tuple[int, ...], tuple[Table, ...], Table]
+Factor = tuple[tuple[int, ...], tuple[FactorTable, ...], FactorTable]
 """Variables, for each the class of every value, and a table over classes."""
 
 
@@ -214,7 +228,7 @@ class _Floor:
         for scope, classes, table in factors:
             self.add(scope, classes, table)
 
-    def add(self, scope: tuple[int, ...], classes: tuple[Table, ...], table: Table) -> None:
+    def add(self, scope: tuple[int, ...], classes: tuple[FactorTable, ...], table: FactorTable) -> None:
         """One more table; what it does not tell apart is none of its axes."""
         if 1 in table.shape:
             real = [k for k, n in enumerate(table.shape) if n > 1]
@@ -282,7 +296,7 @@ class _Floor:
         values = len(self._told_apart(v, mine, self.own[v]))
         return values * math.prod(count for _, count, _ in self._around(v, mine).values())
 
-    def _gone(self, v: int, mine: Sequence[int], own: Table) -> None:
+    def _gone(self, v: int, mine: Sequence[int], own: FactorTable) -> None:
         """Add up tables of a variable, and what its values cost, and take the best value."""
         values, around = self._told_apart(v, mine, own), self._around(v, mine)
         shape = [len(values), *(count for _, count, _ in around.values())]
@@ -301,7 +315,7 @@ class _Floor:
             total = total + table.reshape([shape[a] if a in axes else 1 for a in range(len(shape))])
         self._left(tuple(around), tuple(classes for classes, _, _ in around.values()), total.min(0))
 
-    def _left(self, scope: tuple[int, ...], classes: tuple[Table, ...], table: Table) -> None:
+    def _left(self, scope: tuple[int, ...], classes: tuple[FactorTable, ...], table: FactorTable) -> None:
         """What has become of tables."""
         self.add(scope, classes, table)
         for u in scope:
@@ -314,28 +328,28 @@ class _Floor:
             self.touching[u].discard(f)
         return factor
 
-    def _told_apart(self, v: int, mine: Sequence[int], own: Table) -> Table:
+    def _told_apart(self, v: int, mine: Sequence[int], own: FactorTable) -> FactorTable:
         """Of the values of a variable between which no table can tell, the cheapest."""
         key = _joined([self.factors[f][1][self.factors[f][0].index(v)] for f in mine])
         order = np.lexsort((own, key))
         sorted_ = key[order]
         first = np.ones(len(order), dtype=bool)
         first[1:] = sorted_[1:] != sorted_[:-1]
-        found: Table = order[first]
+        found: FactorTable = order[first]
         return found
 
-    def _around(self, v: int, mine: Sequence[int]) -> dict[int, tuple[Table, int, dict[int, Table]]]:
+    def _around(self, v: int, mine: Sequence[int]) -> dict[int, tuple[FactorTable, int, dict[int, FactorTable]]]:
         """By neighbour: the class of each of its values, how many, and for tables with other classes, which of theirs.
 
         Where several tables look at a neighbour, classes are those that one or another tells apart.
         """
-        seen: dict[int, list[tuple[int, Table, int]]] = {}
+        seen: dict[int, list[tuple[int, FactorTable, int]]] = {}
         for f in mine:
             scope, classes, table = self.factors[f]
             for u, of, count in zip(scope, classes, table.shape, strict=True):
                 if u != v:
                     seen.setdefault(u, []).append((f, of, count))
-        out: dict[int, tuple[Table, int, dict[int, Table]]] = {}
+        out: dict[int, tuple[FactorTable, int, dict[int, FactorTable]]] = {}
         for u, looks in seen.items():
             if len(looks) == 1:
                 out[u] = looks[0][1], looks[0][2], {}
@@ -353,7 +367,7 @@ class _Floor:
         return float((table.max(at) - table.min(at)).max())
 
 
-def _joined(columns: Sequence[Table]) -> Table:
+def _joined(columns: Sequence[FactorTable]) -> FactorTable:
     """Rows as numbers: equal ones where all columns are."""
     key, size = columns[0].astype(np.int64), 1 + int(columns[0].max(initial=0))
     for column in columns[1:]:

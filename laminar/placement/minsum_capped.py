@@ -26,9 +26,9 @@ from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 from scipy.sparse import csr_matrix
 
 from laminar.errors import PlanError
-from laminar.placement.minsum import MinSum, Table
+from laminar.placement.minsum import FactorTable, MinSum
 
-Term = tuple[tuple[int, ...], Table]
+CostTerm = tuple[tuple[int, ...], FactorTable]
 """A table over some variables."""
 TOLERANCE = 1e-7
 """Costs this close, beside the largest entry of a table, are equal. HiGHS is no more exact than that."""
@@ -43,7 +43,7 @@ DEAREST = 1e4
 
 
 @dataclass(frozen=True)
-class Answer:
+class CappedSolution:
     """The best choice that was found within the caps, and what no choice can undercut."""
 
     values: list[int] | None
@@ -65,8 +65,8 @@ class Capped:
     """Variables with a number of values each, what combinations cost, and what they use of each resource."""
 
     sizes: list[int] = field(default_factory=list)
-    costs: list[Term] = field(default_factory=list)
-    uses: list[list[Term]] = field(default_factory=list)
+    costs: list[CostTerm] = field(default_factory=list)
+    uses: list[list[CostTerm]] = field(default_factory=list)
     caps: list[float] = field(default_factory=list)
 
     def variable(self, size: int) -> int:
@@ -80,18 +80,18 @@ class Capped:
         self.uses.append([])
         return len(self.caps) - 1
 
-    def add(self, scope: tuple[int, ...], table: Table) -> None:
+    def add(self, scope: tuple[int, ...], table: FactorTable) -> None:
         """A cost over the variables of `scope`, in that order."""
         self.costs.append((scope, self._checked(scope, table)))
 
-    def use(self, resource: int, scope: tuple[int, ...], table: Table) -> None:
+    def use(self, resource: int, scope: tuple[int, ...], table: FactorTable) -> None:
         """What the same kind of combinations uses of a resource."""
         table = self._checked(scope, table)
         if not np.isfinite(table).all():
             raise PlanError(f"a use of resource {resource} over variables {scope} is not finite", allowed="numbers")
         self.uses[resource].append((scope, table))
 
-    def _checked(self, scope: tuple[int, ...], table: Table) -> Table:
+    def _checked(self, scope: tuple[int, ...], table: FactorTable) -> FactorTable:
         table = np.asarray(table, dtype=np.float64)
         if table.shape != tuple(self.sizes[v] for v in scope) or len(set(scope)) != len(scope):
             raise PlanError(f"a table of shape {table.shape} over variables {scope}", allowed="one axis per variable")
@@ -111,7 +111,7 @@ class Capped:
 
     # --- solved
 
-    def solve(self, time_limit_s: float = 10.0, limit: int = 1 << 20) -> Answer:
+    def solve(self, time_limit_s: float = 10.0, limit: int = 1 << 20) -> CappedSolution:
         """The cheapest choice within the caps: by prices, and where that leaves a gap by a mixed integer program.
 
         `limit` is the size beyond which elimination makes no table: bounds then are lower, choices not the best.
@@ -126,7 +126,7 @@ class Capped:
         """The largest cost of a table."""
         return max((float(abs(t[np.isfinite(t)]).max(initial=0.0)) for _, t in self.costs), default=0.0) or 1.0
 
-    def _priced(self, limit: int) -> Answer:
+    def _priced(self, limit: int) -> CappedSolution:
         """Prices of resources at which the bound is highest, and the best choice seen on the way."""
         count, scale = len(self.caps), self._scale()
         unit = np.array([sum(float(np.ptp(t)) for _, t in terms) or 1.0 for terms in self.uses])
@@ -151,13 +151,15 @@ class Capped:
                 break
             prices = asked.x[:-1]
         if best is None and (bound == math.inf or self._beyond(limit)):
-            return Answer(None, math.inf, (), math.inf, True, "priced")
+            return CappedSolution(None, math.inf, (), math.inf, True, "priced")
         bound = min(bound, best_cost)
         exact = best is not None and best_cost - bound <= TOLERANCE * scale
         used = self.used_by(best) if best is not None else ()
-        return Answer(best, best_cost, used, bound, exact, "priced", tuple(map(float, best_prices * scale / unit)))
+        return CappedSolution(
+            best, best_cost, used, bound, exact, "priced", tuple(map(float, best_prices * scale / unit))
+        )
 
-    def _at(self, prices: Table, limit: int) -> tuple[float, list[int]]:
+    def _at(self, prices: FactorTable, limit: int) -> tuple[float, list[int]]:
         """The least of cost plus price times use beyond the caps, or a number below it; and a choice near that."""
         made = MinSum(list(self.sizes))
         for scope, table in self.costs:
@@ -179,8 +181,9 @@ class Capped:
                 return True
         return False
 
-    def _programmed(self, known: Answer, time_limit_s: float) -> Answer:
+    def _programmed(self, known: CappedSolution, time_limit_s: float) -> CappedSolution:
         """The same by HiGHS, with what is known of it."""
+        # Long because the integer program is written down whole, then solved: rows and columns keep their numbers.
         scale = self._scale() / 100.0
         first = np.cumsum([0, *self.sizes])
         shares: dict[tuple[int, ...], int] = {}
@@ -226,7 +229,7 @@ class Capped:
                 options={"time_limit": left_s, "mip_rel_gap": 0.0},
             )
             if found.status == 2 and not again and known.values is None:
-                return Answer(None, math.inf, (), math.inf, True, "programmed")
+                return CappedSolution(None, math.inf, (), math.inf, True, "programmed")
             if not again and found.mip_dual_bound is not None:
                 bound = max(bound, (found.mip_dual_bound - 100.0 * TOLERANCE) * scale + constant)
             if found.x is None:
@@ -241,7 +244,7 @@ class Capped:
         bound = min(bound, known.cost)
         return replace(known, bound=bound, exact=known.cost - bound <= 10 * TOLERANCE * self._scale())
 
-    def _agreeing(self, shares: dict[tuple[int, ...], int], first: Table, count: int) -> csr_matrix:
+    def _agreeing(self, shares: dict[tuple[int, ...], int], first: FactorTable, count: int) -> csr_matrix:
         """The shares of a table's entries with one value of a variable add up to the share of that value."""
         rows, columns, signs, row = [], [], [], 0
         for scope, begin in shares.items():
@@ -257,5 +260,5 @@ class Capped:
         return csr_matrix(together, shape=(row, count))
 
 
-def _sum_at(terms: Sequence[Term], values: Sequence[int]) -> float:
+def _sum_at(terms: Sequence[CostTerm], values: Sequence[int]) -> float:
     return float(sum(float(table[tuple(values[v] for v in scope)]) for scope, table in terms))

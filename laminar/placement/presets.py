@@ -19,7 +19,7 @@ from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh
 from laminar.ir.ops import FREE
 from laminar.ir.plans.account import Account
-from laminar.ir.plans.patterns import apart, as_patterns, known
+from laminar.ir.plans.patterns import apart, as_patterns, known_patterns
 from laminar.ir.plans.plan import Plan
 from laminar.ir.sbp import B, NdSbp, Partial, Sbp, Split, local_spec, no_rank_empty
 from laminar.ir.serial.codec import Ref
@@ -43,7 +43,7 @@ PRODUCTS = {
 Patterns = str | Sequence[str]
 """What to make again in backward or to keep in the host's memory, such as "blocks.*"; see `ir/plans/patterns.py`."""
 DATA_AXES = ("dp", "data", "batch", "fsdp", "zero")
-NAMES = ("data", "zero1", "zero2", "zero3", "tensor", "context")
+PRESET_NAMES = ("data", "zero1", "zero2", "zero3", "tensor", "context")
 """Plans that can be asked for by name, on the command line and in Python."""
 SPELLINGS = {"data_parallel": "data", "tensor_parallel": "tensor", "context_parallel": "context"}
 """Names from before, which still work."""
@@ -52,10 +52,10 @@ SPELLINGS = {"data_parallel": "data", "tensor_parallel": "tensor", "context_para
 def data_parallel(graph: Graph, mesh: Mesh, recompute: Patterns = (), offload: Patterns = ()) -> Plan:
     """The batch split over every axis, parameters whole, gradients summed."""
     pins = [data_pins(graph, mesh, a) for a in range(len(mesh.sizes))]
-    return again(graph, completed(graph, mesh, pins, "data_parallel"), recompute, offload)
+    return recomputing(graph, completed(graph, mesh, pins, "data_parallel"), recompute, offload)
 
 
-def again(graph: Graph, plan: Plan, recompute: Patterns, offload: Patterns = ()) -> Plan:
+def recomputing(graph: Graph, plan: Plan, recompute: Patterns, offload: Patterns = ()) -> Plan:
     """The plan with these modules and values made again in backward, and those kept in the host's memory.
 
     A pattern that names nothing is refused, and so is what both name.
@@ -93,7 +93,7 @@ def zero(
             if stage >= 3:  # frozen ones, too, which are most of a model with adapters
                 pins[axis].inputs[name] = placement
     plan = completed(graph, mesh, pins, f"zero({stage})")
-    return again(graph, replace(plan, state=pieces, gather_once=gather_once), recompute, offload)
+    return recomputing(graph, replace(plan, state=pieces, gather_once=gather_once), recompute, offload)
 
 
 def in_pieces(graph: Graph, plan: Plan, stage: int, axes: Sequence[int] | None = None, spared: float = 0.0) -> Plan:
@@ -179,7 +179,7 @@ def tensor_parallel(
         axis = "tp" if "tp" in mesh.names else others[0]
     at = mesh.axis(axis)
     pins = [tensor_pins(graph) if a == at else data_pins(graph, mesh, a) for a in range(len(mesh.sizes))]
-    return again(graph, completed(graph, mesh, pins, "tensor_parallel"), recompute, offload)
+    return recomputing(graph, completed(graph, mesh, pins, "tensor_parallel"), recompute, offload)
 
 
 def context_parallel(
@@ -207,7 +207,7 @@ def context_parallel(
     pins = [
         context_pins(graph, mesh, a, found) if a == at else data_pins(graph, mesh, a) for a in range(len(mesh.sizes))
     ]
-    return again(graph, completed(graph, mesh, pins, "context_parallel"), recompute, offload)
+    return recomputing(graph, completed(graph, mesh, pins, "context_parallel"), recompute, offload)
 
 
 def _stretches(graph: Graph, parts: int, asked: int | None) -> int:
@@ -225,7 +225,7 @@ def _stretches(graph: Graph, parts: int, asked: int | None) -> int:
     return asked or next(several, 1)
 
 
-def named(
+def preset_plan(
     name: str,
     graph: Graph,
     mesh: Mesh,
@@ -233,10 +233,10 @@ def named(
     offload: Patterns = (),
     gather_once: bool = False,
 ) -> Plan:
-    """The plan with one of `NAMES`."""
+    """The plan with one of `PRESET_NAMES`."""
     name = SPELLINGS.get(name, name)
-    if name not in NAMES:
-        raise PlanError(f"there is no plan {name!r}", allowed="  ".join(NAMES))
+    if name not in PRESET_NAMES:
+        raise PlanError(f"there is no plan {name!r}", allowed="  ".join(PRESET_NAMES))
     if name.startswith("zero"):
         return zero(graph, mesh, int(name[4:]), recompute, offload, gather_once)
     if name == "tensor":
@@ -261,7 +261,7 @@ def seeded(graph: Graph, mesh: Mesh, seeds: Seeds, recompute: Patterns = (), off
         if not any(here.inputs.get(name) == Split(0) for name in batch):
             here.split = _weights(graph, {n for n, p in here.inputs.items() if isinstance(p, Split)} - batch)
             here.spread |= {n.name for n in graph.nodes if n.op in PRODUCTS and any(r in here.split for r in n.ins)}
-    return again(graph, completed(graph, mesh, pins, "seeded"), recompute, offload)
+    return recomputing(graph, completed(graph, mesh, pins, "seeded"), recompute, offload)
 
 
 def like(graph: Graph, plan: Plan) -> Plan:
@@ -292,7 +292,7 @@ def like(graph: Graph, plan: Plan) -> Plan:
                 if made is not None:
                     here.grads[item.name] = made[axis]
         pins.append(here)
-    recompute, offload = known(graph, plan.recompute), known(graph, plan.offload)
+    recompute, offload = known_patterns(graph, plan.recompute), known_patterns(graph, plan.offload)
     found = completed(graph, mesh, pins, plan.name)
     return replace(found, state=plan.state, recompute=recompute, offload=offload, gather_once=plan.gather_once)
 

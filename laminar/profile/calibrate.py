@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,25 +17,24 @@ from laminar.cost.calibrate import Calibration, Timing, fit
 from laminar.forecast.features import ddp_features, step_features
 from laminar.forecast.step import machine, section_of
 from laminar.ir.clusters.cluster import Cluster
-from laminar.profile.trials import DDP, PLANS, TRIALS, Trial, all_timed, captured, mesh_of
+from laminar.profile.sweep import Progress
+from laminar.profile.trials import DDP_SIDE, TRIAL_PLANS, TRIALS, Trial, all_timed, mesh_of, trial_graph
 from laminar.runtime.check.processes import on_ranks
 
 SHORT = ("data", "zero1", "zero3", "tensor", "random1", "random2")
 """Plans that are timed: presets, and two draws."""
 
-Progress = Callable[[int, int, str], None]
-
 
 def timings_of(trial: Trial, ranks: int, seconds: dict[str, float], cluster: Cluster) -> list[Timing]:
     """What was timed for one model, with the features its programs have on this cluster."""
     bare = machine(cluster, mesh_of("data", ranks), calibrated=False)
-    graph = captured(trial, ranks)
+    graph = trial_graph(trial, ranks)
     out = []
     for side, measured in seconds.items():
-        if side == DDP:
-            found = ddp_features(graph, PLANS["data"](graph, mesh_of("data", ranks)), bare)
+        if side == DDP_SIDE:
+            found = ddp_features(graph, TRIAL_PLANS["data"](graph, mesh_of("data", ranks)), bare)
         else:
-            found = step_features(graph, PLANS[side](graph, mesh_of(side, ranks)), bare)
+            found = step_features(graph, TRIAL_PLANS[side](graph, mesh_of(side, ranks)), bare)
         out.append(Timing(trial.name, side, found, measured))
     return out
 

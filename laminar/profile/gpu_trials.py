@@ -47,7 +47,7 @@ LEAST_MODELS = 3
 """Fewer don't make a calibration."""
 BUSY = 0.9
 """Where the host needs more than this share of a step's time, the step shows the host's speed and not the device's."""
-ROWS = 400_000
+TABLE_ROWS = 400_000
 """Of a table."""
 
 
@@ -79,14 +79,14 @@ GPU_TRIALS = (
     GpuTrial("gated", lambda: _Words(3, 448, 7, 1216, 6000, 256, True), _next, _words(6000, 24, 256), "f32"),
     GpuTrial("pictures", _pictures, _classes, _labelled((96, 3, 80, 80), 24)),
     GpuTrial("small", lambda: _Words(3, 320, 5, 1280, 3000, 128, False), _next, _words(3000, 64, 128)),
-    GpuTrial("tables", lambda: _Tables(6, ROWS, 64), _clicks, lambda ranks: _visits(), "f32"),
+    GpuTrial("tables", lambda: _Tables(6, TABLE_ROWS, 64), _clicks, lambda ranks: _visits(), "f32"),
 )
 """What `laminar profile` runs whole on a GPU, most needed first."""
 
 
 def _visits() -> dict[str, Tensor]:
     rng, n = torch.Generator().manual_seed(1), 16384
-    numbers, ids = torch.randn(n, 16, generator=rng), torch.randint(ROWS, (n, 6), generator=rng)
+    numbers, ids = torch.randn(n, 16, generator=rng), torch.randint(TABLE_ROWS, (n, 6), generator=rng)
     return {"numbers": numbers, "ids": ids, "y": (numbers[:, 0] > 0).float()}
 
 
@@ -155,6 +155,7 @@ def whole_step(
     libraries have taken for good is in them. `reserved` is what the process holds while replaying. `host_s` is what
     the host takes to ask for a step among others, `host_alone_s` while the device has nothing else to do.
     """
+    # Long because it is one measurement from start to end, and what comes before each number is what it means.
     memory = _Memory(torch.device(device))
     before = memory.empty()
     start = time.perf_counter()
@@ -210,7 +211,7 @@ def whole_step(
     return found, job
 
 
-def kernels_of(job: Job, batch: Any, steps: int = 3) -> list[list[Any]]:
+def recorded_kernels(job: Job, batch: Any, steps: int = 3) -> list[list[Any]]:
     """The kernels of a step, recorded: name, family, lane, start and end in nanoseconds, bytes."""
     batch = there(batch, job.device)
     with job.timeline() as recording:
@@ -224,7 +225,7 @@ def kernels_of(job: Job, batch: Any, steps: int = 3) -> list[list[Any]]:
 # --- all of them ------------------------------------------------------------------------------------
 
 
-def run(
+def run_trials(
     path: Path, seconds: float, trials: Sequence[GpuTrial] = GPU_TRIALS, device: str = "cuda", turn_s: float = 0.15
 ) -> None:
     """Time every trial, one line each, until time is up."""
@@ -256,8 +257,8 @@ def _timed(trial: GpuTrial, device: str, turn_s: float) -> tuple[dict[str, Any],
     return found, graph, plan
 
 
-def timed(seconds: float, keep: Path) -> list[dict[str, Any]]:
-    """`run` in a process of its own, which may die: what it has written by then is in `keep`, and is returned."""
+def timed_apart(seconds: float, keep: Path) -> list[dict[str, Any]]:
+    """`run_trials` in a process of its own, which may die: what it has written by then is in `keep` and returned."""
     command = [sys.executable, "-m", "laminar.profile.gpu_trials", str(keep), str(seconds)]
     found_at = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
     died = ""
@@ -304,4 +305,4 @@ def calibrated_on_gpu(cluster: Cluster, lines: list[dict[str, Any]]) -> Cluster:
 
 
 if __name__ == "__main__":
-    run(Path(sys.argv[1]), float(sys.argv[2]))
+    run_trials(Path(sys.argv[1]), float(sys.argv[2]))

@@ -19,7 +19,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from laminar.cost.ops.families import describe
+from laminar.cost.ops.families import traits_of
 from laminar.cost.ops.table import parse_key
 
 PRIMES = (2, 3, 5, 7, 11)
@@ -65,7 +65,7 @@ def halton(dims: int) -> Iterator[tuple[float, ...]]:
         yield tuple(point)
 
 
-def sized(share: float, low: float, high: float) -> int:
+def size_between(share: float, low: float, high: float) -> int:
     """A size so far between two others on a logarithmic scale; large ones are multiples of 8, as most in models are."""
     n = float(low * (high / low) ** share)
     return max(1, round(n)) if n < 24 else 8 * round(n / 8)
@@ -74,7 +74,7 @@ def sized(share: float, low: float, high: float) -> int:
 def channels(share: float, high: int) -> int:
     """Mostly powers of two, as in models; one in five anything, down to the three of a picture."""
     if int(share * 40) % 5 == 2:
-        return sized(share, 3, high)
+        return size_between(share, 3, high)
     return 1 << round(math.log2(8 * (high / 8) ** share))
 
 
@@ -101,7 +101,7 @@ def keys(kind: str, seen: frozenset[str] = frozenset()) -> list[str]:
 
 def _allowed(key: str, r: Range) -> bool:
     call, marks = parse_key(key)
-    t = describe(call, marks)
+    t = traits_of(call, marks)
     slow = r is RANGES["gpu"] and t.dtype == "f32" and t.family in ("matmul", "attention", "convolution")
     return t.flops <= (SLOW_FLOPS if slow else r.flops) and t.nbytes <= 6 * r.bytes[1]
 
@@ -141,10 +141,10 @@ def _products(t: str, r: Range, share: float) -> Iterator[tuple[int, int, Make]]
 
     def of(text: str, low: float = low, high: float = high) -> Make:
         def make(p: tuple[float, ...]) -> str:
-            m, n, k = (sized(x, low, high) for x in p[:3])
-            b = sized(p[3], 2, 512) if len(p) > 3 else 1
+            m, n, k = (size_between(x, low, high) for x in p[:3])
+            b = size_between(p[3], 2, 512) if len(p) > 3 else 1
             if b > 1:
-                m, n, k = (sized(x, low / 2, high / 8) for x in p[:3])
+                m, n, k = (size_between(x, low / 2, high / 8) for x in p[:3])
             return text.format(t=t, m=m, n=n, k=k, b=b)
 
         return make
@@ -190,8 +190,8 @@ def _attention(t: str, r: Range) -> Iterator[tuple[int, int, Make]]:
 
     def make(text: str, mark: str, causal: str) -> Make:
         def one(p: tuple[float, ...]) -> str:
-            heads, batch = sized(p[0], 1, 16), sized(p[2], 1, 64 if large else 16)
-            n, d = sized(p[1], 64 if large else 10, high), (8, 16, 32, 64, 64, 96, 128)[int(p[3] * 7)]
+            heads, batch = size_between(p[0], 1, 16), size_between(p[2], 1, 64 if large else 16)
+            n, d = size_between(p[1], 64 if large else 10, high), (8, 16, 32, 64, 64, 96, 128)[int(p[3] * 7)]
             if large:
                 heads, d = (4, 8, 12, 16, 32)[int(p[0] * 5)], (32, 64, 64, 64, 96, 128)[int(p[3] * 6)]
             x = f"{t}[{batch},{heads},{n},{d}]"
@@ -217,7 +217,7 @@ def _convolutions(t: str, r: Range) -> Iterator[tuple[int, int, Make]]:
 
     def make(area: int, stride: int, depthwise: bool, back: bool, first: bool = False, usual: bool = False) -> Make:
         def one(p: tuple[float, ...]) -> str:
-            n, cin, cout = sized(p[0], *many), 3 if first else channels(p[1], high), channels(p[2], high)
+            n, cin, cout = size_between(p[0], *many), 3 if first else channels(p[1], high), channels(p[2], high)
             side = sides[int(p[3] * 10)]
             if usual:  # as in most networks: the more channels, the smaller the picture
                 cin = cout = 1 << round(math.log2(8 * (high / 8) ** p[1]))
@@ -305,7 +305,7 @@ def _tensors(text: str, t: str, low: int, high: int, least: int = 16) -> Make:
 
     def make(p: tuple[float, ...]) -> str:
         size = {"f32": 4, "bf16": 2, "f16": 2}[t]
-        columns = sized(p[1], least, 2048)
+        columns = size_between(p[1], least, 2048)
         rows = max(1, round(low / size * (high / low) ** p[0] / columns))
         dims = f"{rows},{columns}"
         return text.format(
@@ -360,7 +360,7 @@ def _reductions(t: str, r: Range) -> Iterator[tuple[int, int, Make]]:
 
 def _pictures(text: str, t: str, high: int) -> Make:
     def make(p: tuple[float, ...]) -> str:
-        n, c = sized(p[0], 4, 64), 8 * max(1, channels(p[1], high) // 8)
+        n, c = size_between(p[0], 4, 64), 8 * max(1, channels(p[1], high) // 8)
         side = 2 * (1, 2, 3, 4, 7, 8, 14, 16)[int(p[2] * 8)]
         half = f"[{n},{c},{side // 2},{side // 2}]"
         return text.format(
@@ -413,7 +413,7 @@ def _moves(t: str, r: Range) -> Iterator[tuple[int, int, Make]]:
 
     def more(text: str) -> Make:
         def make(p: tuple[float, ...]) -> str:
-            columns = sized(p[1], 16, 1024)
+            columns = size_between(p[1], 16, 1024)
             rows = max(1, round(r.bytes[0] / 4 * (r.bytes[1] / 2 / r.bytes[0]) ** p[0] / columns))
             return text.format(
                 x=f"{t}[{rows},{columns}]",
@@ -429,7 +429,12 @@ def _moves(t: str, r: Range) -> Iterator[tuple[int, int, Make]]:
         return make
 
     def heads(p: tuple[float, ...]) -> str:
-        b, h, n, d = sized(p[0], 1, 16), sized(p[1], 2, 16), sized(p[2], 16, 512), (16, 32, 64, 128)[int(p[3] * 4)]
+        b, h, n, d = (
+            size_between(p[0], 1, 16),
+            size_between(p[1], 2, 16),
+            size_between(p[2], 16, 512),
+            (16, 32, 64, 128)[int(p[3] * 4)],
+        )
         return f"aten.view({t}[{b},{n},{h},{d}]{{0213}},[{b},{n},{h * d}])->{t}[{b},{n},{h * d}]"
 
     for text, worth in texts.items():
@@ -442,7 +447,11 @@ def _indexing(t: str, r: Range) -> Iterator[tuple[int, int, Make]]:
 
     def make(text: str) -> Make:
         def one(p: tuple[float, ...]) -> str:
-            n, d, rows = sized(p[0], 8, 4096 * large), sized(p[1], 8, 512 * large), sized(p[2], 16, 32768 * large)
+            n, d, rows = (
+                size_between(p[0], 8, 4096 * large),
+                size_between(p[1], 8, 512 * large),
+                size_between(p[2], 16, 32768 * large),
+            )
             return text.format(table=f"{t}[{rows},{d}]", ids=f"i64[{n}]", got=f"{t}[{n},{d}]", rows=rows, t=t, n=n, d=d)
 
         return one
@@ -478,7 +487,12 @@ def _others(r: Range) -> Iterator[tuple[int, int, Make]]:
 
     def lstm(back: bool) -> Make:
         def one(p: tuple[float, ...]) -> str:
-            n, b, d, h = sized(p[0], 6, 48), sized(p[1], 4, 64), sized(p[2], 16, 256), sized(p[3], 16, 256)
+            n, b, d, h = (
+                size_between(p[0], 6, 48),
+                size_between(p[1], 4, 64),
+                size_between(p[2], 16, 256),
+                size_between(p[3], 16, 256),
+            )
             x, s, y = f"f32[{n},{b},{d}]", f"f32[{b},{h}]", f"f32[{n},{b},{h}]"
             w, u, gates = f"f32[{4 * h},{d}]", f"f32[{4 * h},{h}]", f"f32[{n},{b},{4 * h}]"
             if back:
@@ -490,7 +504,7 @@ def _others(r: Range) -> Iterator[tuple[int, int, Make]]:
 
     def update(name: str) -> Make:
         def one(p: tuple[float, ...]) -> str:
-            tensors, low = sized(p[1], 2, 160), 1e6 if r is RANGES["gpu"] else 2e3
+            tensors, low = size_between(p[1], 2, 160), 1e6 if r is RANGES["gpu"] else 2e3
             return f"optimizer.{name}({tensors},{tensors * max(16, round(low * (most / low) ** p[0] / tensors))})"
 
         return one
@@ -505,7 +519,7 @@ def _others(r: Range) -> Iterator[tuple[int, int, Make]]:
         yield worth, 2, update(name)
 
 
-VIEWS = (
+TIMED_VIEWS = (
     "aten.view(f32[64,32],[8,8,32])->f32[8,8,32]",
     "aten.view(f32[8,8,32],[64,32])->f32[64,32]",
     "aten.t(f32[64,32])->f32[32,64]",
@@ -522,5 +536,5 @@ VIEWS = (
 
 
 def _views() -> Iterator[tuple[int, int, Make]]:
-    for key in VIEWS:
+    for key in TIMED_VIEWS:
         yield 1, 1, lambda p, key=key: key  # type: ignore[misc]

@@ -41,7 +41,7 @@ from laminar.profile import shapes
 
 Progress = Callable[[int, int, str], None]
 """(done, total, what is being measured)."""
-BLOCK = 40
+OPS_PER_BLOCK = 40
 CLASSES_S = (1e-5, 6e-5, 6e-4)
 """Ops below, between and above these times (by a roofline of an ordinary core) are stirred apart."""
 EXCHANGE_SHARE = 0.4
@@ -56,7 +56,7 @@ CALL_S = 2e-4
 """What measuring an op costs besides running it, for dealing out time."""
 
 
-def cores() -> int:
+def cores_here() -> int:
     """Cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -74,7 +74,7 @@ def blocks(keys: Sequence[str]) -> list[list[str]]:
         if not block:
             out.append(block)
         block.append(key)
-        if len(block) == BLOCK:
+        if len(block) == OPS_PER_BLOCK:
             del open_[size]
     return out
 
@@ -113,7 +113,7 @@ def keys_of(programs: Iterable[Program], cost: OpCost, ranks: int | None = None)
 
 
 @dataclass(frozen=True)
-class Job:
+class SweepJob:
     """What ranks are told."""
 
     ranks: int
@@ -127,7 +127,9 @@ class Job:
     """Compiled kernels that were tried already."""
 
 
-def measure_section(job: Job, progress: Progress | None = None) -> tuple[Section, list[dict[str, Any]], dict[str, Any]]:
+def measure_section(
+    job: SweepJob, progress: Progress | None = None
+) -> tuple[Section, list[dict[str, Any]], dict[str, Any]]:
     """Entries, rows of exchanges, and other figures, by `job.ranks` fresh processes. None is left behind."""
     if job.device != "cuda" or job.ranks > 1:
         found, problem = _by_ranks(job, progress)
@@ -154,7 +156,7 @@ def measure_section(job: Job, progress: Progress | None = None) -> tuple[Section
     return _merged([every])
 
 
-def _by_ranks(job: Job, progress: Progress | None) -> tuple[list[list[dict[str, Any]]], LaminarError | None]:
+def _by_ranks(job: SweepJob, progress: Progress | None) -> tuple[list[list[dict[str, Any]]], LaminarError | None]:
     """What each rank has written down, and what went wrong, if anything did."""
     with tempfile.TemporaryDirectory(prefix="laminar-profile-") as folder:
         at = Path(folder)
@@ -194,7 +196,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     return out
 
 
-def _follow(at: Path, ranks: list[subprocess.Popen[bytes]], job: Job, progress: Progress | None) -> None:
+def _follow(at: Path, ranks: list[subprocess.Popen[bytes]], job: SweepJob, progress: Progress | None) -> None:
     """Until all ranks are done; the first to fail is told with the end of its log."""
     stop = time.monotonic() + job.ops_s + job.exchanges_s + 120.0
     shown = ""
@@ -249,6 +251,7 @@ def _merged(found: list[list[dict[str, Any]]]) -> tuple[Section, list[dict[str, 
 
 def work(folder: Path, rank: int) -> None:
     """One rank's side."""
+    # Long because it is the script of a process: what is timed, in which order, and what ranks agree on in between.
     import torch
     import torch.distributed as dist
 
@@ -257,7 +260,7 @@ def work(folder: Path, rank: int) -> None:
     from laminar.runtime.comm.transport import join_process_group
 
     keep_freed_memory()
-    job = Job(**json.loads((folder / "job").read_text()))
+    job = SweepJob(**json.loads((folder / "job").read_text()))
     torch.set_num_threads(job.threads)
     device = torch.device(job.device, rank) if job.device == "cuda" else torch.device(job.device)
     if job.ranks > 1:
@@ -319,7 +322,7 @@ def work(folder: Path, rank: int) -> None:
             until = time.monotonic() + job.exchanges_s
             for count, row in enumerate(time_collectives.measure_exchanges(device, job.threads, until, agree, go)):
                 note(row=row)
-                say(f"exchanges of {job.ranks} ranks", count, 10 * len(time_collectives.SIZES))
+                say(f"exchanges of {job.ranks} ranks", count, 10 * len(time_collectives.EXCHANGE_SIZES))
             note(other={"overlap": time_collectives.measure_overlap(device)})
             dist.barrier()
     # Torch's thread pools sometimes abort while an interpreter is taken down; everything is on disk.
@@ -327,7 +330,7 @@ def work(folder: Path, rank: int) -> None:
     os._exit(0)
 
 
-def _one_by_one(job: Job, device: Any, until: float, note: Callable[..., None], say: Callable[..., None]) -> None:
+def _one_by_one(job: SweepJob, device: Any, until: float, note: Callable[..., None], say: Callable[..., None]) -> None:
     """Ops of a GPU, each for itself, until time is up."""
     import torch
 
@@ -339,7 +342,7 @@ def _one_by_one(job: Job, device: Any, until: float, note: Callable[..., None], 
     for number, key in enumerate(job.keys):
         if time.monotonic() > until:
             return
-        if number % BLOCK == 0:
+        if number % OPS_PER_BLOCK == 0:
             say("ops", number, len(job.keys))
             torch.cuda.empty_cache()  # memory of recordings that are gone
         note(trying=key)
@@ -405,7 +408,7 @@ def profile(
             )
         available = torch.cuda.device_count()
     else:
-        available = cores()
+        available = cores_here()
     counts = list(ranks) if ranks else [n for n in (1, 2, 4, 8, 16) if n <= min(available, cluster.devices)]
     programs = list(programs)
     old = dict(cluster.profile)
@@ -413,13 +416,13 @@ def profile(
     table, rows, overlap = Table.of(old), list(old.get("collectives", ())), list(old.get("overlap", ()))
     for n in counts:
         each_s = budget_s / len(counts) - 5.0  # processes take some seconds to start
-        threads = max(1, cores() // n)
+        threads = max(1, cores_here() // n)
         wished = keys_of(programs, OpCost(cluster), n)
         exchanges_s = EXCHANGE_SHARE * each_s if n > 1 else 0.0
         keys = list(dict.fromkeys([*wished, *shapes.keys("gpu" if gpu else "cpu")]))
         keys = [] if gpu and n > 1 else keys  # one GPU is like another
         ops_s = max(2.0, each_s - exchanges_s)
-        job = Job(n, threads, "cuda" if gpu else "cpu", keys, ops_s, exchanges_s, fused=gpu and n == 1)
+        job = SweepJob(n, threads, "cuda" if gpu else "cpu", keys, ops_s, exchanges_s, fused=gpu and n == 1)
         section, found, other = measure_section(job, progress)
         if section.ops:
             name = f"cuda/{cluster.device.name}" if gpu else cpu_section(n, threads)
@@ -442,7 +445,7 @@ def measure_instrs(cluster: Cluster, programs: Iterable[Program], section: str, 
     counted = dict(part.split("=") for part in rest if "=" in part)
     n, threads = int(counted.get("ranks", 1)), int(counted.get("threads", 1))
     keys = keys_of(programs, OpCost(cluster, section), n if kind == "cpu" else None)
-    found, _, _ = measure_section(Job(n, threads, kind, keys, budget_s, 0.0))
+    found, _, _ = measure_section(SweepJob(n, threads, kind, keys, budget_s, 0.0))
     table = Table.of(cluster.profile).extended(Table({section: found}))
     return replace(cluster, profile={**cluster.profile, "ops": table.to_json()})
 

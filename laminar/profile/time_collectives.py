@@ -30,16 +30,16 @@ from laminar.ir.program import Program
 from laminar.ir.sbp import PSUM, B, S
 from laminar.ir.tensor import TensorSpec
 from laminar.lower.boxing.reshard import moves
-from laminar.profile.time_op import LEAST_ROUNDS, More, Run, Timer
+from laminar.profile.time_op import LEAST_ROUNDS, More, TimedCall, Timer
 from laminar.runtime.comm.transport import Groups
 
-KINDS: dict[str, Any] = {
+TIMED_KINDS: dict[str, Any] = {
     "all_reduce": (PSUM, B),
     "all_gather": (S(0), B),
     "reduce_scatter": (PSUM, S(0)),
     "all_to_all": (S(0), S(1)),
 }
-SIZES = (1 << 16, 1 << 20, 1 << 23, 1 << 12, 1 << 18, 1 << 22, 1 << 8, 1 << 14, 1 << 25, 1 << 21)
+EXCHANGE_SIZES = (1 << 16, 1 << 20, 1 << 23, 1 << 12, 1 << 18, 1 << 22, 1 << 8, 1 << 14, 1 << 25, 1 << 21)
 """Bytes, most needed first."""
 OTHERS_BYTES = 16 << 20
 """What is read between two exchanges. Assumed: about what a small model's step touches in between."""
@@ -51,12 +51,12 @@ def program_of(kind: str, nbytes: int, ranks: int) -> Program:
     """A program that is one collective over a tensor of about `nbytes`, cut evenly."""
     columns = 8 * ranks
     rows = max(1, nbytes // (4 * columns * ranks)) * ranks
-    source, wanted = KINDS[kind]
+    source, wanted = TIMED_KINDS[kind]
     spec = TensorSpec((rows, columns), "f32")
     return moves(Mesh({"all": ranks}), [("x", spec, (source,), (wanted,))], "measuring")
 
 
-def run_of(program: Program, groups: Groups, resident: bool) -> tuple[Run, torch.Tensor | None]:
+def run_of(program: Program, groups: Groups, resident: bool) -> tuple[TimedCall, torch.Tensor | None]:
     """The exchange, ready to be made again and again, and what it gives away if that was just made.
 
     Every rank must make it.
@@ -77,11 +77,11 @@ def run_of(program: Program, groups: Groups, resident: bool) -> tuple[Run, torch
     return lambda: exchange.finish(exchange.start(x)), x
 
 
-def cases(ways: tuple[str, ...]) -> Iterator[tuple[str, str, bool, int]]:
+def exchange_cases(ways: tuple[str, ...]) -> Iterator[tuple[str, str, bool, int]]:
     """(backend, kind, resident, bytes), most needed first."""
-    for nbytes in SIZES:
+    for nbytes in EXCHANGE_SIZES:
         for way in ways:
-            for kind in KINDS:
+            for kind in TIMED_KINDS:
                 if way == "shared" and kind == "all_to_all":
                     continue  # it goes through Gloo there too
                 yield way, kind, False, nbytes
@@ -102,7 +102,7 @@ def measure_exchanges(
     timer = Timer(limit_s=limit_s, more=more)
     others = torch.zeros(OTHERS_BYTES // 4 if device.type == "cpu" else 0)
     slow: dict[tuple[str, str, bool], tuple[int, float]] = {}
-    for way, kind, resident, nbytes in cases(ways):
+    for way, kind, resident, nbytes in exchange_cases(ways):
         if not go(time.monotonic() < until):
             return
         size, taken = slow.get((way, kind, resident), (nbytes, 0.0))
@@ -127,7 +127,7 @@ def measure_exchanges(
         }
 
 
-def _run(kind: str, nbytes: int, groups: Groups, resident: bool) -> tuple[Run, torch.Tensor | None, int]:
+def _run(kind: str, nbytes: int, groups: Groups, resident: bool) -> tuple[TimedCall, torch.Tensor | None, int]:
     if kind == "ddp_all_reduce":
         flat = torch.zeros(max(1, nbytes // 4), device=groups.device)
         return partial(dist.all_reduce, flat), None, flat.numel() * 4
@@ -142,7 +142,7 @@ def _step_between(others: torch.Tensor, given: torch.Tensor | None) -> None:
         given.sum()
 
 
-def _waiting(run: Run) -> None:
+def _waiting(run: TimedCall) -> None:
     run()
     torch.cuda.synchronize()
 

@@ -32,10 +32,32 @@ from laminar.profile.time_op import FOOTPRINT_BYTES, MOST_SETS, Timer
 from laminar.runtime.code.decompositions import DECOMPOSED
 
 DTYPE = torch.bfloat16
-POINTWISE = ((2, 24), (2, 20), (1, 27), (2, 22), (4, 25), (2, 17), (1, 24), (2, 26), (4, 21), (1, 14), (2, 28), (1, 19))
+TIMED_POINTWISE = (
+    (2, 24),
+    (2, 20),
+    (1, 27),
+    (2, 22),
+    (4, 25),
+    (2, 17),
+    (1, 24),
+    (2, 26),
+    (4, 21),
+    (1, 14),
+    (2, 28),
+    (1, 19),
+)
 """Tensors read, and the bytes of each as a power of two; as many bytes are written."""
-SHAPES = ((4096, 1024), (16384, 768), (8192, 256), (512, 1024), (8192, 4096), (65536, 512), (2048, 2048), (128, 512))
-WIDE = ((8192, 50304), (4096, 8192), (2048, 1000))
+TIMED_SHAPES = (
+    (4096, 1024),
+    (16384, 768),
+    (8192, 256),
+    (512, 1024),
+    (8192, 4096),
+    (65536, 512),
+    (2048, 2048),
+    (128, 512),
+)
+LOSS_SHAPES = ((8192, 50304), (4096, 8192), (2048, 1000))
 """Rows and classes of a loss."""
 TABLES = ((8192, 768, 50304), (1024, 1024, 1024), (8192, 256, 8192), (16384, 1024, 50304), (512, 128, 2048))
 """Rows that are looked up, their length, and how many the table has."""
@@ -91,7 +113,7 @@ def _made(*parts: Callable[[], Tensor]) -> tuple[Tensor, ...]:
 
 
 def _pointwise(device: torch.device) -> Iterator[Case]:
-    for inputs, power in POINTWISE:
+    for inputs, power in TIMED_POINTWISE:
         n, total = (1 << power) // DTYPE.itemsize, (inputs + 1) << power
 
         def make(n: int = n, inputs: int = inputs) -> tuple[Tensor, ...]:
@@ -101,7 +123,7 @@ def _pointwise(device: torch.device) -> Iterator[Case]:
 
 
 def _reductions(device: torch.device) -> Iterator[Case]:
-    for rows, columns in SHAPES:
+    for rows, columns in TIMED_SHAPES:
         size = rows * columns * DTYPE.itemsize
         x, w = partial(_tensor, rows, columns, device=device), partial(_tensor, columns, device=device)
         kinds: tuple[tuple[str, Callable[..., Any], tuple[Callable[[], Tensor], ...], int], ...] = (
@@ -116,7 +138,7 @@ def _reductions(device: torch.device) -> Iterator[Case]:
 
 
 def _losses(device: torch.device) -> Iterator[Case]:
-    for rows, classes in WIDE:
+    for rows, classes in LOSS_SHAPES:
         size = rows * classes * DTYPE.itemsize
         x = partial(_tensor, rows, classes, device=device)
         ids = partial(torch.randint, classes, (rows,), device=device)

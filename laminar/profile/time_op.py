@@ -42,7 +42,7 @@ from laminar.ir.serial.codec import Ref
 from laminar.ir.tensor import TensorSpec
 from laminar.rules.notation import STRETCHED, Call
 from laminar.runtime.code.eager_step import OUT_VARIANTS
-from laminar.runtime.code.fused_lstm import BACKWARD, FORWARD, FUSED
+from laminar.runtime.code.fused_lstm import FUSED, LSTM_BACKWARD, LSTM_FORWARD
 from laminar.runtime.code.local_op import prepare
 
 TARGET = 0.02
@@ -57,13 +57,13 @@ MOST_SETS, LEAST_CALLS = 48, 8
 HEAVY_S, HEAT_S, WARM_S = 1e-4, 0.12, 0.008
 """A GPU op that takes longer than the first is repeated for the second before it is timed, any other for the third."""
 
-Run = Callable[[], Any]
+TimedCall = Callable[[], Any]
 
 
 # --- making an op runnable ----------------------------------------------------------------------
 
 
-def runs_of(key: str, device: torch.device, sets: int | None = None) -> list[Run]:
+def runs_of(key: str, device: torch.device, sets: int | None = None) -> list[TimedCall]:
     """Ready calls of the op a key names, one per set of operands; as many as fill a cache, if not told."""
     call, marks = parse_key(key)
     if call.op.startswith("optimizer."):
@@ -74,7 +74,7 @@ def runs_of(key: str, device: torch.device, sets: int | None = None) -> list[Run
     sets = sets or max(1, min(MOST_SETS, FOOTPRINT_BYTES // max(each, 1)))
     told = len(marks) > len(call.ins)
     below = _bounds(call)
-    out: list[Run] = []
+    out: list[TimedCall] = []
     for _ in range(sets):
         given = [operand(s, m, device, below.get(i, 2)) for i, (s, m) in enumerate(zip(call.ins, marks, strict=False))]
         more = {k: _fill(v, given) for k, v in kwargs.items()}
@@ -82,7 +82,7 @@ def runs_of(key: str, device: torch.device, sets: int | None = None) -> list[Run
             target, more["out"] = OUT_VARIANTS[call.op], operand(call.out, "", device)
         filled = _filled(args, given)
         if call.op in FUSED and device.type == "cpu":
-            target, filled = FUSED[call.op], _with_workspace(filled) if call.op == BACKWARD else filled
+            target, filled = FUSED[call.op], _with_workspace(filled) if call.op == LSTM_BACKWARD else filled
         out.append(partial(target, *filled, **more))
     return out
 
@@ -91,7 +91,7 @@ def _with_workspace(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arguments of a recurrent layer's backward, with what its forward keeps for it where both run fused."""
     inputs, reverse = args[3:8], args[11]
     with torch.no_grad():
-        made = FUSED[FORWARD](*inputs, None, reverse)
+        made = FUSED[LSTM_FORWARD](*inputs, None, reverse)
     return (*args[:9], *made[3:], reverse)
 
 
@@ -190,7 +190,7 @@ def _fill(arg: Any, given: Sequence[Tensor]) -> Any:
     return [_fill(a, given) for a in arg] if isinstance(arg, list) else arg
 
 
-def _update(call: Call, device: torch.device) -> list[Run]:
+def _update(call: Call, device: torch.device) -> list[TimedCall]:
     """A whole update of `tensors` parameters with `elements` in all, as `train/optimizer/optimizer.py` has it run."""
     tensors, elements = call.args
     params = [
@@ -232,7 +232,7 @@ answer, so that none measures while another has stopped."""
 def stirred(keys: Sequence[str], limit_s: float, more: More = bool, seed: int = 0) -> dict[str, Entry]:
     """Times of CPU ops, each call between calls of the others, in a new order every round."""
     device = torch.device("cpu")
-    runs: list[Run] = [runs_of(key, device, 1)[0] for key in keys]
+    runs: list[TimedCall] = [runs_of(key, device, 1)[0] for key in keys]
     runs.append(partial(_nothing))
     alone = torch.get_num_threads() == 1
     clock = time.thread_time_ns if alone else time.perf_counter_ns
@@ -268,7 +268,7 @@ def stirred(keys: Sequence[str], limit_s: float, more: More = bool, seed: int = 
     return out
 
 
-def _activation(run: Run) -> Tensor | None:
+def _activation(run: TimedCall) -> Tensor | None:
     """What the op before has just made, in a step: the first operand, if it fits into a cache. It is read before."""
     given = getattr(run, "args", ())
     flat = [a for arg in given for a in (arg if isinstance(arg, list) else [arg])]
@@ -286,7 +286,7 @@ class Timer:
     def __init__(self, device: torch.device | str = "cpu", limit_s: float = 0.1, more: More = bool) -> None:
         self.device, self.limit_s, self.more = torch.device(device), limit_s, more
 
-    def __call__(self, runs: Sequence[Run], before: Run | None = None) -> Entry:
+    def __call__(self, runs: Sequence[TimedCall], before: TimedCall | None = None) -> Entry:
         """Time per call, going round over `runs`; by the wall clock on a CPU, since an exchange waits.
 
         `before` is called before each of them there, and not timed.
@@ -294,7 +294,7 @@ class Timer:
         with torch.no_grad():
             return self._on_gpu(runs) if self.device.type == "cuda" else self._on_cpu(runs, before)
 
-    def _on_cpu(self, runs: Sequence[Run], before: Run | None) -> Entry:
+    def _on_cpu(self, runs: Sequence[TimedCall], before: TimedCall | None) -> Entry:
         ring = itertools.cycle(runs)
         start = time.perf_counter()
 
@@ -316,7 +316,7 @@ class Timer:
             if not self.more(error_of(times) > TARGET and time.perf_counter() - start < self.limit_s):
                 return Entry(max(undisturbed(times), 1e-9), error_of(times), len(times))
 
-    def _on_gpu(self, runs: Sequence[Run]) -> Entry:
+    def _on_gpu(self, runs: Sequence[TimedCall]) -> Entry:
         start = time.perf_counter()
         replay, count = recorded(runs, self.device)
 
@@ -343,7 +343,7 @@ class Timer:
 _STREAMS: dict[torch.device, Any] = {}
 
 
-def recorded(runs: Sequence[Run], device: torch.device) -> tuple[Run, int]:
+def recorded(runs: Sequence[TimedCall], device: torch.device) -> tuple[TimedCall, int]:
     """A CUDA graph of the calls, ready to be replayed, and how many it holds; a plain loop where there is none."""
     count = max(len(runs), LEAST_CALLS)
 

@@ -32,7 +32,7 @@ from laminar.runtime.check.probe_rules import probe
 from laminar.train.job.job import Job
 from laminar.train.options import JobOptions
 
-DDP = "ddp"
+DDP_SIDE = "ddp"
 """The side everything is measured against."""
 
 
@@ -185,12 +185,12 @@ TRIALS = (
 """What `laminar profile` runs whole."""
 
 
-def named(name: str) -> Trial:
+def trial_named(name: str) -> Trial:
     """A trial by name."""
     return next(t for t in TRIALS if t.name == name)
 
 
-PLANS: dict[str, Callable[[Graph, Mesh], Plan]] = {
+TRIAL_PLANS: dict[str, Callable[[Graph, Mesh], Plan]] = {
     "data": presets.data_parallel,
     "zero1": lambda graph, mesh: presets.zero(graph, mesh, 1),
     "zero3": lambda graph, mesh: presets.zero(graph, mesh, 3),
@@ -203,11 +203,11 @@ PLANS: dict[str, Callable[[Graph, Mesh], Plan]] = {
 
 
 def mesh_of(plan: str, ranks: int) -> Mesh:
-    """The mesh a plan of `PLANS` is for."""
+    """The mesh a plan of `TRIAL_PLANS` is for."""
     return Mesh({"tp" if plan == "tensor" else "dp": ranks})
 
 
-def captured(trial: Trial, ranks: int) -> Graph:
+def trial_graph(trial: Trial, ranks: int) -> Graph:
     """The graph a job of this trial is made from."""
     torch.manual_seed(0)
     return probe(capture(trial.model(), trial.loss, trial.batch(ranks), wide=True))
@@ -218,21 +218,21 @@ def adamw(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=1e-4, fused=True)
 
 
-def timed(
+def timed_sides(
     trial: Trial | str, plans: Sequence[str], rounds: int, turn_s: float, yardstick: bool = True
 ) -> dict[str, Any]:
     """Seconds of a step by side and round, on this rank; and what each program was. Every rank must call this."""
-    trial = named(trial) if isinstance(trial, str) else trial
+    trial = trial_named(trial) if isinstance(trial, str) else trial
     ranks = dist.get_world_size()
     batch = trial.batch(ranks)
     steps: dict[str, Callable[[], Any]] = {}
     for name in plans:
         torch.manual_seed(0)
         mesh = mesh_of(name, ranks)
-        job = Job(trial.model(), trial.loss, adamw, batch, PLANS[name], JobOptions(mesh=mesh, device="cpu"))
+        job = Job(trial.model(), trial.loss, adamw, batch, TRIAL_PLANS[name], JobOptions(mesh=mesh, device="cpu"))
         steps[name] = lambda job=job: job.step(batch)  # type: ignore[misc]
     if yardstick:
-        steps[DDP] = _ddp(trial, batch)
+        steps[DDP_SIDE] = _ddp(trial, batch)
     calls = {name: _calls(step, turn_s) for name, step in steps.items()}
     times: dict[str, list[float]] = {name: [] for name in steps}
     order = list(steps)
@@ -248,13 +248,13 @@ def timed(
 
 
 def all_timed(names: Sequence[str], plans: Sequence[str], rounds: int, turn_s: float, begun: str) -> list[Any]:
-    """`timed` for one trial after the other, in one process group; the file `begun` gets a line for each."""
+    """`timed_sides` for one trial after the other, in one process group; the file `begun` gets a line for each."""
     out = []
     for name in names:
         if dist.get_rank() == 0:
             with open(begun, "a") as file:
                 file.write(f"{name}\n")
-        out.append(timed(name, plans, rounds, turn_s))
+        out.append(timed_sides(name, plans, rounds, turn_s))
         gc.collect()
     return out
 

@@ -25,8 +25,8 @@ from laminar.ir.serial.codec import Ref, content_hash
 from laminar.ir.tensor import TensorSpec
 from laminar.rewrite.edit import Lookup, NoFit, Writer, is_packed
 from laminar.rewrite.forms import FORMS, FUNCTIONS, Seen
-from laminar.rewrite.language import Pattern, Term, forms_in, parse, starred
-from laminar.rewrite.match import Match, find, write
+from laminar.rewrite.language import Pattern, Term, forms_in, parse_rewrite, starred
+from laminar.rewrite.match import Match, matches, write
 from laminar.rules.notation import call_of
 
 
@@ -55,7 +55,7 @@ class Site:
 
 
 @dataclass(frozen=True)
-class Rule:
+class Rewrite:
     """One substitution; `text` is in the language of `language.py`."""
 
     name: str
@@ -76,9 +76,9 @@ class Rule:
     """Whether a plan that uses it carries its text: for rules that are in no table of Laminar's."""
 
     @staticmethod
-    def of_file(name: str, text: str) -> Rule:
+    def of_file(name: str, text: str) -> Rewrite:
         """A rule that was read from a file, or brought along by a plan."""
-        return Rule(name, text, f"{name} of a file of rules.", carried=True)
+        return Rewrite(name, text, f"{name} of a file of rules.", carried=True)
 
     def step(self, key: str, sites: int) -> Applied:
         """What a plan remembers of its use."""
@@ -98,14 +98,14 @@ class Rule:
     @cached_property
     def sides(self) -> tuple[Pattern, Pattern]:
         """What is looked for, and what replaces it."""
-        return parse(self.text)
+        return parse_rewrite(self.text)
 
     def find(self, graph: Graph | Lookup) -> list[Site]:
         """Every place where the rule fits, in the order of the graph; places may exclude each other."""
         look = graph if isinstance(graph, Lookup) else Lookup(graph)
         left, right = self.sides
         sites = []
-        for match in find(look, left, right, self.shared):
+        for match in matches(look, left, right, self.shared):
             if self.kind and any(map(is_packed, match.nodes)):
                 continue  # what was merged is not split again, nor the other way round: that leads nowhere
             writer = Writer(look, bool(self.kind))
@@ -126,7 +126,7 @@ class Rule:
         return rewrite(graph, self, [sites] if isinstance(sites, Site) else list(sites))[0].graph
 
 
-def rewrite(graph: Graph | Lookup, rule: Rule, sites: Sequence[Site]) -> tuple[Lookup, int]:
+def rewrite(graph: Graph | Lookup, rule: Rewrite, sites: Sequence[Site]) -> tuple[Lookup, int]:
     """The graph with places of one rule rewritten, looked up, and how many of them were."""
     look = graph if isinstance(graph, Lookup) else Lookup(graph)
     taken: set[str] = set()
@@ -146,7 +146,7 @@ def rewrite(graph: Graph | Lookup, rule: Rule, sites: Sequence[Site]) -> tuple[L
     return made, len(chosen)
 
 
-def _rewritten(look: Lookup, rule: Rule, sites: Sequence[Site]) -> Lookup | None:
+def _rewritten(look: Lookup, rule: Rewrite, sites: Sequence[Site]) -> Lookup | None:
     writer = Writer(look, bool(rule.kind))
     writer.leaving.update(name for site in sites for name in site.roots)
     now: dict[Ref, Ref] = {}
@@ -184,10 +184,10 @@ def _rewritten(look: Lookup, rule: Rule, sites: Sequence[Site]) -> Lookup | None
     return Lookup(made, look)
 
 
-Reads = Mapping[str, tuple[Ref, ...]]
+NodeReads = Mapping[str, tuple[Ref, ...]]
 
 
-def _live(nodes: dict[str, Node], reads: Reads, wanted: Iterable[str]) -> dict[str, Node]:
+def _live(nodes: dict[str, Node], reads: NodeReads, wanted: Iterable[str]) -> dict[str, Node]:
     """Nodes from which something wanted is made."""
     seen: set[str] = set()
     todo = list(wanted)
@@ -199,7 +199,7 @@ def _live(nodes: dict[str, Node], reads: Reads, wanted: Iterable[str]) -> dict[s
     return {name: n for name, n in nodes.items() if name in seen}
 
 
-NOISE = 1e-9
+SUM_NOISE = 1e-9
 """Relative differences of sums of seconds that only say in which order they were added."""
 MASKED = "aten.convolution_backward"
 """The op that is told which of its results are wanted."""
@@ -236,7 +236,7 @@ def _narrow(nodes: dict[str, Node], outputs: set[Ref]) -> tuple[dict[str, Node],
     return out, now
 
 
-def _ordered(nodes: dict[str, Node], reads: Reads, position: dict[str, int]) -> list[Node] | None:
+def _ordered(nodes: dict[str, Node], reads: NodeReads, position: dict[str, int]) -> list[Node] | None:
     """Every node behind what it reads, as near to the old order as that allows; None if there is no such order."""
     waits = {name: {r.name for r in reads[name]} & nodes.keys() for name in nodes}
     readers: dict[str, list[str]] = {}
@@ -332,7 +332,7 @@ def _gain(look: Lookup, writer: Writer, new: dict[Ref, Ref], also: Sequence[str]
     before = math.fsum(spent)  # the same in whichever order a set is walked
     after = math.fsum(_work(n, writer.specs).seconds for n in writer.nodes)
     saved = before - after
-    return (saved if abs(saved) > NOISE * max(before, after) else 0.0), len(gone) - len(writer.nodes)
+    return (saved if abs(saved) > SUM_NOISE * max(before, after) else 0.0), len(gone) - len(writer.nodes)
 
 
 def _params(look: Lookup, match: Match) -> frozenset[frozenset[str]]:

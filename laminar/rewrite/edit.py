@@ -21,8 +21,8 @@ from laminar.ir.tensor import TensorSpec
 from laminar.rules.ops.expand import Sheet
 
 TURNS = ("aten.t", "aten.transpose.int", "aten.permute")
-VIEWS = ("aten.view", "aten._unsafe_view", "aten.reshape")
-Shape = tuple[int, ...]
+RESHAPING = ("aten.view", "aten._unsafe_view", "aten.reshape")
+TensorShape = tuple[int, ...]
 _REWRITTEN = re.compile(r"_[wk]\d+$")
 _PACKED = re.compile(r"_k\d+$")
 
@@ -105,7 +105,7 @@ class Lookup:
 
     def behind(self, ref: Ref) -> Ref:
         """The value that this one is another look at, or a cast of."""
-        while (node := self.maker(ref, *VIEWS, *TURNS, "aten._to_copy")) is not None:
+        while (node := self.maker(ref, *RESHAPING, *TURNS, "aten._to_copy")) is not None:
             ref = node.args[0]
         return ref
 
@@ -113,7 +113,7 @@ class Lookup:
         """The parameter whose gradient a value is, or becomes by being looked at otherwise or cast."""
         while ref not in self.given:
             readers = self.users.get(ref, [])
-            if len(readers) != 1 or readers[0].op not in (*VIEWS, *TURNS, "aten._to_copy"):
+            if len(readers) != 1 or readers[0].op not in (*RESHAPING, *TURNS, "aten._to_copy"):
                 return None
             ref = Ref(readers[0].name)
         return self.given[ref]
@@ -194,18 +194,18 @@ class Writer(Sheet):
 
     # --- saying things briefly ---------------------------------------------------------------
 
-    def shaped(self, x: Ref, shape: Shape) -> Ref:
+    def shaped(self, x: Ref, shape: TensorShape) -> Ref:
         """The same elements in another shape, seen directly."""
         if self.specs[x].shape == shape:
             return x
-        before = self.maker(x, *VIEWS)
+        before = self.maker(x, *RESHAPING)
         if before is not None and before.name not in self.leaving:
             x = before.args[0]
         if math.prod(shape) != self.specs[x].numel:
             raise NoFit
         return super().shaped(x, shape)
 
-    def turn(self, x: Ref, order: Shape) -> Ref:
+    def turn(self, x: Ref, order: TensorShape) -> Ref:
         """Dims in another order."""
         before = self.maker(x)
         turned = turn_of(before, self.specs) if before is not None and before.name not in self.leaving else None
@@ -251,7 +251,7 @@ class Writer(Sheet):
         same = tuple(parts) == tuple(Ref(node.name, i) for i in range(len(parts)))
         return source if same and split_dim(node, self.specs) == d else None
 
-    def part(self, x: Ref, dim: int, sizes: Shape, member: int) -> Ref:
+    def part(self, x: Ref, dim: int, sizes: TensorShape, member: int) -> Ref:
         """One of the pieces of these sizes that a value is cut into."""
         spec = self.specs[x]
         rank = len(spec.shape)
@@ -289,7 +289,7 @@ def split_dim(node: Node, specs: Mapping[Ref, TensorSpec]) -> int:
     return int(dim) % len(specs[node.args[0]].shape)
 
 
-def turn_of(node: Node, specs: Mapping[Ref, TensorSpec]) -> Shape | None:
+def turn_of(node: Node, specs: Mapping[Ref, TensorSpec]) -> TensorShape | None:
     """The order of dims that a node brings about, if that is all it does."""
     if node.op not in TURNS:
         return None
@@ -303,7 +303,7 @@ def turn_of(node: Node, specs: Mapping[Ref, TensorSpec]) -> Shape | None:
     return tuple(order)
 
 
-def compose(first: Shape, then: Shape) -> Shape:
+def compose(first: TensorShape, then: TensorShape) -> TensorShape:
     """One order of dims for two, one after the other."""
     if len(first) != len(then):
         raise NoFit

@@ -16,7 +16,7 @@ from typing import Any
 from laminar.ir.graph import Node, refs_in
 from laminar.ir.serial.codec import Ref
 from laminar.ir.tensor import FLOATS, ITEM_BYTES, TensorSpec
-from laminar.rewrite.edit import TURNS, VIEWS, Lookup, NoFit, Shape, Writer, compose, turn_of
+from laminar.rewrite.edit import RESHAPING, TURNS, Lookup, NoFit, TensorShape, Writer, compose, turn_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Seen:
     """A value, in the shape in which a rule sees it if that is not its own."""
 
     ref: Ref
-    shape: Shape | None = None
+    shape: TensorShape | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ def _read_turn(look: Lookup, ref: Ref) -> list[Reading]:
     return [Reading((Seen(node.args[0]), order), (ref.name,))] if node is not None and order is not None else []
 
 
-def _fixed_turn(order: Shape) -> Form:
+def _fixed_turn(order: TensorShape) -> Form:
     def read(look: Lookup, ref: Ref) -> list[Reading]:
         return [Reading(r.args[:1], r.nodes) for r in _read_turn(look, ref) if r.args[1] == order]
 
@@ -109,7 +109,7 @@ def _read_cat(look: Lookup, ref: Ref) -> list[Reading]:
     if node is not None:
         d = (node.args[1] if len(node.args) > 1 else 0) % len(look.specs[ref].shape)
         return [Reading((tuple(map(Seen, node.args[0])), d), (ref.name,))]
-    seen = look.maker(ref, *VIEWS)
+    seen = look.maker(ref, *RESHAPING)
     joined = look.maker(seen.args[0], "aten.cat") if seen is not None else None
     if joined is None:
         return []
@@ -143,7 +143,7 @@ def _scale(look: Lookup, ref: Ref) -> list[Reading]:
 
 def _scale_behind(look: Lookup, ref: Ref) -> list[Reading]:
     """A scale, or a view of one: the scaled value is then seen in the shape of the view."""
-    view = look.maker(ref, *VIEWS)
+    view = look.maker(ref, *RESHAPING)
     if view is None:
         return _scale(look, ref)
     shape = look.specs[ref].shape
@@ -158,7 +158,7 @@ def _scale_of_view(look: Lookup, ref: Ref) -> list[Reading]:
     out = []
     for reading in _scale(look, ref):
         source, number = reading.args
-        view = look.maker(source.ref, *VIEWS)
+        view = look.maker(source.ref, *RESHAPING)
         if view is not None and look.uses(source.ref) == 1:
             out.append(Reading((Seen(view.args[0]), number), (*reading.nodes, view.name)))
         out.append(reading)
@@ -203,11 +203,11 @@ def _take(look: Lookup, ref: Ref) -> list[Reading]:
     return [Reading((Seen(source), (node.op, rest, look.specs[ref].shape)), (ref.name,))]
 
 
-def _write_take(w: Writer, a: Ref, m: tuple[str, tuple[Any, ...], Shape]) -> Ref:
+def _write_take(w: Writer, a: Ref, m: tuple[str, tuple[Any, ...], TensorShape]) -> Ref:
     return w.emit(m[0], (a, *m[1]), TensorSpec(m[2], w.specs[a].dtype))
 
 
-def _expanded(w: Writer, a: Ref, shape: Shape) -> Ref:
+def _expanded(w: Writer, a: Ref, shape: TensorShape) -> Ref:
     return w.emit("aten.expand", (a, shape, False), TensorSpec(shape, w.specs[a].dtype))
 
 
@@ -250,7 +250,7 @@ def _cast(only_wider: bool) -> Callable[[Lookup, Ref], list[Reading]]:
     return read
 
 
-def _reduced(w: Writer, a: Ref, how: tuple[Shape, bool]) -> Ref:
+def _reduced(w: Writer, a: Ref, how: tuple[TensorShape, bool]) -> Ref:
     rank = len(w.specs[a].shape)
     return w.sum(a, tuple(d % rank for d in how[0]), how[1])
 
@@ -285,7 +285,7 @@ def _write_convolution(w: Writer, x: Ref, weight: Ref, how: tuple[Any, ...], bia
     if s.shape[1] != k.shape[1] or s.dtype != k.dtype:
         raise NoFit
 
-    def at(given: Shape, d: int) -> int:
+    def at(given: TensorShape, d: int) -> int:
         return given[d] if len(given) > 1 else given[0]
 
     space = tuple(

@@ -12,18 +12,18 @@ from collections.abc import Iterator, Sequence
 
 from laminar.ir.graph import Graph, map_refs
 from laminar.ir.serial.codec import Ref
-from laminar.rewrite.apply import Rule, rewrite
+from laminar.rewrite.apply import Rewrite, rewrite
 from laminar.rewrite.edit import Lookup
-from laminar.rewrite.rules import RULES
+from laminar.rewrite.rules import REWRITE_RULES
 
-STEPS = 2
+IMPLIED_STEPS = 2
 """Rules that are applied one after the other. With more, no more rules of the public file are found to be implied."""
 _MOST_GRAPHS = 24
 """Graphs that are made for one rule."""
 _COMMUTATIVE = ("aten.add.Tensor", "aten.mul.Tensor")
 
 
-def implied(rule: Rule, graph: Graph, rules: Sequence[Rule] = RULES) -> bool:
+def implied(rule: Rewrite, graph: Graph, rules: Sequence[Rewrite] = REWRITE_RULES) -> bool:
     """Whether these rules make of a rule's left side, written down as a graph, what the rule makes of it."""
     start = Lookup(graph)
     sites = rule.find(start)
@@ -32,7 +32,7 @@ def implied(rule: Rule, graph: Graph, rules: Sequence[Rule] = RULES) -> bool:
     goal, known, reached = _name(rewrite(start, rule, sites[:1])[0]), {_name(start)}, [start]
     if goal in known:
         return True
-    for _ in range(STEPS):
+    for _ in range(IMPLIED_STEPS):
         reached, before = [], reached
         for look in before:
             for other in _neighbours(look, rules):
@@ -45,7 +45,7 @@ def implied(rule: Rule, graph: Graph, rules: Sequence[Rule] = RULES) -> bool:
     return False
 
 
-def _neighbours(look: Lookup, rules: Sequence[Rule]) -> Iterator[Lookup]:
+def _neighbours(look: Lookup, rules: Sequence[Rewrite]) -> Iterator[Lookup]:
     """What one rule at one place makes."""
     for rule in rules:
         for site in rule.find(look):

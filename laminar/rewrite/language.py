@@ -59,7 +59,7 @@ class Term:
 Pattern = Term | Var | int | float
 
 
-def parse(text: str) -> tuple[Pattern, Pattern]:
+def parse_rewrite(text: str) -> tuple[Pattern, Pattern]:
     """Both sides of a rule; a line that can't be read is refused with the place."""
     left, arrow, right = text.partition(ARROW)
     if not arrow:

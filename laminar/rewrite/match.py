@@ -22,21 +22,21 @@ from typing import Any
 from laminar.ir.graph import Node
 from laminar.ir.ops import FREE
 from laminar.ir.serial.codec import Ref
-from laminar.rewrite.edit import SPLITS, VIEWS, Lookup, NoFit, Shape, Writer, split_dim
+from laminar.rewrite.edit import RESHAPING, SPLITS, Lookup, NoFit, TensorShape, Writer, split_dim
 from laminar.rewrite.forms import FORMS, FUNCTIONS, Seen
 from laminar.rewrite.language import Pattern, Term, Var, starred, words
 
 LIGHT = FREE | {"aten.cat"}
 """Ops inside a match that others may read as well: they stay for those, and cost little or nothing."""
-Bound = Mapping[str, Any]
+Bindings = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Group:
+class MemberGroup:
     """Members that become one thing: what every name stands for, starred ones with a value for each member."""
 
-    bound: Bound
-    sizes: Shape
+    bound: Bindings
+    sizes: TensorShape
     """How long each member's share is, for `part`."""
     count: int
 
@@ -47,7 +47,7 @@ class Match:
 
     roots: tuple[Ref, ...]
     """The values that are replaced."""
-    groups: tuple[Group, ...]
+    groups: tuple[MemberGroup, ...]
     nodes: tuple[str, ...]
     """Nodes that do the work which is replaced; two matches that share one exclude each other."""
     division: str = ""
@@ -59,7 +59,7 @@ class Match:
 # --- reading ---------------------------------------------------------------------------------
 
 
-def read(look: Lookup, pattern: Pattern, value: Any, bound: Bound) -> Iterator[tuple[Bound, tuple[str, ...]]]:
+def read(look: Lookup, pattern: Pattern, value: Any, bound: Bindings) -> Iterator[tuple[Bindings, tuple[str, ...]]]:
     """Every way in which a value is what a pattern says, with the nodes inside; `bound` is what names mean so far."""
     if isinstance(pattern, Var):
         if pattern.name not in bound:
@@ -76,8 +76,8 @@ def read(look: Lookup, pattern: Pattern, value: Any, bound: Bound) -> Iterator[t
 
 
 def _read_all(
-    look: Lookup, patterns: Sequence[Pattern], values: Sequence[Any], bound: Bound
-) -> Iterator[tuple[Bound, tuple[str, ...]]]:
+    look: Lookup, patterns: Sequence[Pattern], values: Sequence[Any], bound: Bindings
+) -> Iterator[tuple[Bindings, tuple[str, ...]]]:
     if len(patterns) != len(values):
         return
     if not patterns:
@@ -97,7 +97,7 @@ def _alone(look: Lookup, names: Iterable[str]) -> bool:
     return True
 
 
-def find(look: Lookup, left: Pattern, right: Pattern, shared: bool = False) -> Iterator[Match]:
+def matches(look: Lookup, left: Pattern, right: Pattern, shared: bool = False) -> Iterator[Match]:
     """Every match of a rule. `shared`: what is inside may have other readers."""
     if not isinstance(left, Term):
         return
@@ -127,14 +127,14 @@ def _trees(look: Lookup, left: Term, shared: bool) -> Iterator[Match]:
                 break
 
 
-def _one(look: Lookup, left: Pattern, bound: Bound) -> Group:
+def _one(look: Lookup, left: Pattern, bound: Bindings) -> MemberGroup:
     """The group of a match that stands alone: members only if a `cat` has them."""
     lists = [v for v in bound.values() if isinstance(v, tuple) and v and isinstance(v[0], Seen)]
     if not lists:
-        return Group(bound, (), 1)
+        return MemberGroup(bound, (), 1)
     dim = next(t.args[1] for t in _terms(left) if t.form == "cat")
     assert isinstance(dim, int)
-    return Group(bound, tuple((s.shape or look.specs[s.ref].shape)[dim] for s in lists[0]), len(lists[0]))
+    return MemberGroup(bound, tuple((s.shape or look.specs[s.ref].shape)[dim] for s in lists[0]), len(lists[0]))
 
 
 def _working(look: Lookup, nodes: Iterable[str]) -> tuple[str, ...]:
@@ -147,7 +147,7 @@ def _working(look: Lookup, nodes: Iterable[str]) -> tuple[str, ...]:
 class _Member:
     root: Ref
     node: Node
-    bound: Bound
+    bound: Bindings
     nodes: tuple[str, ...]
 
 
@@ -173,9 +173,9 @@ def _families(look: Lookup, left: Term, right: Pattern) -> Iterator[Match]:
                 yield Match(tuple(m.root for m in group), (_group(group, stars, sizes),), nodes, division)
 
 
-def _group(members: Sequence[_Member], stars: set[str], sizes: Shape = ()) -> Group:
+def _group(members: Sequence[_Member], stars: set[str], sizes: TensorShape = ()) -> MemberGroup:
     bound = {k: tuple(m.bound[k] for m in members) if k in stars else v for k, v in members[0].bound.items()}
-    return Group(bound, sizes, len(members))
+    return MemberGroup(bound, sizes, len(members))
 
 
 def divisions(look: Lookup, members: list[_Member], stars: set[str]) -> Iterator[tuple[str, list[list[_Member]]]]:
@@ -249,7 +249,7 @@ def _inside(look: Lookup, ref: Ref) -> bool:
 def _term_of_sum(look: Lookup, inner: Pattern, leaf: Ref) -> _Member | None:
     """What a term of a sum is made of, seen through views and casts: products in half precision are summed in more."""
     base = leaf
-    while look.uses(base) == 1 and (seen := look.maker(base, *VIEWS, "aten._to_copy")) is not None:
+    while look.uses(base) == 1 and (seen := look.maker(base, *RESHAPING, "aten._to_copy")) is not None:
         if not (look.specs[seen.args[0]].is_float and look.specs[base].is_float):
             return None
         base = seen.args[0]
@@ -265,7 +265,7 @@ def _parts(look: Lookup, left: Term) -> Iterator[Match]:
     inner, dim = left.args
     for node in look.with_op(SPLITS):
         source, at = node.args[0], split_dim(node, look.specs)
-        view = look.maker(source, *VIEWS)
+        view = look.maker(source, *RESHAPING)
         base = source
         if view is not None and look.uses(source) == 1:
             shape, before = look.specs[source].shape, look.specs[view.args[0]].shape
@@ -275,7 +275,7 @@ def _parts(look: Lookup, left: Term) -> Iterator[Match]:
             if at == dim and _alone(look, nodes):
                 roots = tuple(Ref(node.name, i) for i in range(len(node.outs)))
                 sizes = tuple(look.specs[r].shape[split_dim(node, look.specs)] for r in roots)
-                yield Match(roots, (Group(bound, sizes, len(roots)),), (node.name, *_working(look, nodes)))
+                yield Match(roots, (MemberGroup(bound, sizes, len(roots)),), (node.name, *_working(look, nodes)))
                 break
 
 
@@ -314,7 +314,7 @@ def _like(w: Writer, new: Ref, old: Ref) -> Ref:
     return w.cast(shaped, want.dtype) if spec.is_float and want.is_float else shaped
 
 
-def value(w: Writer, pattern: Pattern, group: Group, member: int | None) -> Any:
+def value(w: Writer, pattern: Pattern, group: MemberGroup, member: int | None) -> Any:
     """A pattern written down: a reference, or a plain argument as it is; for one member where there are several."""
     if isinstance(pattern, Var):
         meant = group.bound[pattern.name]

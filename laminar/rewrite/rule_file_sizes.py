@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-SIZES = (2, 3, 5, 7, 4, 6, 9, 8, 11, 10)
+DIM_SIZES = (2, 3, 5, 7, 4, 6, 9, 8, 11, 10)
 """Sizes of dims in the order in which they turn out to be free."""
 
 
@@ -126,6 +126,6 @@ class Shapes:
         out = []
         for size in shape:
             for s in self.reduced(size):
-                self._values.setdefault(s, SIZES[len(self._values) % len(SIZES)])
+                self._values.setdefault(s, DIM_SIZES[len(self._values) % len(DIM_SIZES)])
             out.append(sum(self._values[s] for s in self.reduced(size)))
         return tuple(out)

@@ -31,10 +31,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from laminar.errors import RuleError
-from laminar.rewrite.apply import Rule
-from laminar.rewrite.language import Pattern, Term, Var, parse
+from laminar.rewrite.apply import Rewrite
+from laminar.rewrite.language import Pattern, Term, Var, parse_rewrite
 from laminar.rewrite.rule_file_sizes import Misfit, Op, Shapes, Size, axis_of
-from laminar.rewrite.rules import RULES
+from laminar.rewrite.rules import REWRITE_RULES
 
 ALGEBRA = ("OP_LINEAR", "OP_RELU", "OP_CONCAT", "OP_SPLIT", "OP_EW_ADD", "OP_EW_MUL")
 PLACEMENT = ("OP_PARTITION", "OP_COMBINE", "OP_REPLICATE", "OP_REDUCE", "OP_REDUCTION")
@@ -48,7 +48,7 @@ _MOST_OPS, _MOST_PARTS = 10, 16
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class RuleEntry:
     """One rule of the file."""
 
     name: str
@@ -64,7 +64,7 @@ class Entry:
 class Loaded:
     """What a file holds."""
 
-    rules: tuple[Rule, ...]
+    rules: tuple[Rewrite, ...]
     holds: tuple[str, ...]
     """Names of the rules that were found true, those included that no rewrite was made of."""
     rejected: Mapping[str, str]
@@ -90,7 +90,7 @@ PARALLEL, LACKS, MISFIT, FAILS = (
 UNREADABLE, UNKNOWN, TOO_LARGE = "can't be read", "an op that is not known", "too large"
 NOT_LOADED = (PARALLEL, UNREADABLE, UNKNOWN, TOO_LARGE)
 """Reasons, as they begin, for which a rule is not even tried."""
-SEVERAL, NOTHING, AGAIN = "several results at once", "both sides are the same here", "said before"
+SEVERAL, SAME_SIDES, AGAIN = "several results at once", "both sides are the same here", "said before"
 UNSPEAKABLE = "can't be said in the language of rewrites"
 FALSE = (LACKS, MISFIT, FAILS)
 
@@ -114,11 +114,11 @@ def load(source: Path | str | Mapping[str, Any]) -> Loaded:
             rejected[entry.name] = reason
         for name, text, sizes in made:
             origins[name], texts[name], shapes[name] = entry.name, text, sizes
-    rules = tuple(Rule.of_file(name, text) for name, text in texts.items())
+    rules = tuple(Rewrite.of_file(name, text) for name, text in texts.items())
     return Loaded(rules, tuple(holds), rejected, origins, shapes)
 
 
-def entries(source: Path | str | Mapping[str, Any]) -> list[Entry]:
+def entries(source: Path | str | Mapping[str, Any]) -> list[RuleEntry]:
     """What stands in a file, unjudged; one that is no collection of rules is refused, and so is one of which none can
     be read. Every entry has a name of its own, which none of Laminar's rules has."""
     try:
@@ -128,8 +128,8 @@ def entries(source: Path | str | Mapping[str, Any]) -> list[Entry]:
     if not isinstance(data, Mapping) or data.get("_t") != "RuleCollection" or not isinstance(data.get("rule"), list):
         what = f"{source} is not a RuleCollection" if isinstance(source, (Path, str)) else "not a RuleCollection"
         raise RuleError(what, next='the JSON must begin with {"_t": "RuleCollection", "rule": [...]}')
-    found: list[Entry] = []
-    taken = {rule.name for rule in RULES}
+    found: list[RuleEntry] = []
+    taken = {rule.name for rule in REWRITE_RULES}
     for k, one in enumerate(data["rule"]):
         entry = _entry(one, k)
         if {entry.name, f"{entry.name}-batched"} & taken:
@@ -141,7 +141,7 @@ def entries(source: Path | str | Mapping[str, Any]) -> list[Entry]:
     return found
 
 
-def _entry(one: Any, number: int) -> Entry:
+def _entry(one: Any, number: int) -> RuleEntry:
     name = one.get("name") if isinstance(one, Mapping) else None
     name = name if isinstance(name, str) and name else f"number {number}"
     try:
@@ -160,15 +160,15 @@ def _entry(one: Any, number: int) -> Entry:
             ((int(m["srcOpId"]), int(m["srcTsId"])), (int(m["dstOpId"]), int(m["dstTsId"])))
             for m in one["mappedOutput"]
         )
-        return Entry(name, sides[0], sides[1], outputs)
+        return RuleEntry(name, sides[0], sides[1], outputs)
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
-        return Entry(name, (), (), (), unreadable=f"{type(error).__name__}: {error}")
+        return RuleEntry(name, (), (), (), unreadable=f"{type(error).__name__}: {error}")
 
 
 # --- whether a rule holds --------------------------------------------------------------------
 
 
-def fault(entry: Entry, seed: int = 0) -> str:
+def fault(entry: RuleEntry, seed: int = 0) -> str:
     """Why a rule can't be used, or nothing if it holds for matrices or for batches of them."""
     if entry.unreadable:
         return f"{UNREADABLE}: {entry.unreadable}"
@@ -191,7 +191,7 @@ def fault(entry: Entry, seed: int = 0) -> str:
     return "" if "" in found else FAILS if FAILS in found else MISFIT
 
 
-def _differ(entry: Entry, rank: int, seed: int) -> str:
+def _differ(entry: RuleEntry, rank: int, seed: int) -> str:
     try:
         shapes, sides = _fitted(entry, rank)
     except Misfit:
@@ -199,7 +199,7 @@ def _differ(entry: Entry, rank: int, seed: int) -> str:
     rng = np.random.default_rng(seed)
     values = {k: rng.standard_normal(shapes.sizes(shape)) for k, shape in shapes.inputs.items()}
     made = [
-        run(side, values, {k: shapes.sizes(s) for k, s in specs.items()}, rank)
+        run_side(side, values, {k: shapes.sizes(s) for k, s in specs.items()}, rank)
         for side, specs in zip((entry.left, entry.right), sides, strict=True)
     ]
     return "" if all(_close(made[0][left], made[1][right]) for left, right in entry.outputs) else FAILS
@@ -209,7 +209,7 @@ def _close(a: NDArray[np.float64], b: NDArray[np.float64]) -> bool:
     return a.shape == b.shape and bool(np.abs(a - b).max() <= _TOLERANCE * max(1.0, float(np.abs(a).max())))
 
 
-def run(
+def run_side(
     ops: Sequence[Op],
     inputs: Mapping[tuple[int, int], NDArray[np.float64]],
     shapes: Mapping[tuple[int, int], tuple[int, ...]],
@@ -238,7 +238,7 @@ def run(
     return values
 
 
-def _fitted(entry: Entry, rank: int) -> tuple[Shapes, list[dict[tuple[int, int], list[Size]]]]:
+def _fitted(entry: RuleEntry, rank: int) -> tuple[Shapes, list[dict[tuple[int, int], list[Size]]]]:
     """Sizes with which both sides can run and give results of one shape."""
     shapes = Shapes(rank)
     sides = [shapes.side(side) for side in (entry.left, entry.right)]
@@ -256,7 +256,7 @@ Translation = tuple[str, str, dict[str, tuple[int, ...]]]
 """A name, a line of the language of rewrites, and shapes of its tensors that fit."""
 
 
-def _translated(entry: Entry, said: set[str]) -> tuple[list[Translation], str]:
+def _translated(entry: RuleEntry, said: set[str]) -> tuple[list[Translation], str]:
     """Rules for matrices and for batches of them, as far as they hold there and say something new."""
     ops = (*entry.left, *entry.right)
     if len(entry.outputs) != 1 or any(op.type == "OP_SPLIT" for op in ops):
@@ -264,7 +264,7 @@ def _translated(entry: Entry, said: set[str]) -> tuple[list[Translation], str]:
     if any(op.type == "OP_CONCAT" and len(op.inputs) != 2 for op in ops):
         return [], UNSPEAKABLE
     made: list[Translation] = []
-    reason = NOTHING
+    reason = SAME_SIDES
     ((left, right),) = entry.outputs
     for rank in _RANKS:
         if _differ(entry, rank, 1):
@@ -294,7 +294,7 @@ class _Spoken:
     it is when turned: one word less for every weight.
     """
 
-    def __init__(self, entry: Entry, rank: int) -> None:
+    def __init__(self, entry: RuleEntry, rank: int) -> None:
         self.rank = rank
         self.names: dict[tuple[int, int], str] = {}
         self.ways: dict[tuple[int, int], set[bool]] = {}
@@ -329,7 +329,7 @@ class _Spoken:
             return f"join({args}, {swapped.get(d, d) if turned else d})"
         return f"{_WORDS[op.type]}({args})"
 
-    def inputs(self, entry: Entry) -> dict[str, NDArray[np.float64]]:
+    def inputs(self, entry: RuleEntry) -> dict[str, NDArray[np.float64]]:
         """Random numbers for each name."""
         shapes, _ = _fitted(entry, self.rank)
         rng = np.random.default_rng(2)
@@ -363,7 +363,7 @@ def _agree(text: str, inputs: Mapping[str, NDArray[np.float64]]) -> bool:
         return inputs[pattern.name] if isinstance(pattern, Var) else pattern
 
     try:
-        left, right = map(value, parse(text))
+        left, right = map(value, parse_rewrite(text))
     except RuleError:  # the right side reads what on the left belongs to no result
         return False
     return _close(left, right)

@@ -14,11 +14,11 @@ from typing import Any
 from laminar.ir.graph import Graph, Input, Node, Output, map_refs
 from laminar.ir.serial.codec import Ref
 from laminar.ir.tensor import TensorSpec
-from laminar.rewrite.apply import Rule
+from laminar.rewrite.apply import Rewrite
 from laminar.rewrite.edit import Lookup, Writer
 from laminar.rewrite.forms import Seen
 from laminar.rewrite.language import Term, starred, words
-from laminar.rewrite.match import Group, value
+from laminar.rewrite.match import MemberGroup, value
 
 RELU = ("aten.relu", (), "f64")
 ROWS = ("aten.slice.Tensor", (0, 1, 4, 1), (3, 4))
@@ -96,7 +96,7 @@ SHAPES: dict[str, Mapping[str, Any]] = {
 """For every rule: the shape of each tensor, one for each member where there is a star, and the plain arguments."""
 
 
-class Plain(Writer):
+class PlainWriter(Writer):
     """Writes what it is told, and never a shorter way to say it."""
 
     def maker(self, ref: Ref, *ops: str) -> Node | None:
@@ -107,7 +107,7 @@ class Plain(Writer):
         return None
 
 
-def stage(rule: Rule, given: Mapping[str, Any] | None = None) -> Graph:
+def stage(rule: Rewrite, given: Mapping[str, Any] | None = None) -> Graph:
     """A graph that is the left side of a rule, and gives back what the rule would replace."""
     given = SHAPES[rule.name] if given is None else given
     left = rule.sides[0]
@@ -129,8 +129,8 @@ def stage(rule: Rule, given: Mapping[str, Any] | None = None) -> Graph:
         else:
             bound[var.name] = tensor(var.name, given[var.name])
     sizes = given.get("sizes", ())
-    writer = Plain(Lookup(Graph(tuple(inputs), (), (), ())))
-    group = Group(bound, sizes, count)
+    writer = PlainWriter(Lookup(Graph(tuple(inputs), (), (), ())))
+    group = MemberGroup(bound, sizes, count)
     assert isinstance(left, Term)
     several = len(sizes) if left.form == "part" else count if starred(left) else 1
     made = [value(writer, left, group, k) for k in range(several)]

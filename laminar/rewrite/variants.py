@@ -29,14 +29,14 @@ from laminar.ir.graph import Graph
 from laminar.ir.plans.plan import Plan
 from laminar.ir.plans.rewrites import Applied, Steps
 from laminar.ir.plans.staged import Staged
-from laminar.rewrite.apply import Rule, Site, Work, rewrite, work_of
+from laminar.rewrite.apply import Rewrite, Site, Work, rewrite, work_of
 from laminar.rewrite.edit import Lookup
-from laminar.rewrite.rules import RULES
+from laminar.rewrite.rules import REWRITE_RULES
 
 __all__ = [
-    "RULES",
+    "REWRITE_RULES",
     "Applied",
-    "Rule",
+    "Rewrite",
     "Site",
     "Variant",
     "Variants",
@@ -80,15 +80,15 @@ class _State:
     """Moves on the way here that took apart what belongs together."""
 
 
-Move = tuple[tuple[Rule, str], ...]
+VariantMove = tuple[tuple[Rewrite, str], ...]
 
 
 class Variants(Iterator[Variant]):
     """Equivalent graphs one by one; `unexplored` is up to date, after the last one too."""
 
-    def __init__(self, graph: Graph, rules: Sequence[Rule], limit: int, slack: float, apart: bool) -> None:
+    def __init__(self, graph: Graph, rules: Sequence[Rewrite], limit: int, slack: float, apart: bool) -> None:
         self.rules, self.limit, self.slack, self.apart = rules, limit, slack, apart
-        self.waiting: list[tuple[int, float, int, _State, Move]] = []
+        self.waiting: list[tuple[int, float, int, _State, VariantMove]] = []
         self.pruned = 0
         """Moves that were expected to be too slow, or that nobody wants."""
         self.best_s = float("inf")
@@ -134,7 +134,11 @@ class Variants(Iterator[Variant]):
 
 
 def variants(
-    graph: Graph, rules: Sequence[Rule] = RULES, limit: int = 64, slack: float = SLACK, apart: bool = True
+    graph: Graph,
+    rules: Sequence[Rewrite] = REWRITE_RULES,
+    limit: int = 64,
+    slack: float = SLACK,
+    apart: bool = True,
 ) -> Variants:
     """Equivalent graphs, at most `limit`, this one first; ends early if there are no more.
 
@@ -143,13 +147,13 @@ def variants(
     return Variants(graph, rules, limit, slack, apart)
 
 
-def tidied(graph: Graph, rules: Iterable[Rule] = RULES) -> tuple[Graph, tuple[Applied, ...]]:
+def tidied(graph: Graph, rules: Iterable[Rewrite] = REWRITE_RULES) -> tuple[Graph, tuple[Applied, ...]]:
     """The graph with every tidy rule applied wherever it saves something, until there is nothing left to do."""
     look, steps = _tidied(Lookup(graph), rules)
     return look.graph, steps
 
 
-def _tidied(look: Lookup, rules: Iterable[Rule]) -> tuple[Lookup, tuple[Applied, ...]]:
+def _tidied(look: Lookup, rules: Iterable[Rewrite]) -> tuple[Lookup, tuple[Applied, ...]]:
     tidy = [r for r in rules if r.tidy]
     steps: list[Applied] = []
     while True:
@@ -171,7 +175,9 @@ def _saves(sites: Sequence[Site]) -> tuple[float, int]:
     return min(((s.gain_s, s.fewer) for s in sites), default=(0.0, 0))
 
 
-def replay(graph: Graph, applied: Iterable[Applied], rules: Iterable[Rule] = RULES, other_depth: bool = False) -> Graph:
+def replay(
+    graph: Graph, applied: Iterable[Applied], rules: Iterable[Rewrite] = REWRITE_RULES, other_depth: bool = False
+) -> Graph:
     """The same steps on another capture of the same model; one that finds other sites is refused.
 
     `other_depth`: as many sites as there are, but some. A model of two blocks then stands for one of a hundred, whose
@@ -188,7 +194,7 @@ def replay(graph: Graph, applied: Iterable[Applied], rules: Iterable[Rule] = RUL
     return made
 
 
-def replayed(graph: Graph, applied: Iterable[Applied], rules: Iterable[Rule] = RULES) -> tuple[Graph, Steps]:
+def replayed(graph: Graph, applied: Iterable[Applied], rules: Iterable[Rewrite] = REWRITE_RULES) -> tuple[Graph, Steps]:
     """As many of these steps as there are places for, and those that were made, each with its number of places.
 
     A graph for evaluation has no backward pass, one in another precision has casts in between: what does not fit there
@@ -199,13 +205,13 @@ def replayed(graph: Graph, applied: Iterable[Applied], rules: Iterable[Rule] = R
     return made, tuple(replace(s, sites=done) for s, done in zip(steps, counts, strict=True) if done)
 
 
-def _replayed(graph: Graph, steps: Steps, rules: Iterable[Rule]) -> tuple[Graph, list[int]]:
+def _replayed(graph: Graph, steps: Steps, rules: Iterable[Rewrite]) -> tuple[Graph, list[int]]:
     named = {r.name: r for r in rules}
     look, counts = Lookup(graph), []
     for step in steps:
         if not step.text and step.rule not in named:
             raise PlanError(f"no rewrite rule is called {step.rule}", allowed="  ".join(named))
-        rule = Rule.of_file(step.rule, step.text) if step.text else named[step.rule]
+        rule = Rewrite.of_file(step.rule, step.text) if step.text else named[step.rule]
         sites = [s for s in rule.find(look) if s.key == step.key]
         look, done = rewrite(look, rule, sites) if sites else (look, 0)
         counts.append(done)
@@ -239,16 +245,16 @@ def carrying(plan: AnyPlan, captured: Graph, steps: Steps) -> AnyPlan:
     return replace(plan, rewrites=steps, captured_hash=captured.hash if steps else "")
 
 
-def _classes(rule: Rule, look: Lookup) -> list[tuple[str, list[Site]]]:
+def _classes(rule: Rewrite, look: Lookup) -> list[tuple[str, list[Site]]]:
     out: dict[str, list[Site]] = {}
     for site in rule.find(look):
         out.setdefault(site.key, []).append(site)
     return list(out.items())
 
 
-def _moves(look: Lookup, rules: Sequence[Rule]) -> Iterator[tuple[Move, float, bool]]:
+def _moves(look: Lookup, rules: Sequence[Rewrite]) -> Iterator[tuple[VariantMove, float, bool]]:
     """What can be done next, with the seconds it is hoped to save, and whether it takes apart what belongs together."""
-    bundles: dict[tuple[str, frozenset[frozenset[str]]], list[tuple[Rule, str, list[Site]]]] = {}
+    bundles: dict[tuple[str, frozenset[frozenset[str]]], list[tuple[Rewrite, str, list[Site]]]] = {}
     for rule in rules:
         for key, sites in _classes(rule, look):
             about = frozenset(tie for s in sites for tie in s.ties)
@@ -277,7 +283,7 @@ def _hope_s(classes: Sequence[Sequence[Site]], shared_writing: bool) -> float:
     return sum(s.gain_s for sites in classes for s in sites) + inside_s
 
 
-def _make(parent: _State, move: Move, lone: int) -> _State | None:
+def _make(parent: _State, move: VariantMove, lone: int) -> _State | None:
     look, steps = parent.look, list(parent.applied)
     for rule, key in move:
         sites = [s for s in rule.find(look) if s.key == key]

@@ -35,7 +35,7 @@ LOG = 100.0
 """Of the logarithm of a value of degree 1, by which torch's backward of `logcumsumexp` goes."""
 HUGE = 1e30
 """Numbers beyond it stand for infinity: zero, behind an exponential."""
-TRIED = 100
+CONSTANTS_TRIED = 100
 """So many constants at most are tried at degree 0."""
 
 
@@ -43,11 +43,11 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(f"aten.{name}" for name in text.split())
 
 
-FREE = _names("""sign sgn signbit isnan isinf isfinite isneginf isposinf angle argmax argmin argsort count_nonzero
+SCALE_FREE = _names("""sign sgn signbit isnan isinf isfinite isneginf isposinf angle argmax argmin argsort count_nonzero
     count_nonzero.dim_IntList any any.dim any.dims all all.dim all.dims logical_not logical_and logical_or logical_xor
     heaviside""")
 """What does not change if all it reads becomes c times as large."""
-SAME = _names("""add.Tensor sub.Tensor rsub.Tensor add.Scalar sub.Scalar rsub.Scalar cat stack where.self
+EQUAL_DEGREES = _names("""add.Tensor sub.Tensor rsub.Tensor add.Scalar sub.Scalar rsub.Scalar cat stack where.self
     index_put scatter.src scatter.value scatter_add scatter_reduce.two slice_scatter select_scatter
     diagonal_scatter as_strided_scatter copy maximum minimum max.other min.other fmax fmin hypot lerp.Scalar
     complex masked_fill.Tensor masked_fill.Scalar index_add index_copy index_fill.int_Scalar
@@ -89,7 +89,7 @@ COMPARED = _names(
 )
 TIMES = {"aten.sqrt": 0.5, "aten.rsqrt": -0.5, "aten.reciprocal": -1.0, "aten.square": 2.0, "aten.var.correction": 2.0}
 """Degrees are so many times those of the input."""
-PRODUCTS = _names("mul.Tensor mul.Scalar mm bmm mv dot vdot outer _trilinear convolution linalg_cross")
+DEGREE_PRODUCTS = _names("mul.Tensor mul.Scalar mm bmm mv dot vdot outer _trilinear convolution linalg_cross")
 LINEAR_IN_FIRST = _names("xlogy.Tensor xlogy.Scalar_Other special_xlog1py special_xlog1py.other_scalar")
 CARRIED = _names(
     "log logcumsumexp logsumexp flip view permute t transpose.int expand slice.Tensor select.int index.Tensor"
@@ -121,7 +121,7 @@ def breaks(graph: Graph) -> list[Node]:
     seed = 0.0 if graph.of_kind("scale") else 1.0  # where the loss is scaled nothing of its gradient is constant
     open_ = dict.fromkeys((*made, *(c.name for c in graph.constants if c.name not in early)), seed)
     best = _World(graph, open_)
-    for name in list(open_)[: TRIED if seed else 0]:
+    for name in list(open_)[: CONSTANTS_TRIED if seed else 0]:
         if best.cost == 0:
             return []
         other = _World(graph, open_ | {name: 0.0})
@@ -189,11 +189,11 @@ class _World:
             return BROKEN
         if LOG in each or (op == "aten.log" and each == [1.0]):
             return _logarithm(node, each)
-        if op in FREE or all(d == 0.0 for d in each) or _cast_to(node, "bool"):
+        if op in SCALE_FREE or all(d == 0.0 for d in each) or _cast_to(node, "bool"):
             return 0.0
         if BLOCKS in each:
             return None if op == "aten.linalg_matrix_exp" else BLOCKS if len(each) == 1 or op in PLACED else BROKEN
-        if op in SAME:
+        if op in EQUAL_DEGREES:
             together = _equal([*each, *_numbers(node)])
             return BLOCKS if together == BROKEN and op in PLACED else together
         if op in COMPARED:
@@ -204,7 +204,7 @@ class _World:
             return _times(each[0], float(args[1])) if args[1] else 0.0
         if op in ("aten.linalg_vector_norm", "aten.norm.Scalar", "aten.norm.ScalarOpt_dim") and args[1] == 0:
             return 0.0
-        if op in PRODUCTS:
+        if op in DEGREE_PRODUCTS:
             found = None if None in each or 0 in args[:2] else _sum(each)
             free = op == "aten.mul.Tensor" and any(r.name in self.open for r in node.ins)
             return 1.0 if free and found == 2.0 else found
@@ -232,7 +232,7 @@ def _logarithm(node: Node, each: list[Degree]) -> Degree:
         return 1.0
     if node.op in ("aten.add.Tensor", "aten.sub.Tensor"):
         return LOG if each[0] == LOG and not any(each[1:]) else BROKEN
-    if node.op in SAME:
+    if node.op in EQUAL_DEGREES:
         return _equal([*each, *_numbers(node)])
     return LOG if node.op in CARRIED else BROKEN
 

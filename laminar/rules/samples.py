@@ -29,10 +29,10 @@ from laminar.ir.tensor import TensorSpec
 from laminar.rules.notation import Signature, call_of
 from laminar.rules.signing import Blocks, Probed, blocks_in, options, probed_signatures
 
-KEY = TensorSpec((4,), "i64")
+SAMPLE_KEY = TensorSpec((4,), "i64")
 """Seed, step, the first sample, samples in the batch."""
 
-Places = Mapping[int, Split | None]
+SamplePlaces = Mapping[int, Split | None]
 """By the number of a draw (its site): which dim holds samples, or None if it is the same for all of them."""
 
 
@@ -47,7 +47,7 @@ def draws_of(graph: Graph) -> list[Node]:
     return [n for n in graph.nodes if n.op in DRAWS]
 
 
-def places(graph: Graph) -> dict[int, Split | None]:
+def sample_places(graph: Graph) -> dict[int, Split | None]:
     """Where each draw has the samples, as far as rules tell; of a graph with two samples or more."""
     found = _Follow(graph).placed
     out: dict[int, Split | None] = {}
@@ -58,13 +58,13 @@ def places(graph: Graph) -> dict[int, Split | None]:
     return out
 
 
-def doubtful(graph: Graph, known: Places) -> list[Node]:
+def doubtful(graph: Graph, known: SamplePlaces) -> list[Node]:
     """Draws that are taken to be the same for all samples, though their size would allow for some of each."""
     n = samples_of(graph)
     return [d for d in draws_of(graph) if known[d.args[2]] is None and math.prod(d.args[0]) % n == 0]
 
 
-def compared(graph: Graph, larger: Graph, known: Places) -> dict[int, Split | None]:
+def compared(graph: Graph, larger: Graph, known: SamplePlaces) -> dict[int, Split | None]:
     """Doubts settled by a graph of the same model with more samples: a dim that has grown holds samples.
 
     Such a draw goes into an op that needs all samples at once. In a merged dim, samples are taken to come first.
@@ -99,11 +99,11 @@ def places_of(traced: Callable[[int], Graph], samples: int) -> dict[int, Split |
     """Where draws have the samples of a batch: the same at any size. `traced` gives the graph at any size."""
     some = max(samples, 2)
     graph = traced(some)
-    known = places(graph)
+    known = sample_places(graph)
     return compared(graph, traced(some + 1), known) if doubtful(graph, known) else known
 
 
-def in_parts(graph: Graph, known: Places) -> Graph:
+def in_parts(graph: Graph, known: SamplePlaces) -> Graph:
     """The graph of a part of a batch, whose draws are those of its samples in the whole batch."""
     if not graph.of_kind("rng"):
         return graph
@@ -123,7 +123,7 @@ def in_parts(graph: Graph, known: Places) -> Graph:
         between = shape[lies.dim] // (lies.blocks * n) * math.prod(shape[lies.dim + 1 :])
         return replace(node, args=(*node.args[:4], (n, between)))
 
-    inputs = tuple(replace(i, spec=KEY) if i.kind == "rng" else i for i in graph.inputs)
+    inputs = tuple(replace(i, spec=SAMPLE_KEY) if i.kind == "rng" else i for i in graph.inputs)
     return replace(graph, inputs=inputs, nodes=tuple(map(changed, graph.nodes)))
 
 

@@ -17,9 +17,9 @@ from laminar.ir.serial.codec import Ref
 from laminar.lower.stages.split_stages import light_ops
 from laminar.rules.notation import calls_in
 from laminar.staging.balance_places import evened
-from laminar.staging.coupled_samples import PRODUCTS
+from laminar.staging.coupled_samples import BIAS_FREE_PRODUCTS
 
-SLACK = 1.05
+CUT_SLACK = 1.05
 """Cuts whose slowest stage is within this of the best are compared by what they send."""
 KNOWN_SLACK = 1.01
 """The same where it is known what ops take."""
@@ -80,7 +80,7 @@ def balanced(
         sent = graph.notes["sent"] = crossing_bytes(graph, [n.name for n in ops])
     if allowed[1:-1].sum() < stages - 1:
         allowed[:] = True
-    slack = SLACK if work is None else KNOWN_SLACK
+    slack = CUT_SLACK if work is None else KNOWN_SLACK
     if all(at is total[0] for at in total):
         starts = _even_cuts(total[0], np.array(sent), allowed, stages, slack)
     else:
@@ -195,7 +195,7 @@ def _inside_layers(graph: Graph, ops: Sequence[Node]) -> set[int]:
         first = k
         while first > 0 and ops[first - 1].op in FREE and _reads(ops[first], ops[first - 1]):
             first -= 1
-        if first > 0 and ops[first - 1].op in PRODUCTS and _reads(ops[first], ops[first - 1]):
+        if first > 0 and ops[first - 1].op in BIAS_FREE_PRODUCTS and _reads(ops[first], ops[first - 1]):
             found.update(range(first, k + 1))
     return found
 

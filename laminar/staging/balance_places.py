@@ -35,11 +35,11 @@ REACH = 4
 """By how many possible cuts a cut moves at once."""
 WORTH = 1e-4
 """Moves that gain less, as a share of a step, are not made."""
-LIGHT = 0.75
+LEAST_SHARE = 0.75
 """No stage gets less than this of the mean one, unless it had: far apart, they are not in step any more."""
 IN_STEP = 0.5
 """What turns count of the two."""
-MOVES = 64
+MOST_MOVES = 64
 """As many at most."""
 
 
@@ -54,8 +54,8 @@ def evened(
     at = np.searchsorted(where, [*starts, len(total[0]) - 1])
     sums = np.array([total[p][where] for p in range(places)])
     sizes = _sizes(sums, at[None])
-    best, lightest = _step(sizes, places, many)[0], np.minimum(sizes[0], LIGHT * sizes.mean())
-    for _ in range(MOVES):
+    best, lightest = _step(sizes, places, many)[0], np.minimum(sizes[0], LEAST_SHARE * sizes.mean())
+    for _ in range(MOST_MOVES):
         moved = _moved(at)
         sizes = _sizes(sums, moved)
         seconds = np.where((sizes >= lightest).all(1), _step(sizes, places, many), np.inf)

@@ -37,7 +37,7 @@ MEANS = (
 )
 """Sums and means over samples, and a sum over its count, if they are numbers: a step's loss is the mean over its
 micro-batches. Where counts differ (ignored labels), `laminar.Loss(total, weight)` is exact."""
-LINEAR = FREE | {
+LINEAR_ON_MEANS = FREE | {
     "aten.add.Tensor",
     "aten.sub.Tensor",
     "aten.mul.Scalar",
@@ -47,7 +47,7 @@ LINEAR = FREE | {
     "aten.clone",
 }
 """What may be done to such a mean on its way to the loss."""
-PRODUCTS = ("aten.mm", "aten.bmm", "aten.mv")
+BIAS_FREE_PRODUCTS = ("aten.mm", "aten.bmm", "aten.mv")
 """What torch makes of a linear layer whose bias it adds apart."""
 
 
@@ -111,7 +111,7 @@ def _mixing(graph: Graph) -> list[Coupled]:
 
 def _adds_up(node: Node) -> bool:
     """Whether an op that reads a gradient summed over the batch might as well be done before that sum."""
-    return node.op in (*LINEAR, "aten.linalg_matrix_exp") or "_backward" in node.op
+    return node.op in (*LINEAR_ON_MEANS, "aten.linalg_matrix_exp") or "_backward" in node.op
 
 
 def _needing_all(graph: Graph, node: Node, ref: Ref, lies: Sbp, ranks: int) -> Iterator[Node]:
@@ -151,7 +151,7 @@ def _trained(graph: Graph) -> Graph:
 
 def _is_mean(graph: Graph, node: Node) -> bool:
     """Whether an op only makes a sum or mean over samples of which the loss is a linear function, or adds to one."""
-    if node.op not in (*MEANS, *LINEAR) or any(o is not None and o.shape for o in node.outs):
+    if node.op not in (*MEANS, *LINEAR_ON_MEANS) or any(o is not None and o.shape for o in node.outs):
         return False
     todo = [node]
     weights = {o.ref for o in graph.outputs if o.name == "loss_weight"}
@@ -161,7 +161,7 @@ def _is_mean(graph: Graph, node: Node) -> bool:
             for user in graph.users.get(Ref(here.name, i), ()):
                 if user.phase == "forward":
                     by_weight = user.op == "aten.div.Tensor" and user.args[1] in weights
-                    if user.op not in LINEAR and not _by_number(user) and not by_weight:
+                    if user.op not in LINEAR_ON_MEANS and not _by_number(user) and not by_weight:
                         return False
                     todo.append(user)
     return True

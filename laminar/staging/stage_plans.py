@@ -26,19 +26,31 @@ from laminar.errors import PlanError
 from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh, Place
 from laminar.ir.plans.account import Account, StageWork
-from laminar.ir.plans.patterns import as_patterns, known
+from laminar.ir.plans.patterns import as_patterns, known_patterns
 from laminar.ir.plans.plan import Choice, Plan
 from laminar.ir.plans.staged import Staged, StagePlan
 from laminar.ir.sbp import B, NdSbp, Partial
 from laminar.ir.serial.codec import Ref
 from laminar.lower.memory.offload import refuse_stages
-from laminar.lower.stages.split_stages import Split, light_ops, split
+from laminar.lower.stages.split_stages import StageSplit, light_ops, split_graph
 from laminar.placement import presets
 from laminar.rules.notation import calls_in
 from laminar.staging.balance import _work, balanced, work_s
 from laminar.staging.coupled_samples import refuse_coupled
 
-Inner = Mesh | Plan | Callable[[Graph], Plan] | None
+InnerPlan = Mesh | Plan | Callable[[Graph], Plan] | None
+
+
+def _inner_plans(graph: Graph, inner: InnerPlan | Sequence[InnerPlan], places: int) -> list[Plan]:
+    """By place, the plan inside of it; what is given once for several is made once."""
+    inners: list[Any] = list(inner) if isinstance(inner, Sequence) else [inner] * places
+    if len(inners) != places:
+        raise PlanError(f"{len(inners)} inner plans for {places} places")
+    found: dict[int, Plan] = {}
+    for one in inners:
+        if id(one) not in found:
+            found[id(one)] = inner_plan(graph, one)
+    return [found[id(one)] for one in inners]
 
 
 def pipeline(
@@ -46,7 +58,7 @@ def pipeline(
     stages: int | Sequence[str] | Mapping[str, int] = 2,
     microbatches: int = 4,
     virtual: int = 1,
-    inner: Inner | Sequence[Inner] = None,
+    inner: InnerPlan | Sequence[InnerPlan] = None,
     schedule: str | None = None,
     window: int | None = 0,
     apart: bool | None = None,
@@ -80,18 +92,11 @@ def pipeline(
     schedule = schedule or ("interleaved" if virtual > 1 else "1f1b")
     of, count = _assigned(graph, stages, virtual, speeds, microbatches if by_place else 0)
     places = count // virtual
-    inners: list[Any] = list(inner) if isinstance(inner, Sequence) else [inner] * places
-    if len(inners) != places:
-        raise PlanError(f"{len(inners)} inner plans for {places} places")
-    found: dict[int, Plan] = {}
-    for one in inners:
-        if id(one) not in found:
-            found[id(one)] = inner_plan(graph, one)
-    plans = [found[id(one)] for one in inners]
+    plans = _inner_plans(graph, inner, places)
     for plan in plans:
         refuse_stages(replace(plan, offload=(*plan.offload, *as_patterns(offload))))
     if recompute:
-        plans = [presets.again(graph, p, (*p.recompute, *as_patterns(recompute))) for p in plans]
+        plans = [presets.recomputing(graph, p, (*p.recompute, *as_patterns(recompute))) for p in plans]
     made = arranged(graph, of, [s % places for s in range(count)], plans, microbatches)
     return replace(
         made,
@@ -112,7 +117,7 @@ def arranged(
 
     Places lie one after the other. Stages may form any DAG whose edges lead to higher numbers.
     """
-    cut = split(graph, of, len(at))
+    cut = split_graph(graph, of, len(at))
     sets, first = [], 0
     for plan in plans:
         sets.append(Place(tuple(range(first, first + plan.mesh.ranks)), plan.mesh))
@@ -128,7 +133,7 @@ def arranged(
     )
 
 
-def inner_plan(graph: Graph, inner: Inner) -> Plan:
+def inner_plan(graph: Graph, inner: InnerPlan) -> Plan:
     """The plan of the whole graph on the mesh of one place."""
     if inner is None:
         return presets.data_parallel(graph, Mesh({"dp": 1}))
@@ -206,7 +211,7 @@ def _modules(graph: Graph) -> str:
 # --- balance
 
 
-def _account(graph: Graph, cut: Split) -> Account:
+def _account(graph: Graph, cut: StageSplit) -> Account:
     """What `explain` tells about the stages."""
     seconds = {name: op_s(call) for name, call in calls_in(graph).items()}
     whole = sum(seconds.values()) or 1.0
@@ -226,7 +231,7 @@ def _account(graph: Graph, cut: Split) -> Account:
 # --- the plan of one stage
 
 
-def stage_plan(graph: Graph, cut: Split, stage: int, plans: Sequence[Plan]) -> Plan:
+def stage_plan(graph: Graph, cut: StageSplit, stage: int, plans: Sequence[Plan]) -> Plan:
     """What a plan of the whole graph says about one stage; `plans` are those of all stages, for what passes between."""
     own, plan = cut.graphs[stage], plans[stage]
     ops = {n.name: plan.ops[cut.like.get(n.name, n.name)] for n in own.nodes}
@@ -245,7 +250,7 @@ def stage_plan(graph: Graph, cut: Split, stage: int, plans: Sequence[Plan]) -> P
             outputs[f"{o.kind}:{o.name}"] = plan.outputs[f"{o.kind}:{o.name}"]
     names = {i.name for i in own.inputs}
     state = {n: nd for n, nd in plan.state.items() if n in names}
-    recompute = known(own, plan.recompute)
+    recompute = known_patterns(own, plan.recompute)
     return Plan(plan.mesh, own.hash, ops, inputs, outputs, state, name=plan.name, recompute=recompute)
 
 
@@ -268,7 +273,7 @@ def passing(plan: Plan, graph: Graph, ref: Ref, reader: Graph) -> NdSbp:
 # --- another graph of the same model
 
 
-def again(graph: Graph, staged: Staged) -> Staged:
+def for_other_graph(graph: Graph, staged: Staged) -> Staged:
     """A staged plan's decisions for another graph of the same model: another size of micro-batch, evaluation.
 
     Weights stay in their stages and lie as they did, and ops are where their weights are; ops without weights are where
@@ -282,11 +287,11 @@ def again(graph: Graph, staged: Staged) -> Staged:
     for p in range(len(staged.places)):
         here = [s.plan for s in staged.stages if s.place == p]
         plans.append(presets.like(graph, _together(here)))
-    cut = split(graph, of, count)
+    cut = split_graph(graph, of, count)
     own = []
     for s, stage in enumerate(staged.stages):
         plan = stage_plan(graph, cut, s, [plans[t.place] for t in staged.stages])
-        own.append(StagePlan(stage.place, replace(plan, recompute=known(cut.graphs[s], stage.plan.recompute))))
+        own.append(StagePlan(stage.place, replace(plan, recompute=known_patterns(cut.graphs[s], stage.plan.recompute))))
     kept = {n: s for n, s in cut.of.items() if graph.by_name[n].phase == "forward"}
     return replace(
         staged, graph_hash=graph.hash, captured_hash="", stages=tuple(own), of=kept, account=_account(graph, cut)

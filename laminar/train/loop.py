@@ -288,7 +288,7 @@ def _number(value: Any) -> float | None:
     return None if value is None else float(value)
 
 
-class Recorder:
+class TimelineRecorder:
     """Records a few steps of a run, once it is warm, and saves the timeline on rank 0."""
 
     def __init__(self, job: TrainingJob, path: Path | str | None, number: int, steps: int) -> None:
@@ -356,6 +356,7 @@ def loop(
     ranks did in the median of `timeline_steps` steps, taken once the run is warm. `metrics` are measured in
     evaluations; `callbacks` are told what happens, in their order.
     """
+    # Long because everything that may happen around a step stands in the order in which it happens.
     made = scheduler(job, schedule, resume)
     emit("start", steps=steps, done=job.steps, device=str(job.device), memory=job.memory())
     if job.plan is not None:
@@ -397,7 +398,7 @@ def loop(
     batches, loader = epochs(data, skip=step, marked=prefetch > 0), None
     if prefetch and step < steps:
         batches = loader = job.prefetch(first(batches, steps - step), prefetch)
-    recorder = Recorder(job, timeline, timeline_steps, max(steps - step, 0))
+    recorder = TimelineRecorder(job, timeline, timeline_steps, max(steps - step, 0))
     batch: Any = None
     for callback in callbacks:
         callback.begin(job)

@@ -12,9 +12,9 @@ from typing import Any
 
 from laminar.errors import LaminarError
 from laminar.ir.mesh import Mesh
-from laminar.placement.presets import NAMES
+from laminar.placement.presets import PRESET_NAMES
 
-PLANS = ("auto", *NAMES, "ddp")
+PLANS = ("auto", *PRESET_NAMES, "ddp")
 """Plans that a job can be given by name."""
 
 

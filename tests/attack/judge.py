@@ -36,7 +36,7 @@ from laminar.planner.bounds.cell_bound import Bounds
 from laminar.planner.estimate.candidates import Score
 from laminar.planner.estimate.graphs_and_prices import Model
 from laminar.planner.mcmc.improve import improve
-from laminar.planner.search.best_first.branches import Branches, Way
+from laminar.planner.search.best_first.branches import Branches, BranchWay
 from laminar.planner.space.cell import Cell
 from laminar.planner.space.contradictions import ROUNDING
 from laminar.planner.space.plan_space import Space
@@ -152,7 +152,7 @@ class Attack:
             brood.keep(seconds, key)
 
     @cached_property
-    def broods(self) -> list[tuple[str, Brood, Way | None]]:
+    def broods(self) -> list[tuple[str, Brood, BranchWay | None]]:
         """Kinds of plans of the space that can be made, by name; and where branches stand apart, the way."""
         found = []
         for name, make, way in self.kinds():
@@ -160,7 +160,7 @@ class Attack:
                 found.append((name, make(), way))
         return found
 
-    def kinds(self) -> Iterator[tuple[str, Callable[[], Brood], Way | None]]:
+    def kinds(self) -> Iterator[tuple[str, Callable[[], Brood], BranchWay | None]]:
         """On each mesh, in some cells with stages, in some ways with branches apart; or over parts that differ."""
         space, graph = self.claims[0].space, self.graph
         found = [p for p in self.found if not isinstance(p, Staged) or space.contains(p, graph)]
@@ -198,7 +198,7 @@ class Attack:
         return Pipes(self.graph, row["microbatches"], range(len(places)), places, None)
 
     @cached_property
-    def ways(self) -> dict[Way, float]:
+    def ways(self) -> dict[BranchWay, float]:
         """To set branches apart, with what is proved of each."""
         if not self.alike or self.cluster.devices == 1:
             return {}
@@ -206,7 +206,7 @@ class Attack:
         self.branches = Branches(self.bounds.model, self.bounds, coupled)
         return dict(self.branches.at)
 
-    def apart(self, way: Way) -> Pipes:
+    def apart(self, way: BranchWay) -> Pipes:
         """Branches on sets of their own; what is proved of them with exchanges counted."""
         self.ways[way] = max(self.ways[way], self.branches.bound_s(way, exchanges=True))
         options = [self.branches.options(size, way.micro_batches) for size in way.sizes]
@@ -247,7 +247,7 @@ class Attack:
 
     # --- against what is claimed
 
-    def held_against(self, one: Candidate, kind: str, named: bool = False, way: Way | None = None) -> float:
+    def held_against(self, one: Candidate, kind: str, named: bool = False, way: BranchWay | None = None) -> float:
         """Simulate and judge a plan, unless that was done; how it is to be ranked: by its seconds, if it fits.
 
         What is held against another claim once more is not counted again.
@@ -276,7 +276,7 @@ class Attack:
         return rank
 
     def judged(
-        self, plan: Plan | Staged, seconds: float, peak: int, named: bool, way: Way | None
+        self, plan: Plan | Staged, seconds: float, peak: int, named: bool, way: BranchWay | None
     ) -> tuple[bool, list[str]]:
         """Whether something is said of a plan, and what it contradicts.
 
@@ -323,6 +323,6 @@ class Attack:
         return found
 
 
-def listed(space: Space, way: Way, peak: int) -> bool:
+def listed(space: Space, way: BranchWay, peak: int) -> bool:
     """Whether a space names a way to set branches apart, and its plan fits: sets of one size look like stages."""
     return way.to_json() in space.data.get("branches", ()) and peak <= space.data["memory_bytes"]

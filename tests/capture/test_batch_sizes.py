@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import laminar
 from laminar.capture.capture import capture
-from laminar.capture.graph.batch_sizes import Predictor, fit, solved
+from laminar.capture.graph.batch_sizes import Predictor, solved, weights_for
 
 SMALL = ((8, 12), (8, 8), (8, 10), (8, 6), (6, 12), (6, 10), (4, 7), (2, 11))
 """Samples and tokens of batches, in the order in which they come."""
@@ -173,7 +173,7 @@ def test_numbers_bilinear_in_sizes_are_found_exactly(
     def number(s: tuple[int, int]) -> int:
         return c[0] + c[1] * s[0] + c[2] * s[1] + c[3] * s[0] * s[1]
 
-    found = fit(known, new)
+    found = weights_for(known, new)
     if found is not None:
         assert solved([[number(known[i])] for i in found.rows], found) == [number(new)]
         assert sum(found.new) == Fraction(1)
@@ -181,7 +181,7 @@ def test_numbers_bilinear_in_sizes_are_found_exactly(
 
 def test_numbers_of_another_kind_are_not_predicted() -> None:
     """A square fits a line through two points; the third tells."""
-    found = fit([(4,), (6,), (9,)], (12,))
+    found = weights_for([(4,), (6,), (9,)], (12,))
     assert found is not None
     assert solved([n * n for n in (4, 6, 9)], found) is None
     assert solved([[n, f"f32[{n},3]", n / (n - 1)] for n in (4, 6, 9)], found) == [12, "f32[12,3]", 12 / 11]

@@ -22,12 +22,12 @@ from laminar.cli_plan import _bar
 from laminar.errors import PlanError, RuleError
 from laminar.ir.graph import Graph
 from laminar.ir.plans.staged import load_plan
-from laminar.rewrite.apply import Rule
+from laminar.rewrite.apply import Rewrite
 from laminar.rewrite.implied import implied
 from laminar.rewrite.standalone import stage
 from laminar.rewrite.variants import rewritten
 from laminar.runtime.check import prove_rule_files
-from laminar.runtime.check.prove_rewrites import TOLERANCE, Proof
+from laminar.runtime.check.prove_rewrites import PROOF_TOLERANCE, Proof
 from laminar.runtime.check.prove_rule_files import ProvedRules, proved_rules
 from tests.support.rank_pool import Ranks
 from tests.support.rule_file_cases import RIGHT, WRONG, add, mul, relu, rule
@@ -265,7 +265,7 @@ def test_rules_are_proved_once_for_the_same_content(rules_file: Path, monkeypatc
     told: list[tuple[int, int]] = []
     first = proved_rules(rules_file, lambda done, of: told.append((done, of)))
     assert told == [(1, 3), (2, 3), (3, 3)]
-    assert all(error <= TOLERANCE for error in first.errors.values()) and set(first.errors) == {
+    assert all(error <= PROOF_TOLERANCE for error in first.errors.values()) and set(first.errors) == {
         r.name for r in first.new
     }
 
@@ -345,7 +345,7 @@ def test_a_plan_whose_carried_rule_was_edited_is_refused(graph: Graph, rules_fil
 )
 def test_what_the_table_implies_is_told_from_what_is_new(text: str, shapes: Any, known: bool) -> None:
     """In one step or two, whatever the order of a sum; a search with it would look at the same graphs twice."""
-    one = Rule.of_file("one", text)
+    one = Rewrite.of_file("one", text)
     assert implied(one, stage(one, shapes)) is known
 
 

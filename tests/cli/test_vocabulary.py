@@ -16,7 +16,7 @@ from laminar.cli import main, parser
 from laminar.cli_ask import parse_changes
 from laminar.errors import PlanError
 from laminar.launch.vocabulary import memory_bytes
-from laminar.placement.presets import NAMES
+from laminar.placement.presets import PRESET_NAMES
 from laminar.planner.space.request import asking
 from laminar.train.options import PLANS
 
@@ -57,7 +57,7 @@ def test_every_option_has_a_help_text(name: str) -> None:
 def test_plans_have_the_same_names_everywhere() -> None:
     """`laminar train --plan`, `laminar plan --preset`, `laminar.parallelize(plan=...)` and `laminar.plans.named`."""
     preset = next(a for a in verbs()["plan"]._actions if a.dest == "preset")
-    assert tuple(preset.choices or ()) == NAMES and set(NAMES) < set(PLANS)
+    assert tuple(preset.choices or ()) == PRESET_NAMES and set(PRESET_NAMES) < set(PLANS)
     shown = next(a for a in verbs()["train"]._actions if a.dest == "plan").help
     assert shown is not None and all(name in shown for name in PLANS)
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from laminar import Cluster, ClusterError, Mesh
 from laminar.cost.comm.algorithms import CHAIN_SHARE, by_switch, direct, ring, through_memory, tree
-from laminar.cost.comm.price import KINDS, CollectiveCost, held_bytes, split_attention, ways
+from laminar.cost.comm.price import COLLECTIVE_KINDS, CollectiveCost, collective_bytes, split_attention, ways
 from laminar.cost.comm.topology import mesh_team, team, teams
 from laminar.ir.clusters.cluster import Device, Figure, Level
 from laminar.ir.program import Boxing, Instr, Placed
@@ -110,14 +110,20 @@ GROUPS = st.sets(st.integers(0, 63), min_size=1, max_size=64).map(lambda s: tupl
 CLUSTERS = ["64xh100", "64xa100@eth100", "8x8xh100@pcie+ib200/4", "64xcpu", "8x8xcpu"]
 
 
-@given(st.sampled_from(CLUSTERS), st.sampled_from(KINDS), GROUPS, st.integers(0, 1 << 32), st.integers(1, 1 << 28))
+@given(
+    st.sampled_from(CLUSTERS),
+    st.sampled_from(COLLECTIVE_KINDS),
+    GROUPS,
+    st.integers(0, 1 << 32),
+    st.integers(1, 1 << 28),
+)
 def test_more_bytes_never_cost_less(name: str, kind: str, group: tuple[int, ...], nbytes: int, more: int) -> None:
     """Whatever algorithm is chosen for either."""
     cost = CollectiveCost(Cluster.preset(name))
     assert cost(kind, nbytes, group).seconds <= cost(kind, nbytes + more, group).seconds * (1 + 1e-12)
 
 
-@given(st.sampled_from(CLUSTERS), st.sampled_from(KINDS), st.integers(0, 63), st.integers(0, 1 << 40))
+@given(st.sampled_from(CLUSTERS), st.sampled_from(COLLECTIVE_KINDS), st.integers(0, 63), st.integers(0, 1 << 40))
 def test_a_group_of_one_costs_nothing(name: str, kind: str, rank: int, nbytes: int) -> None:
     """Nor do no bytes."""
     cost = CollectiveCost(Cluster.preset(name))
@@ -203,7 +209,7 @@ def test_the_axis_that_varies_fastest_lies_inside() -> None:
 
 
 @pytest.mark.parametrize("name", CLUSTERS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", COLLECTIVE_KINDS)
 def test_the_least_is_chosen(name: str, kind: str) -> None:
     """Of what the backend has; small and large tensors may differ."""
     c = Cluster.preset(name)
@@ -421,7 +427,7 @@ def test_bytes_are_what_a_rank_holds_of_the_whole(kind: str, src: Any, dst: Any,
     spec, mesh = TensorSpec((8, 8), "f32"), Mesh({"dp": 2})
     over = Boxing((0,), ((0, 1),), ((0, 1),))
     made = Instr("x", f"box.{kind}", (), (), (Placed(spec, (src,)),), (Placed(spec, (dst,)),), boxing=over)
-    assert held_bytes(made, mesh) == nbytes
+    assert collective_bytes(made, mesh) == nbytes
     cost = CollectiveCost(HERE)
     assert cost.of(made, mesh) == cost(kind, nbytes, (0, 1))
 

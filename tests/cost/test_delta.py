@@ -12,7 +12,7 @@ import pytest
 from laminar.cost.sim import delta
 from laminar.cost.sim.delta import again
 from laminar.cost.sim.simulate import simulate
-from laminar.cost.sim.tasks import SCALE, Drag, Lane, Load, Task
+from laminar.cost.sim.tasks import FULL_SPEED, Drag, Lane, Load, Task
 from laminar.errors import SimulationError
 from tests.support.sim_reference import random_load, random_task, step_load
 
@@ -232,7 +232,7 @@ def test_another_machine_is_run_in_full_and_counted(change: str) -> None:
     other = {
         "lanes": Load((*load.lanes, Lane(7, "host")), load.tasks, load.links, load.drag),
         "links": Load(load.lanes, load.tasks, load.links + 1, load.drag),
-        "drag": Load(load.lanes, load.tasks, load.links, Drag(SCALE // 7, SCALE // 5)),
+        "drag": Load(load.lanes, load.tasks, load.links, Drag(FULL_SPEED // 7, FULL_SPEED // 5)),
     }[change]
     fast = again(simulate(load), other)
     assert fast.how["full"] and fast.same(simulate(other))
@@ -261,7 +261,7 @@ def test_an_edit_that_makes_no_sense_is_refused_as_by_a_full_run() -> None:
 def test_steps_of_hours_and_speeds_of_almost_nothing_stay_exact() -> None:
     """Beyond 64 bits numpy would wrap around; such loads are run by Python's integers."""
     lanes = (Lane(0, "compute"), Lane(0, "communication:dp"))
-    for work, drag in ((10**9, Drag(1, 1)), (10**13, Drag(SCALE // 2, SCALE // 2)), (10**6, Drag(1, 1))):
+    for work, drag in ((10**9, Drag(1, 1)), (10**13, Drag(FULL_SPEED // 2, FULL_SPEED // 2)), (10**6, Drag(1, 1))):
         tasks = [Task(f"t{i}", (i % 2,), work + i, (i - 2,) if i > 1 else ()) for i in range(80)]
         load = Load(lanes, tuple(tasks), 0, drag)
         before = simulate(load)

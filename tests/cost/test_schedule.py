@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from laminar.cost.schedule import Exchange, Groups, Price, Prices, classes, schedule
+from laminar.cost.schedule import ExchangePrice, KernelGroups, Price, Prices, rank_classes, schedule
 from laminar.cost.sim.simulate import simulate, timeline
-from laminar.cost.sim.tasks import SCALE, Drag
+from laminar.cost.sim.tasks import FULL_SPEED, Drag
 from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.mesh import Mesh
 from laminar.ir.program import Boxing, Instr, MoveCause, Placed, Program, ProgramInput, ProgramOutput
@@ -31,16 +31,16 @@ class Listed(Prices):
     def __init__(self, ms: dict[str, Any], drag: Drag = FREELY) -> None:
         self.ms, self.drag = ms, drag
 
-    def _price(self, name: str) -> Price | Exchange:
+    def _price(self, name: str) -> Price | ExchangePrice:
         found = self.ms.get(name, 1.0)
         if isinstance(found, tuple):
-            return Exchange(*(t * 1e-3 for t in found), "measured", 0.0, "ring")
+            return ExchangePrice(*(t * 1e-3 for t in found), "measured", 0.0, "ring")
         return Price(found * 1e-3, "measured", 0.0, "cheap")
 
-    def lines(self, program: Program, rank: int) -> Sequence[Price | Exchange]:
+    def lines(self, program: Program, rank: int) -> Sequence[Price | ExchangePrice]:
         return [self._price(i.name) for i in program.instrs]
 
-    def kernels(self, program: Program, groups: Groups, rank: int) -> Sequence[Price | Exchange]:
+    def kernels(self, program: Program, groups: KernelGroups, rank: int) -> Sequence[Price | ExchangePrice]:
         return [self._price(program.instrs[g[-1]].name) for g in groups]
 
 
@@ -89,7 +89,7 @@ def test_a_transfer_runs_beside_compute_and_is_awaited_by_its_first_reader() -> 
 def test_overlap_slows_both_sides() -> None:
     """Half speed for both while they overlap: 4 ms of compute and of transfer take 8 together."""
     p = program(op("a", "x"), reduce("r", "a"), op("b", "a"), op("c", "r", "b"))
-    found = ends(p, Listed({"a": 2, "r": (0, 4, 0), "b": 4, "c": 1}, Drag(SCALE // 2, SCALE // 2)))
+    found = ends(p, Listed({"a": 2, "r": (0, 4, 0), "b": 4, "c": 1}, Drag(FULL_SPEED // 2, FULL_SPEED // 2)))
     assert found["b"] == found["r"] == 10 * MS and found["c"] == 11 * MS
 
 
@@ -104,7 +104,7 @@ def test_even_ranks_are_one_class() -> None:
     """A step of a thousand ranks that do the same is simulated once."""
     p = program(op("a", "x", spec=TensorSpec((1000, 4), "f32")), mesh=Mesh({"dp": 1000}))
     p = Program(p.mesh, (), (), p.instrs, (), "", "")
-    assert [len(c) for c in classes(p)] == [1000]
+    assert [len(c) for c in rank_classes(p)] == [1000]
     assert len(schedule(p, Listed({})).load.tasks) == 1
 
 
@@ -112,14 +112,14 @@ def test_ranks_with_other_sizes_are_classes_of_their_own_and_wait_for_each_other
     """Five rows on two ranks are three and two: the one with less waits at the collective."""
 
     class Uneven(Listed):
-        def lines(self, program: Program, rank: int) -> Sequence[Price | Exchange]:
+        def lines(self, program: Program, rank: int) -> Sequence[Price | ExchangePrice]:
             slow = Listed({"a": 3, "r": (0, 0, 1)}).lines(program, rank)
             fast = Listed({"a": 2, "r": (0, 0, 1)}).lines(program, rank)
             return slow if rank == 0 else fast
 
     five = TensorSpec((5, 4), "f32")
     p = program(op("a", "x", spec=five), reduce("r", "a"), op("b", "r"))
-    assert [len(c) for c in classes(p)] == [1, 1]
+    assert [len(c) for c in rank_classes(p)] == [1, 1]
     found = ends(p, Uneven({}))
     assert found["a"] == 3 * MS and found["a@1"] == 2 * MS
     assert found["r/finish"] == found["r/finish@1"] == 4 * MS
@@ -129,8 +129,8 @@ def test_groups_that_lie_differently_on_the_machine_are_told_apart() -> None:
     """Three ranks a group on nodes of four: one group lies inside a node, the other does not."""
     mesh = Mesh({"dp": 2, "tp": 3})
     p = program(op("a", "x", nd=(B, B)), reduce("r", "a", axes=(1,), dims=2), mesh=mesh)
-    assert len(classes(p)) == 1
-    assert len(classes(p, Cluster.preset("2x4xh100"))) == 2
+    assert len(rank_classes(p)) == 1
+    assert len(rank_classes(p, Cluster.preset("2x4xh100"))) == 2
 
 
 def test_a_fused_group_is_one_task_named_after_its_last_line() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from laminar.cost.sim.simulate import simulate, timeline
-from laminar.cost.sim.tasks import SCALE, Drag, Lane, Load, Task
+from laminar.cost.sim.tasks import FULL_SPEED, Drag, Lane, Load, Task
 from laminar.errors import SimulationError
 from tests.support.sim_reference import random_load, slow_ticks
 
@@ -100,13 +100,19 @@ def test_the_fullest_link_decides() -> None:
 
 def test_ends_are_rounded_up_to_whole_ticks() -> None:
     """Work 1 at a third of the speed takes 3 ticks; work 1 at 2/3 takes 2, since 1.5 is no tick."""
-    assert when(Load(ONE, (Task("a", (0,), 1), Task("b", (1,), 9)), 0, Drag(SCALE // 3, SCALE)))["a"] == (0, 3)
-    assert when(Load(ONE, (Task("a", (0,), 1), Task("b", (1,), 9)), 0, Drag(SCALE // 3 * 2, SCALE)))["a"] == (0, 2)
+    assert when(Load(ONE, (Task("a", (0,), 1), Task("b", (1,), 9)), 0, Drag(FULL_SPEED // 3, FULL_SPEED)))["a"] == (
+        0,
+        3,
+    )
+    assert when(Load(ONE, (Task("a", (0,), 1), Task("b", (1,), 9)), 0, Drag(FULL_SPEED // 3 * 2, FULL_SPEED)))["a"] == (
+        0,
+        2,
+    )
 
 
 def test_overlap_drags_both_sides_and_only_while_it_lasts() -> None:
     """Compute 10 and a transfer 4, each at half speed beside the other: the transfer takes 8, compute 4 + 6."""
-    load = Load(ONE, (Task("mm", (0,), 10), Task("reduce", (1,), 4)), 0, Drag(SCALE // 2, SCALE // 2))
+    load = Load(ONE, (Task("mm", (0,), 10), Task("reduce", (1,), 4)), 0, Drag(FULL_SPEED // 2, FULL_SPEED // 2))
     assert when(load) == {"mm": (0, 14), "reduce": (0, 8)}
 
 
@@ -114,7 +120,7 @@ def test_drag_stays_on_its_rank_and_spares_the_host() -> None:
     """A transfer on rank 1 slows neither compute on rank 0 nor a host thread on rank 1."""
     lanes = (*TWO, Lane(1, "host"))
     tasks = (Task("mm", (0,), 10), Task("move", (3,), 10), Task("launch", (4,), 10), Task("mm1", (2,), 10))
-    got = when(Load(lanes, tasks, 0, Drag(SCALE // 2, SCALE)))
+    got = when(Load(lanes, tasks, 0, Drag(FULL_SPEED // 2, FULL_SPEED)))
     assert got == {"mm": (0, 10), "move": (0, 10), "launch": (0, 10), "mm1": (0, 15)}
 
 
@@ -127,7 +133,7 @@ def test_tasks_of_no_work_end_when_they_start_and_disturb_nobody() -> None:
         Task("b", (0,), 5, (2,)),
         Task("ping", (1,), 0),
     )
-    load = Load(ONE, tasks, 0, Drag(SCALE // 2, SCALE // 2))
+    load = Load(ONE, tasks, 0, Drag(FULL_SPEED // 2, FULL_SPEED // 2))
     assert when(load) == {"a": (0, 5), "meet": (5, 5), "again": (5, 5), "b": (5, 10), "ping": (5, 5)}
 
 
@@ -247,7 +253,7 @@ def test_a_load_that_makes_no_sense_is_refused_by_the_name_of_its_task(task: Tas
 def test_a_speed_of_nothing_is_refused() -> None:
     """Drag leaves some speed, or the step never ends."""
     with pytest.raises(ValueError, match=r"Drag\.compute"):
-        Drag(0, SCALE)
+        Drag(0, FULL_SPEED)
 
 
 def test_an_empty_load_takes_no_time() -> None:

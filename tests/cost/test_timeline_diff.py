@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from laminar.cost.timeline_diff import Row, compare, render
+from laminar.cost.timeline_diff import DiffRow, compare, render
 from laminar.errors import TimelineError
 from laminar.ir.timeline import Span, Timeline
 
@@ -163,4 +163,4 @@ def test_the_comparison_is_text_for_people_and_plain_data_for_programs() -> None
 
 def test_a_row_says_how_much_longer_reality_took() -> None:
     """The sign is the one readers expect: slower than predicted is positive."""
-    assert Row("mm", 3, 5).difference_ns == 2
+    assert DiffRow("mm", 3, 5).difference_ns == 2

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from laminar.errors import LaminarError, MeshError
 from laminar.ir.exact import Exact, Hosting, children, cover
-from laminar.ir.serial.reading import Part
+from laminar.ir.serial.reading import JsonPart
 
 
 def test_what_exact_may_be_given() -> None:
@@ -16,7 +16,7 @@ def test_what_exact_may_be_given() -> None:
     assert Exact.of(True) == Exact.of("") == Exact(8, 1, 1)
     assert Exact.of("units=4, slices=2") == Exact(4, 2)
     assert Exact(4, 2).mesh.sizes == (4, 2) and Exact(4).mesh.sizes == (4,)
-    assert Exact.from_json(Part(Exact(4, 2, 3).to_json(), LaminarError)) == Exact(4, 2, 3)
+    assert Exact.from_json(JsonPart(Exact(4, 2, 3).to_json(), LaminarError)) == Exact(4, 2, 3)
 
 
 @pytest.mark.parametrize("asked", ["units", "units=0", "unit=4", "units=-1", 3, "units=4,slices=two"])
@@ -38,7 +38,7 @@ def test_hostings_give_every_process_something(ranks: int, data: st.DataObject) 
     for hosting in (Hosting.even(ranks, processes), Hosting.drawn(ranks, processes, data.draw(st.integers(0, 9)))):
         assert hosting.size == processes
         assert sorted(r for p in range(processes) for r in hosting.hosted(p)) == list(range(ranks))
-        assert Hosting.from_json(Part(hosting.to_json(), MeshError)) == hosting
+        assert Hosting.from_json(JsonPart(hosting.to_json(), MeshError)) == hosting
     counts = [len(Hosting.even(ranks, processes).hosted(p)) for p in range(processes)]
     assert max(counts) - min(counts) <= 1 and Hosting.of_counts(counts) == Hosting.even(ranks, processes)
 

@@ -12,7 +12,7 @@ import pytest
 
 from laminar.cost.sim.simulate import simulate, timeline
 from laminar.cost.sim.tasks import Load
-from laminar.cost.timeline_plot import draw
+from laminar.cost.timeline_plot import draw_timelines
 from laminar.errors import LaminarError, TimelineError
 from laminar.ir.timeline import Span, Timeline
 from tests.support.sim_reference import random_load
@@ -200,8 +200,8 @@ def test_a_picture_shows_all_timelines_and_the_memory(tmp_path: Path) -> None:
     """Two timelines and a memory curve: a PNG that is taller than that of one without memory."""
     pytest.importorskip("matplotlib")
     one, two = simulated(1), simulated(2)
-    draw([one, two], tmp_path / "two.png")
-    draw([Timeline(one.kind, one.ranks, one.spans)], tmp_path / "one.png")
+    draw_timelines([one, two], tmp_path / "two.png")
+    draw_timelines([Timeline(one.kind, one.ranks, one.spans)], tmp_path / "one.png")
     sizes = []
     for name in ("one", "two"):
         data = (tmp_path / f"{name}.png").read_bytes()
@@ -214,4 +214,4 @@ def test_a_picture_of_nothing_is_refused(tmp_path: Path) -> None:
     """No span, no picture."""
     pytest.importorskip("matplotlib")
     with pytest.raises(LaminarError, match="no span to draw"):
-        draw([Timeline("simulated", 1, ())], tmp_path / "x.png")
+        draw_timelines([Timeline("simulated", 1, ())], tmp_path / "x.png")

@@ -23,13 +23,13 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
 
 from laminar.errors import GraphError, MeshError, PlacementError, PlanError
-from laminar.ir.graph import Constant, Graph, Input, Node, Output, check, map_refs, refs_in, widen
+from laminar.ir.graph import Constant, Graph, Input, Node, Output, check_graph, map_refs, refs_in, widen
 from laminar.ir.mesh import Link, Mesh
 from laminar.ir.plans.account import Account
 from laminar.ir.plans.plan import Choice, Plan
 from laminar.ir.program import Placed
 from laminar.ir.sbp import B, NdSbp, P, Partial, S, Sbp, Split, chunk, local_indices, local_shape, parse, parse_nd, show
-from laminar.ir.sbp import check as check_placement
+from laminar.ir.sbp import check_placement as check_placement
 from laminar.ir.serial.codec import Dtype, Ref, canonical, content_hash, decode, encode
 from laminar.ir.tensor import ITEM_BYTES, TensorSpec
 from laminar.lower.lower import lower
@@ -306,7 +306,7 @@ def test_the_grammar_refuses(what: str) -> None:
 
 def test_the_grammar_accepts_what_it_should() -> None:
     """The graph that the broken ones are made from."""
-    check(GOOD)
+    check_graph(GOOD)
     assert [n.name for n in GOOD.users[Ref("batch.x")]] == ["y", "g"]
     assert [str(r) for r in refs_in(GOOD.by_name["g"].args)] == ["%batch.x", "%y"]
     assert map_refs((1, (Ref("a"),)), lambda r: r.name) == (1, ("a",))

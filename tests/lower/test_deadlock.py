@@ -11,7 +11,7 @@ import pytest
 from laminar.errors import NetError
 from laminar.ir.mesh import Mesh, Place
 from laminar.ir.net import Actor, Net, Queue
-from laminar.lower.stages.deadlock import check_net, refuse
+from laminar.lower.stages.deadlock import check_net, refuse_deadlock
 from laminar.lower.stages.pipeline_net import Stage, chain
 from laminar.lower.stages.schedules import dag_net
 from tests.support.net_machine import Machine, outcomes, places, random_net, random_pipeline
@@ -78,19 +78,19 @@ def ring_of_one() -> Net:
 def test_a_missing_credit_is_named_with_its_ring_and_the_number_needed() -> None:
     """The error says who waits for what, in words, and what would help."""
     with pytest.raises(NetError) as error:
-        refuse(ring_of_one())
+        refuse_deadlock(ring_of_one())
     text = str(error.value)
     assert "queue F0->B0 needs 4 registers, has 3" in text
     assert "F0.3 needs a register of queue F0->B0: 3 of 3 taken, and B0.0 has not read" in text
     assert "B0.0 stands behind F0.3 in the order of their place" in text
-    refuse(dag_net(chain([Stage(place=s) for s in range(4)], 8)))
+    refuse_deadlock(dag_net(chain([Stage(place=s) for s in range(4)], 8)))
 
 
 def test_a_ring_over_several_places_is_told_link_by_link() -> None:
     """GPipe with too small a stash at the first stage: the ring goes through every stage and back."""
     net = dag_net(chain([Stage(place=s) for s in range(2)], 4), schedule="gpipe", registers={"F0->B0": 2})
     with pytest.raises(NetError) as error:
-        refuse(net)
+        refuse_deadlock(net)
     text = str(error.value)
     for link in (
         "F0.2 needs a register of queue F0->B0: 2 of 2 taken, and B0.0 has not read",
@@ -182,7 +182,7 @@ def test_an_order_that_contradicts_the_data_is_not_blamed_on_registers() -> None
     orders = ((("B", 0), ("F", 0), ("F", 1), ("B", 1)),)
     net = Net(places(1), actors, (Queue("stash", "F", ("B",), 2),), orders)
     with pytest.raises(NetError, match="no number of registers helps"):
-        refuse(net)
+        refuse_deadlock(net)
     assert check_net(replace(net, window=1)).finishes
 
 
@@ -194,7 +194,7 @@ def test_memory_is_added_up_and_the_overflow_named() -> None:
     assert verdict.bytes == tuple(net.bound_bytes(p) for p in range(3)) == (340, 200 + 40 + 28, 100 + 28)
     assert verdict.fits and verdict.finishes
     with pytest.raises(NetError) as error:
-        refuse(net, 339)
+        refuse_deadlock(net, 339)
     assert "place 0" in str(error.value) and "F0->B0: 3 x 100" in str(error.value) and "339 bytes" in str(error.value)
 
 

@@ -14,7 +14,7 @@ from torch import nn
 import laminar
 from laminar.api import inputs_of
 from laminar.ir.program import Program
-from laminar.lower.memory.mincut_recompute import Op, choose, recompute, written_out
+from laminar.lower.memory.mincut_recompute import RecomputeOp, choose, recompute, written_out
 from laminar.lower.memory.planned_recompute import boundary, boundary_bytes, early
 from laminar.runtime.check.in_process import lockstep
 from tests.support.zoo import FEW, one_thread, specimen
@@ -48,7 +48,7 @@ def random_case(rng: random.Random):
     for _ in range(rng.randint(2, 8)):
         reads = tuple(rng.sample(values, min(len(values), rng.randint(1, 3))))
         makes = tuple(next(fresh) for _ in range(rng.choice([1, 1, 1, 2])))
-        ops.append(Op(reads, makes, INF if rng.random() < 0.3 else float(rng.randint(0, 3))))
+        ops.append(RecomputeOp(reads, makes, INF if rng.random() < 0.3 else float(rng.randint(0, 3))))
         values += makes
     made = [v for op in ops for v in op.makes]
     keep = {v: float(rng.randint(0, 12)) for v in made}
@@ -82,7 +82,7 @@ def _needed(v, ops, again, wanted) -> bool:
 
 def test_large_sizes_do_not_overflow() -> None:
     """Terabytes of activations are cut like bytes: the flow runs on 32-bit integers inside."""
-    ops = [Op((100,), (0,), INF), Op((0,), (1,), 1e9), Op((1,), (2,), 1e9)]
+    ops = [RecomputeOp((100,), (0,), INF), RecomputeOp((0,), (1,), 1e9), RecomputeOp((1,), (2,), 1e9)]
     kept, again = choose(ops, {0: 4e12, 1: 5e12, 2: 6e12}, {}, {1, 2})
     assert kept == {0} and again == {1, 2}
 

@@ -33,7 +33,7 @@ from laminar.ir.program import Program
 from laminar.ir.serial.codec import Ref
 from laminar.lower.kernels import kernels, parts
 from laminar.lower.memory.mincut_recompute import recompute, written_out
-from laminar.lower.memory.offload import BACK, SMALL_SHARE, sent_bytes, without
+from laminar.lower.memory.offload import BACK, STAYS_SHARE, sent_bytes, without_offload
 from laminar.lower.memory.planned_recompute import boundary_bytes, early
 from laminar.placement.presets import like
 from laminar.placement.random_plan import random_plan
@@ -159,7 +159,7 @@ def test_what_is_sent_is_made_in_its_block_and_read_by_nobody_in_backward(name: 
     for k in copied(program, HOST_SEND):
         line = program.instrs[k]
         sizes = [p.local(program.mesh).nbytes for p in line.outs if p]
-        assert min(sizes) * SMALL_SHARE >= max(sizes)
+        assert min(sizes) * STAYS_SHARE >= max(sizes)
         for ref in line.refs[: len(line.outs)]:
             maker = makers[ref.name]
             assert maker.op not in FREE and maker.name in first and ref not in leaving
@@ -229,7 +229,7 @@ def test_values_leave_by_name() -> None:
 def test_a_program_without_its_copies_is_the_one_that_keeps_everything() -> None:
     """But for views, which are made where they are read. Putting the lines in again changes nothing."""
     plain, program = pair(MANY, "data")
-    back = without(program)
+    back = without_offload(program)
     assert not any(i.hosts for i in back.instrs) and boundary_bytes(back) == boundary_bytes(plain)
     names = {i.name.removesuffix(BACK) for i in back.instrs}
     assert names == {i.name for i in plain.instrs}
@@ -396,7 +396,7 @@ def test_what_compiled_steps_make_again_does_not_travel() -> None:
         for i in form.instrs
         if Ref(i.name) in form.instrs[k].refs
     )
-    same_bits(specimen(MANY), written_out(without(program)), form)
+    same_bits(specimen(MANY), written_out(without_offload(program)), form)
 
 
 def test_steps_that_are_recorded_give_the_same_bits() -> None:

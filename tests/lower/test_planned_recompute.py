@@ -37,11 +37,12 @@ from laminar.lower.stages.stage_net import piped
 from laminar.lower.stages.stage_programs import KEPT, Stages, stages
 from laminar.placement.presets import like
 from laminar.placement.random_plan import random_plan
-from laminar.runtime.check.in_process import lockstep, lockstep_pipeline
+from laminar.runtime.check.in_process import lockstep
 from laminar.runtime.code.inductor_step import Compiled, run_uncompiled
 from laminar.runtime.comm.transport import Null
-from laminar.staging.stage_plans import again as restaged
+from laminar.staging.stage_plans import for_other_graph as restaged
 from laminar.staging.stage_plans import pipeline
+from tests.support import lockstep_pipeline
 from tests.support.marks import slow
 from tests.support.memory_meter import held
 from tests.support.recompute_cases import PLANS, blocks

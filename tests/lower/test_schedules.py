@@ -10,8 +10,8 @@ import pytest
 from laminar.errors import NetError
 from laminar.ir.net import Net
 from laminar.lower.stages.deadlock import check_net
-from laminar.lower.stages.pipeline_net import Edge, Layout, Load, Stage, chain
-from laminar.lower.stages.schedules import SCHEDULES, by_priority, dag_net, oldest_first
+from laminar.lower.stages.pipeline_net import Layout, Stage, StageEdge, StageLoader, chain
+from laminar.lower.stages.schedules import SCHEDULE_ORDERS, by_priority, dag_net, oldest_first
 from tests.support.net_machine import Machine, random_layout, random_schedule
 
 
@@ -139,7 +139,7 @@ def test_no_forward_reads_old_weights_in_any_interleaving() -> None:
 def test_branches_are_as_deep_as_where_they_join() -> None:
     """Two towers of different length that meet: the short one is one deeper than the join."""
     stages = tuple(Stage(place=s) for s in range(5))
-    edges = (Edge(0, 1, 4), Edge(1, 3, 4), Edge(2, 3, 4), Edge(3, 4, 4), Edge(0, 4, 4))
+    edges = (StageEdge(0, 1, 4), StageEdge(1, 3, 4), StageEdge(2, 3, 4), StageEdge(3, 4, 4), StageEdge(0, 4, 4))
     layout = Layout(stages=stages, edges=edges, places=5, micro_batches=6)
     assert layout.depth == (4, 3, 3, 2, 1)
     counts = registers(dag_net(layout))
@@ -150,7 +150,7 @@ def test_branches_are_as_deep_as_where_they_join() -> None:
 
 def test_labels_that_skip_stages_have_no_gradient() -> None:
     """An edge without gradient bytes has no queue back."""
-    edges = (Edge(0, 1, 4), Edge(1, 2, 4), Edge(0, 2, 1, 0))
+    edges = (StageEdge(0, 1, 4), StageEdge(1, 2, 4), StageEdge(0, 2, 1, 0))
     layout = Layout(stages=tuple(Stage(place=s) for s in range(3)), edges=edges, places=3, micro_batches=4)
     names = registers(dag_net(layout))
     assert "F0->F2" in names and "B2->B0" not in names and "B2->B1" in names
@@ -158,10 +158,10 @@ def test_labels_that_skip_stages_have_no_gradient() -> None:
 
 def test_loaders_savers_and_a_common_decision_are_part_of_the_net() -> None:
     """A loader beside the pipe, one at the place of a stage, a saver, and optimizers that wait for all reductions."""
-    loads = (Load(place=2, stages=(0,), depth=3), Load(place=1, stages=(1,), bytes=8))
+    loads = (StageLoader(place=2, stages=(0,), depth=3), StageLoader(place=1, stages=(1,), bytes=8))
     stages = (Stage(place=0), Stage(place=1))
     layout = Layout(
-        stages=stages, edges=(Edge(0, 1, 4),), places=3, micro_batches=3, loads=loads, saves=(1,), decide=True
+        stages=stages, edges=(StageEdge(0, 1, 4),), places=3, micro_batches=3, loads=loads, saves=(1,), decide=True
     )
     net = dag_net(layout)
     assert written(net, 2) == "load0.0 load0.1 load0.2"
@@ -174,14 +174,14 @@ def test_loaders_savers_and_a_common_decision_are_part_of_the_net() -> None:
 def test_tied_weights_are_updated_from_the_sums_of_both_stages() -> None:
     """An embedding used at both ends: each optimizer waits for both reductions, and the net still finishes."""
     stages = tuple(Stage(place=s) for s in range(3))
-    edges = (Edge(0, 1, 4), Edge(1, 2, 4))
-    layout = Layout(stages=stages, edges=edges, places=3, micro_batches=4, tied=(Edge(0, 2, 64),))
+    edges = (StageEdge(0, 1, 4), StageEdge(1, 2, 4))
+    layout = Layout(stages=stages, edges=edges, places=3, micro_batches=4, tied=(StageEdge(0, 2, 64),))
     net = dag_net(layout)
     assert {q.producer for q in net.reads["O0"]} == {q.producer for q in net.reads["O2"]} == {"R0", "R2"}
     assert check_net(net).finishes
     frozen = (*stages[:2], Stage(place=2, trained=False))
     with pytest.raises(NetError, match="stages 0 and 2 can't be tied"):
-        Layout(stages=frozen, edges=edges, places=3, micro_batches=4, tied=(Edge(0, 2, 64),))
+        Layout(stages=frozen, edges=edges, places=3, micro_batches=4, tied=(StageEdge(0, 2, 64),))
 
 
 @pytest.mark.parametrize("seed", range(300))
@@ -207,7 +207,7 @@ def test_registers_can_be_set_by_name_and_unknown_names_are_refused() -> None:
         dag_net(line(2, 4), schedule="waltz")
 
 
-@pytest.mark.parametrize("schedule", sorted(SCHEDULES))
+@pytest.mark.parametrize("schedule", sorted(SCHEDULE_ORDERS))
 def test_orders_keep_each_micro_batch_in_order(schedule: str) -> None:
     """At a place forward comes before backward, and that before the weight part, except in lists of priorities."""
     net = dag_net(line(3, 6, apart=True, virtual=2), schedule=schedule, window=None)

@@ -14,13 +14,13 @@ from laminar.capture.ops.torch_ops import caller, unplain
 from laminar.errors import PlanError
 from laminar.ir.graph import Graph, Node, map_refs
 from laminar.ir.serial.codec import Ref
-from laminar.lower.stages.split_stages import Split, light_ops, split
+from laminar.lower.stages.split_stages import StageSplit, light_ops, split_graph
 from laminar.runtime.check.rounding import TermSizes
 from laminar.runtime.check.verify import judged, relative_error
 from tests.support.zoo import FEW, Specimen, captured, specimen, wide
 
 
-def run_stages(cut: Split, one: Specimen) -> dict[str, Tensor]:
+def run_stages(cut: StageSplit, one: Specimen) -> dict[str, Tensor]:
     """Forward parts in the order of stages, then backward parts in the other: what a pipeline does with one batch."""
     memory: list[dict[Ref, Tensor]] = [
         {Ref(i.name): one.inputs[i.name] for i in g.inputs if i.kind != "given"}
@@ -73,7 +73,7 @@ def test_any_cut_of_a_model_gives_its_numbers(name: str) -> None:
     sized = TermSizes(one.graph, one.inputs, one.constants)
     for stages in (2, 3, 4):
         for _ in range(3):
-            cut = split(one.graph, chain(one.graph, stages, rng), stages)
+            cut = split_graph(one.graph, chain(one.graph, stages, rng), stages)
             got = run_stages(cut, one)
             assert got.keys() == one.want.keys()
             for key, want in one.want.items():
@@ -120,7 +120,7 @@ def test_branches_may_be_stages_side_by_side() -> None:
     def stage(node: Node) -> int:
         return {"table": 0, "left": 1, "right": 2}.get(node.module.split(".")[0], 3)
 
-    cut = split(one.graph, staged(one.graph, stage), 4)
+    cut = split_graph(one.graph, staged(one.graph, stage), 4)
     pairs = {(e.src, e.dst, e.phase) for e in cut.edges}
     assert {p for p in pairs if p[2] == "forward"} == {
         (0, 1, "forward"),
@@ -136,7 +136,7 @@ def test_branches_may_be_stages_side_by_side() -> None:
 def test_a_tied_weight_has_its_gradient_summed_once_per_step() -> None:
     """Each stage that reads it gives the sum of its own terms; no gradient of a weight passes between stages."""
     one = towers()
-    cut = split(one.graph, staged(one.graph, lambda n: int(n.module.split(".")[0] not in ("table", "left"))), 2)
+    cut = split_graph(one.graph, staged(one.graph, lambda n: int(n.module.split(".")[0] not in ("table", "left"))), 2)
     assert cut.tied == {"table.weight": (0, 1)}
     grads = [[o.name for o in g.outputs if o.kind == "grad"] for g in cut.graphs]
     assert "table.weight" in grads[0] and "table.weight" in grads[1]
@@ -153,8 +153,8 @@ def test_stages_that_wait_for_each_other_are_refused_by_name() -> None:
         return int(node.module in ("left.0", "left.2", "top"))
 
     with pytest.raises(PlanError, match=r"stages \d and \d wait for each other: %\w+ reads %\w+"):
-        split(one.graph, staged(one.graph, stage), 2)
+        split_graph(one.graph, staged(one.graph, stage), 2)
     with pytest.raises(PlanError, match="belongs to no stage"):
-        split(one.graph, {}, 2)
+        split_graph(one.graph, {}, 2)
     with pytest.raises(PlanError, match="is in stage 7"):
-        split(one.graph, staged(one.graph, lambda n: 7), 2)
+        split_graph(one.graph, staged(one.graph, lambda n: 7), 2)

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 import laminar
 from laminar import Mesh, S
 from laminar.capture.ops import kernels
-from laminar.cost.ops.families import describe
-from laminar.cost.ops.table import canonical, key_of, local_call
+from laminar.cost.ops.families import traits_of
+from laminar.cost.ops.table import key_of, local_call, numbered
 from laminar.errors import MeshError, PlanError
 from laminar.ir.graph import Graph
 from laminar.ir.plans.plan import Plan
@@ -239,7 +239,7 @@ def test_another_length_is_split_alike() -> None:
 def attention_calls(program: Program, rank: int) -> list[float]:
     """The work of each call of attention, as the simulator has it."""
     lines = [i for i in program.instrs if i.op.startswith("laminar.attention")]
-    return [describe(local_call(i, program.mesh, rank)).flops for i in lines]
+    return [traits_of(local_call(i, program.mesh, rank)).flops for i in lines]
 
 
 @pytest.mark.parametrize(("ranks", "stretches"), [(2, 1), (4, 1), (2, 2), (2, 4), (4, 2)])
@@ -275,8 +275,8 @@ def test_a_search_prices_it_as_a_program_does(stretches: int) -> None:
         (chosen,) = [s for s in options(call, 2, ((16, (2,)),)) if s.ins == rows]
         assert chosen.how == line.op
         local = localise(call, chosen, 2)
-        assert describe(local).flops == describe(local_call(line, program.mesh, 0)).flops
-        assert key_of(canonical(local)) == key_of(local_call(line, program.mesh, 1))
+        assert traits_of(local).flops == traits_of(local_call(line, program.mesh, 0)).flops
+        assert key_of(numbered(local)) == key_of(local_call(line, program.mesh, 1))
 
 
 def test_what_is_measured_is_the_last_stretch() -> None:

@@ -17,7 +17,7 @@ import pytest
 import laminar
 from laminar.placement.random_plan import random_plan
 from laminar.runtime.check.in_process.loopback import TRANSPORTS
-from laminar.runtime.check.verify import TOLERANCE
+from laminar.runtime.check.verify import VERIFY_TOLERANCE
 from tests.support.failing_plans import explain
 from tests.support.seeds import first
 from tests.support.shrink_plan import describe, placed, plainer, shrink
@@ -128,4 +128,4 @@ def test_a_failing_plan_shrinks_to_what_makes_it_fail() -> None:
 
 def test_float64_is_strict() -> None:
     """The tolerance that makes the word `equal` mean something here."""
-    assert TOLERANCE == {"f64": 1e-9, "f32": 1e-5}
+    assert VERIFY_TOLERANCE == {"f64": 1e-9, "f32": 1e-5}

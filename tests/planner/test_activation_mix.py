@@ -25,7 +25,7 @@ from laminar.ir.graph import Graph
 from laminar.ir.plans.patterns import pick
 from laminar.ir.plans.plan import Plan
 from laminar.planner.bounds.cell_bound import Bounds
-from laminar.planner.estimate.block_mix import Mix, Ways
+from laminar.planner.estimate.block_mix import BlockMix, BlockWays
 from laminar.planner.estimate.candidates import Found
 from laminar.planner.estimate.graphs_and_prices import Model
 from laminar.planner.search.best_first.search import find
@@ -189,9 +189,9 @@ def test_where_all_fits_nothing_leaves() -> None:
 # --- the estimate
 
 
-def random_ways(rng: random.Random) -> Ways:
+def random_ways(rng: random.Random) -> BlockWays:
     """Made-up figures."""
-    return Ways(
+    return BlockWays(
         blocks=rng.randint(2, 9),
         kept_s=10.0,
         kept_bytes=100.0,
@@ -214,7 +214,7 @@ def test_the_front_has_the_fastest_mix_for_every_room(seed: int) -> None:
     rng = random.Random(seed)
     ways = random_ways(rng)
     every = {}
-    for mix in itertools.starmap(Mix, itertools.product(range(ways.blocks + 1), repeat=3)):
+    for mix in itertools.starmap(BlockMix, itertools.product(range(ways.blocks + 1), repeat=3)):
         allowed = (
             (ways.whole or not mix.whole) and (ways.spared or not mix.spared) and (ways.sent_bytes or not mix.away)
         )

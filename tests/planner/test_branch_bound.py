@@ -22,7 +22,7 @@ from laminar.ir.mesh import Mesh
 from laminar.ir.plans.plan import Plan
 from laminar.ir.plans.staged import Staged
 from laminar.placement.random_plan import random_plan
-from laminar.planner.search.best_first.branches import Branches, Way
+from laminar.planner.search.best_first.branches import Branches, BranchWay
 from laminar.planner.space.cell import Cell
 from laminar.staging.stage_plans import arranged
 from tests.support.branched_models import branches, towers
@@ -30,7 +30,7 @@ from tests.support.marks import slow
 from tests.support.tried_plans import Tried
 
 
-def simulated_s(found: Branches, way: Way, plans: Sequence[Any]) -> float:
+def simulated_s(found: Branches, way: BranchWay, plans: Sequence[Any]) -> float:
     """Seconds of a way with these plans, of the whole graph, on its sets."""
     graph = found.model.whole(way.micro_batches)
     staged = arranged(graph, found.stage_of(way), way.homes, plans, way.micro_batches)

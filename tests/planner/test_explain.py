@@ -28,7 +28,7 @@ from laminar.placement import presets
 from laminar.placement.complete import completed
 from laminar.placement.micro_batch import micro
 from laminar.planner.report.classify import form
-from laminar.planner.report.step_breakdown import OWN, binding, chances, spent
+from laminar.planner.report.step_breakdown import OWN_SIGMA, binding, chances, spent
 from laminar.planner.report.words import difference
 from laminar.planner.search.entry import best
 from laminar.planner.search.what_if import faster_links, resized
@@ -98,7 +98,7 @@ def test_a_bubble_is_as_wrong_as_the_work_it_waits_for() -> None:
 
 def test_plans_as_fast_as_each_other_win_as_often(graph: Graph) -> None:
     """A tie within a plan's own error is told as one: 1 % apart is not certain."""
-    share = chances([{"products": 10.0}, {"products": 10.0 * (1 + OWN)}], 0.3)[0]
+    share = chances([{"products": 10.0}, {"products": 10.0 * (1 + OWN_SIGMA)}], 0.3)[0]
     assert 0.6 < share < 0.95 and HALF_90 > 1
 
 
@@ -200,7 +200,7 @@ def test_why_of_a_value_between_ops(graph: Graph) -> None:
 def test_what_a_pattern_names_only_in_some_layers_does_not_stop_the_question(graph: Graph) -> None:
     """Blocks made again that the shallow model lacks are made again where they are."""
     deep, mesh = traced(8, d=32), laminar.Mesh({"dp": 2})
-    plan = presets.again(deep, presets.data_parallel(deep, mesh), r"blocks\.6")
+    plan = presets.recomputing(deep, presets.data_parallel(deep, mesh), r"blocks\.6")
     assert all(not o.reason for o in plan.why("embed.weight", graph=deep, cluster="2xh100").options)
 
 
@@ -410,7 +410,7 @@ def test_a_residual_stream_split_by_token_is_sequence_parallel(graph: Graph) -> 
 def test_stages_micro_batches_and_recompute_have_flags(graph: Graph) -> None:
     """As the schedule has them; a schedule that a system lacks is an obstacle."""
     small = micro(graph, 4)
-    inner = presets.again(small, presets.tensor_parallel(small, laminar.Mesh({"tp": 2})), "blocks.*")
+    inner = presets.recomputing(small, presets.tensor_parallel(small, laminar.Mesh({"tp": 2})), "blocks.*")
     staged = pipeline(small, 2, 4, 2, inner)
     flags = values(staged.flags("megatron", graph=graph))
     assert flags["--pipeline-model-parallel-size"] == "2" and flags["--micro-batch-size"] == "2"

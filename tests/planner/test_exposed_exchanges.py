@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 import laminar
 from laminar.cost.sim.simulate import simulate
-from laminar.cost.sim.tasks import SCALE, Drag, Lane, Load, Task
+from laminar.cost.sim.tasks import FULL_SPEED, Drag, Lane, Load, Task
 from laminar.forecast.step import predict
 from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.graph import Graph
@@ -47,7 +47,7 @@ def proved(works: list[int], moved: list[tuple[int, int, int, int]], drag: Drag,
 
     `whole`: these in full instead, as if exchanges of the other level could not use the time.
     """
-    hidden = min(1.0, (1 - drag.compute / SCALE) / (drag.transfer / SCALE))
+    hidden = min(1.0, (1 - drag.compute / FULL_SPEED) / (drag.transfer / FULL_SPEED))
     share = (mean, 1 - mean)
     total = float(sum(works))
     for level, ticks, behind, before in moved:

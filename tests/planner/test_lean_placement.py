@@ -12,7 +12,7 @@ from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh
 from laminar.ir.plans.plan import Plan
 from laminar.planner.estimate import pipeline_recompute
-from laminar.planner.estimate.candidates import Score, described
+from laminar.planner.estimate.candidates import Score, described_candidate
 from laminar.planner.estimate.graphs_and_prices import Model
 from laminar.planner.space.cell import Cell
 from laminar.planner.space.request import Request
@@ -86,7 +86,7 @@ def test_what_is_made_again_is_told() -> None:
 
     def told(again: tuple[int, ...], products: KeepProducts) -> str:
         style = Style(("data",), keep_products=products)
-        return described(Score(cell, style, 0, None, 0.0, 0.0, again=again, blocks=8)).split(", ", 3)[-1]
+        return described_candidate(Score(cell, style, 0, None, 0.0, 0.0, again=again, blocks=8)).split(", ", 3)[-1]
 
     assert told((2, 1), "some") == "3 of 8 blocks made again in backward, the others but for products"
     assert told((0, 0), "some") == "blocks made again but for products in backward"

@@ -34,7 +34,7 @@ from laminar.lower.step import step_programs
 from laminar.placement import presets
 from laminar.placement.random_plan import random_plan
 from laminar.planner.estimate.graphs_and_prices import Model
-from laminar.planner.mcmc.additive_cost import Additive, Table, classes
+from laminar.planner.mcmc.additive_cost import Additive, SiteTable, classes
 from laminar.planner.mcmc.delta_step import Edited
 from laminar.planner.mcmc.improve import Improved, _Improving, copies, improve
 from laminar.planner.mcmc.metropolis import Chain
@@ -97,13 +97,13 @@ def restricted(most: int = 3) -> tuple[Additive, list[tuple[int, ...]]]:
     weights = [cost.site[i.name] for i in graph.of_kind("param")]
     between = [cost.site[n.name] for n in graph.nodes if n.op == "aten.relu"]
     assert len(products) == len(weights) == 2 and len(between) == 1
-    tables: dict[int, Table] = {}
+    tables: dict[int, SiteTable] = {}
     for site, table in enumerate(cost.tables):
         count = most if site in (*products, *weights, *between) else 1
         own = cost.at[site]
         if id(table) not in tables or tables[id(table)].options[0] != table.options[own]:
             others = sorted((o for k, o in enumerate(table.options) if k != own), key=lambda o: -o.seconds)
-            tables[id(table)] = Table.of([table.options[own], *others[: count - 1]])
+            tables[id(table)] = SiteTable.of([table.options[own], *others[: count - 1]])
         cost.tables[site], cost.at[site] = tables[id(table)], 0
     pairs = [tuple(pair) for pair in (products, weights)]
     assert all(cost.tables[a] is cost.tables[b] for a, b in pairs), "a class must share its table"

@@ -27,10 +27,10 @@ from laminar.ir.mesh import Mesh
 from laminar.ir.plans.staged import Staged, StagePlan
 from laminar.ir.serial.codec import Ref
 from laminar.lower.stages.pipeline_net import Layout, Stage, chain
-from laminar.lower.stages.schedules import SCHEDULES, dag_net
+from laminar.lower.stages.schedules import SCHEDULE_ORDERS, dag_net
 from laminar.lower.stages.stage_programs import stages
 from laminar.planner.bounds.cell_bound import Bounds
-from laminar.planner.bounds.memory_bound import Kept, held_s
+from laminar.planner.bounds.memory_bound import KeptLayer, held_s
 from laminar.planner.bounds.piece_bound import Least
 from laminar.planner.estimate.graphs_and_prices import Model
 from laminar.planner.space.cell import Cell
@@ -134,7 +134,7 @@ def test_every_schedule_of_a_net_holds_as_much(seed: int) -> None:
         forward, backward = ([rng.randint(50, 500) for _ in range(count)] for _ in "FB")
         stash = [rng.randint(1, 99) for _ in range(count)]
         layout: Layout = chain([Stage(place=s % places, stash_bytes=stash[s]) for s in range(count)], micro)
-        for name in SCHEDULES:
+        for name in SCHEDULE_ORDERS:
             try:
                 net = dag_net(layout, schedule=name, window=rng.choice((0, 1, None)), stash=rng.choice((1.0, 2.0)))
                 work = {a.name: 0 for a in net.actors}
@@ -177,7 +177,7 @@ def test_the_bound_is_below_all_that_layers_can_do() -> None:
 # --- one layer
 
 
-def nodes(rng: random.Random, count: int) -> Kept:
+def nodes(rng: random.Random, count: int) -> KeptLayer:
     """A few ops, each reading some of those before it."""
     made: list[Node] = []
     for k in range(count):
@@ -186,7 +186,7 @@ def nodes(rng: random.Random, count: int) -> Kept:
         made.append(_node(k, refs))
     values = tuple((Ref(n.name), rng.randint(1, 20)) for n in made)
     wanted = frozenset(ref for ref, _ in values if rng.random() < 0.5)
-    return Kept(tuple(made), values, wanted)
+    return KeptLayer(tuple(made), values, wanted)
 
 
 def _node(k: int, refs: tuple[Ref, ...]) -> Node:
@@ -194,7 +194,7 @@ def _node(k: int, refs: tuple[Ref, ...]) -> Node:
     return replace(like, name=f"op{k}", args=refs)
 
 
-def least_of_all(kept: Kept, byte: float, seconds: dict[str, float]) -> float:
+def least_of_all(kept: KeptLayer, byte: float, seconds: dict[str, float]) -> float:
     """Every set of ops that run again; what they and backward read and nobody makes again is kept."""
     best = math.inf
     sizes = dict(kept.made)
@@ -253,7 +253,7 @@ def test_layers_that_are_read_from_afar_are_left_alone() -> None:
         graph = laminar.capture(Net(afar), loss, {"x": torch.randn(8, 32), "y": torch.randn(8, 8)})
         model = Model(graph, Request(Cluster.preset("4xcpu")))
         keep = model.keeps[-1]
-        found = Kept.of(model.small(1, keep), model.fold, keep)
+        found = KeptLayer.of(model.small(1, keep), model.fold, keep)
         assert model.fold.layers >= 4 or afar
         assert (found is None) == afar
 

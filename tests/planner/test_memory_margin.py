@@ -13,7 +13,7 @@ from laminar.ir.clusters.cluster import Cluster, Figure
 from laminar.ir.clusters.mixed import without
 from laminar.ir.graph import Graph
 from laminar.planner.search.mixed_cluster import MixedSearch
-from laminar.planner.search.replan import replan
+from laminar.planner.search.replan import replanned
 from laminar.planner.space.request import MEMORY_MARGIN, Request, asking
 from tests.support.mixed_clusters import cores
 from tests.support.traced_models import traced
@@ -96,12 +96,12 @@ def test_devices_that_are_left_keep_the_margin() -> None:
     former = laminar.plan(model(), "4xh100", budget_s=1)
     memory = 2.0 * (roomy().peak_bytes or 0)
     left = without(small(memory, "4xh100"), [3])
-    wide = replan(model(), former, asking(left, margin=0.0))
+    wide = replanned(model(), former, asking(left, margin=0.0))
     room = 0.9 * (wide.peak_bytes or 0)
-    lean = replan(model(), former, asking(left, margin=1 - room / memory))
+    lean = replanned(model(), former, asking(left, margin=1 - room / memory))
     assert (lean.peak_bytes or 0) <= room and lean.account["request"]["margin"] == 1 - room / memory
     with pytest.raises(PlanError, match="nothing like the former plan fits"):
-        replan(model(), former, asking(left, margin=0.999))
+        replanned(model(), former, asking(left, margin=0.999))
 
 
 def test_what_does_not_fit_for_a_margin_says_the_bytes_that_do() -> None:

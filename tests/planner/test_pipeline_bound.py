@@ -23,8 +23,8 @@ from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.graph import Graph
 from laminar.ir.ops import FREE
 from laminar.lower.stages.pipeline_net import Layout, Stage, chain
-from laminar.lower.stages.schedules import SCHEDULES, dag_net
-from laminar.lower.stages.split_stages import light_ops, split
+from laminar.lower.stages.schedules import SCHEDULE_ORDERS, dag_net
+from laminar.lower.stages.split_stages import light_ops, split_graph
 from laminar.lower.stages.stage_net import piped
 from laminar.lower.stages.stage_programs import stages
 from laminar.placement.fold import Fold, fold
@@ -236,7 +236,7 @@ def test_no_schedule_of_a_net_ends_sooner(seed: int) -> None:
         times = [(round(share * x), round((1 - share) / 2 * x)) for x in sizes]
         for apart in (False, True) if virtual == 1 else (False,):
             layout: Layout = chain([Stage(place=s % places) for s in range(places * virtual)], micro, apart=apart)
-            for name in SCHEDULES:
+            for name in SCHEDULE_ORDERS:
                 try:
                     net = dag_net(layout, schedule=name, window=rng.choice((0, 1, None)), stash=rng.choice((1.0, 2.0)))
                 except LaminarError:  # a schedule for other nets
@@ -286,7 +286,7 @@ def test_backward_ops_are_in_no_earlier_stage_than_what_they_belong_to(name: str
     for _ in range(30):
         of = assigned(graph, rng, rng.choice((2, 3, 4)))
         try:
-            found = split(graph, of, 1 + max(of.values()))
+            found = split_graph(graph, of, 1 + max(of.values()))
         except LaminarError:  # stages that wait for each other
             continue
         tried += 1

@@ -25,17 +25,17 @@ from laminar.ir.graph import Graph
 from laminar.ir.plans.patterns import pick
 from laminar.ir.plans.plan import Plan
 from laminar.ir.plans.staged import Staged
-from laminar.ir.serial.reading import Part
+from laminar.ir.serial.reading import JsonPart
 from laminar.lower.stages.pipeline_net import Stage, chain
 from laminar.lower.stages.schedules import dag_net
 from laminar.placement.micro_batch import micro
 from laminar.planner.estimate import pipeline_recompute
 from laminar.planner.estimate.candidates import Score
-from laminar.planner.estimate.cost_by_depth import Line, Parts, Share
-from laminar.planner.estimate.graphs_and_prices import Model, pattern
+from laminar.planner.estimate.cost_by_depth import DepthLine, Parts, Share
+from laminar.planner.estimate.graphs_and_prices import Model, members_pattern
 from laminar.planner.estimate.pipeline_recompute import Places, Spread, under_way
 from laminar.planner.estimate.score_placement import scored
-from laminar.planner.report.classify import form, made_again, placed
+from laminar.planner.report.classify import form, placed_graph, recomputed_blocks
 from laminar.planner.search.best_first.search import find
 from laminar.planner.space.cell import Cell
 from laminar.planner.space.request import Request
@@ -84,21 +84,21 @@ def test_what_a_place_keeps_at_once_is_what_the_net_holds(stages: int, virtual: 
 def made_up(stages: int, keeps: float, room: float, layers: int = 12) -> Places:
     """Places for a model of made-up figures: layers take 3 s, 1 s more if made again, and keep 10 bytes or one."""
     model = Model(traced(6), Request(Cluster.preset("8xh100"), memory_bytes=room))
-    zero = Line(0.0, 0.0)
+    zero = DepthLine(0.0, 0.0)
     bare = Parts(
         Share(1, laminar.Mesh({"dp": 1}), Style(("data",)), 0, False, 1),
-        Line(0.0, 1.0),
-        Line(0.0, 2.0),
-        Line(0.0, keeps),
+        DepthLine(0.0, 1.0),
+        DepthLine(0.0, 2.0),
+        DepthLine(0.0, keeps),
         zero,
         zero,
-        Line(0.0, 5.0),
-        Line(0.0, 1.0),
+        DepthLine(0.0, 5.0),
+        DepthLine(0.0, 1.0),
         zero,
         zero,
         zero,
     )
-    again = replace(bare, backward_s=Line(0.0, 3.0), kept_bytes=Line(0.0, keeps / 10))
+    again = replace(bare, backward_s=DepthLine(0.0, 3.0), kept_bytes=DepthLine(0.0, keeps / 10))
     found = Places(model, Cell(stages, 4 * stages, 1, 1, 1, True), bare, again, 0)
     found.layers = float(layers)
     return found
@@ -175,7 +175,7 @@ def test_a_step_makes_again_as_few_blocks_as_fit(part: float) -> None:
     assert ran.memory.peak_bytes <= room and ran.seconds == found.certificate.step_s
     every = predict(graph, replace(found.plan, recompute=("blocks.*",)), cluster)
     assert free.certificate.step_s < ran.seconds < every.seconds
-    fewer = replace(found.plan, recompute=(pattern("blocks.*", [str(k) for k in range(len(made) - 1)]),))
+    fewer = replace(found.plan, recompute=(members_pattern("blocks.*", [str(k) for k in range(len(made) - 1)]),))
     if len(made) == 1:
         fewer = replace(found.plan, recompute=())
     assert predict(graph, fewer, cluster).memory.peak_bytes > room
@@ -231,8 +231,8 @@ def test_stages_make_again_as_few_blocks_as_each_needs(virtual: int) -> None:
     assert none_s < ran.seconds < every_s
     again = found.plan.account["choice"]["again"]
     assert 0 < sum(again) < LAYERS and (virtual > 1 or again[0] >= again[1])
-    part, whole = placed(plan, graph)
-    made = made_again(part, plan)
+    part, whole = placed_graph(plan, graph)
+    made = recomputed_blocks(part, plan)
     assert [sum(len(made[s][0]) for s in range(p, len(made), 2)) for p in range(2)] == again
     assert len(blocks_of(whole, part)) == len({b for mine, _ in made for b in mine})
 
@@ -280,7 +280,7 @@ def test_some_blocks_made_again_have_flags() -> None:
     assert "--recompute-method block" in flags.flags and f"--recompute-num-layers {max(about.again)}" in flags.flags
     assert len(set(about.again)) == 1 or "blocks again; there all would make as many" in str(flags)
     assert "blocks are made again; there all would be" in str(found.plan.flags("torchtitan", graph=deep()))
-    assert type(about).from_part(Part(about.to_json(), PlanError)) == about
+    assert type(about).from_part(JsonPart(about.to_json(), PlanError)) == about
 
 
 def test_blocks_made_again_without_their_products_are_told_apart() -> None:

@@ -150,10 +150,16 @@ def cut_anyhow(model: Model, asked: Request, one: Named, seed: str) -> Iterator[
 
 
 CUT_CASES = [
-    ("deep", "4xh100"), ("gpt.py:tiny", "2x2xa100"), slow("deep", "4xcpu far"), slow("deep", "2x4xh100"),
-    slow("moe.py:tiny", "4xh100"), slow("unet.py:tiny", "4xcpu"), slow("llama.py:tiny", "8xh100@pcie"),
-    slow("resnet.py:tiny", "4xcpu"), slow("dlrm.py:tiny", "3xcpu"),
-]  # fmt: skip
+    ("deep", "4xh100"),
+    ("gpt.py:tiny", "2x2xa100"),
+    slow("deep", "4xcpu far"),
+    slow("deep", "2x4xh100"),
+    slow("moe.py:tiny", "4xh100"),
+    slow("unet.py:tiny", "4xcpu"),
+    slow("llama.py:tiny", "8xh100@pcie"),
+    slow("resnet.py:tiny", "4xcpu"),
+    slow("dlrm.py:tiny", "3xcpu"),
+]
 
 
 @pytest.mark.parametrize(("name", "spec"), CUT_CASES)
@@ -180,8 +186,9 @@ def test_cuts_that_are_counted_wrongly_are_found_out(monkeypatch: pytest.MonkeyP
     model = Model(graph, asked)
     bounds, right = Bounds(model), Row.cut_s
     trials = NamedBounds(CellScorer(model), bounds, lambda: 0.0)
-    monkeypatch.setattr(Row, "cut_s", lambda self, starts, micro, work, enough=math.inf: right(
-        self, starts, micro, 1.05 * work, enough))  # fmt: skip
+    monkeypatch.setattr(
+        Row, "cut_s", lambda self, starts, micro, work, enough=math.inf: right(self, starts, micro, 1.05 * work, enough)
+    )
     wrong = 0
     for k, one in enumerate(some_pipelines(model, asked, "mutants")):
         with suppress(LaminarError):

@@ -22,7 +22,7 @@ from laminar.ir.plans.staged import Staged
 from laminar.placement import presets
 from laminar.placement.micro_batch import micro
 from laminar.planner.report.classify import form
-from laminar.planner.search.replan import Former, Replan, arranged, replan
+from laminar.planner.search.replan import Former, Replan, arrangement, replanned
 from laminar.planner.space.request import asking
 from tests.support.traced_models import traced
 from tests.support.zoo import recipe, specimen
@@ -51,7 +51,7 @@ def simulated(graph: Graph, plan: Plan | Staged, cluster: Cluster) -> float:
 def test_a_device_is_lost_and_seven_go_on() -> None:
     """Seven is prime and divides no batch; the plan is simulated, fits, and says what it leaves idle and proves."""
     left = without(Cluster.preset("8xh100"), [3])
-    plan = replan(model(), former(), asking(left))
+    plan = replanned(model(), former(), asking(left))
     assert plan.mesh.ranks <= 7 and plan.step_s is not None
     assert plan.step_s == pytest.approx(simulated(model(), plan, left))
     assert "nothing is proved" in plan.explain() and plan.bound_s is None
@@ -65,7 +65,7 @@ def test_a_device_is_lost_and_seven_go_on() -> None:
 
 def test_the_public_name_goes_on_without_what_is_lost() -> None:
     """The plan's own cluster and memory unless told otherwise; the same plan as by hand."""
-    by_hand = replan(model(), former(), asking(without(Cluster.preset("8xh100"), [3])))
+    by_hand = replanned(model(), former(), asking(without(Cluster.preset("8xh100"), [3])))
     plan = laminar.replan(model(), former(), lost=[3])
     assert plan.hash == by_hand.hash and plan.account["replanned"]["former"] == former().hash
     left = Cluster.preset("8xh100").without([3])
@@ -118,7 +118,7 @@ def test_a_device_of_a_large_cluster_is_lost_and_places_stay_inside_nodes() -> N
     for lost, name in [([15], "3x4xh100+3xh100"), ([12, 13, 14, 15], "3x4xh100"), ([0], "3xh100+3x4xh100")]:
         left = without(whole, lost)
         assert left.name == name
-        plan = replan(graph, before, asking(left))
+        plan = replanned(graph, before, asking(left))
         used = Cluster.preset(plan.account["cluster"])
         assert plan.step_s == pytest.approx(simulated(graph, plan, used))
         assert plan.mesh.ranks + plan.account["replanned"]["idle"] == left.devices
@@ -140,19 +140,19 @@ def test_a_search_on_odd_devices_is_never_worse_than_leaving_some_idle() -> None
     """`laminar.plan` looks at such arrangements too; what it proves is about the space it searched."""
     graph = model()
     left = Cluster.preset("7xh100")
-    other = arranged(graph, asking(left))
+    other = arrangement(graph, asking(left))
     plan = laminar.plan(graph, left, budget_s=2)
     assert other is not None and other.step_s is not None and plan.step_s is not None
     assert plan.step_s <= other.step_s
     assert plan.bound_s is not None and plan.bound_s <= plan.step_s
-    assert arranged(graph, asking(Cluster.preset("8xh100"))) is None
-    assert arranged(graph, asking(Cluster.preset("7xh100"), pin={"tp": 7})) is None
+    assert arrangement(graph, asking(Cluster.preset("8xh100"))) is None
+    assert arrangement(graph, asking(Cluster.preset("7xh100"), pin={"tp": 7})) is None
 
 
 def test_what_does_not_fit_any_more_says_so() -> None:
     """Seven devices with next to no memory: an error with the next step, not a plan that can't run."""
     with pytest.raises(PlanError, match="nothing like the former plan fits on 7xh100"):
-        replan(model(), former(), asking(Cluster.preset("7xh100"), memory_bytes=1e4))
+        replanned(model(), former(), asking(Cluster.preset("7xh100"), memory_bytes=1e4))
 
 
 def test_a_replanned_step_computes_what_one_device_computes() -> None:
@@ -160,7 +160,7 @@ def test_a_replanned_step_computes_what_one_device_computes() -> None:
     made = recipe("gpt.py:tiny")
     graph = specimen("gpt.py:tiny").graph
     before = laminar.plan(graph, "4xcpu", budget_s=1)
-    plan = replan(graph, before, asking(without(Cluster.preset("4xcpu"), [3])))
+    plan = replanned(graph, before, asking(without(Cluster.preset("4xcpu"), [3])))
     assert plan.mesh.ranks <= 3
     torch.manual_seed(0)
     assert laminar.verify(made.model(), made.loss, [next(iter(made.data()))], plan).ok
@@ -171,6 +171,6 @@ def test_a_mixed_cluster_that_lost_a_device_is_planned_anew() -> None:
     graph = traced(6, batch=16, d=64)
     whole = Cluster.preset("2xh100+2xa100")
     before = laminar.plan(graph, whole, pin={"stages": 2, "microbatches": 4}, budget_s=2)
-    plan = replan(graph, before, asking(without(whole, [3])))
+    plan = replanned(graph, before, asking(without(whole, [3])))
     assert isinstance(plan, Staged) and plan.ranks == 3
     assert plan.step_s == pytest.approx(simulated(graph, plan, Cluster.preset("2xh100+1xa100")))

@@ -26,7 +26,7 @@ from laminar.ir.sbp import Split
 from laminar.placement import presets
 from laminar.placement.micro_batch import micro
 from laminar.planner.estimate.candidates import Score
-from laminar.planner.estimate.cost_by_depth import NAMES, Share
+from laminar.planner.estimate.cost_by_depth import PART_NAMES, Share
 from laminar.planner.estimate.graphs_and_prices import Model
 from laminar.planner.estimate.pipeline_recompute import pipelined
 from laminar.planner.estimate.score_cell import CellScorer
@@ -57,7 +57,7 @@ def test_parts_of_one_data_parallel_rank_are_those_of_all(inner: str, recompute:
     alone = parts_of(model, share_of(model, cell, style, 1))
     both = parts_of(model, Share(4, cell.mesh, style, 0, recompute, 4))
     assert alone.share.mesh.ranks == 2 and both.share.mesh.ranks == 4
-    for name in NAMES:
+    for name in PART_NAMES:
         mine, theirs = getattr(alone, name), getattr(both, name)
         assert mine.each == pytest.approx(theirs.each, rel=1e-6), name
         # A data axis has one small exchange more: the number of labels that count.

@@ -12,7 +12,7 @@ from laminar import Cluster, Mesh, Plan, plans
 from laminar.api import graph_of
 from laminar.cli import main
 from laminar.ir.plans.account import Account, PredictedStep
-from laminar.planner.report.classify import made_again
+from laminar.planner.report.classify import recomputed_blocks
 from laminar.planner.report.throughput import rate_lines, rates, with_work
 from laminar.staging.stage_plans import pipeline
 
@@ -70,7 +70,7 @@ def test_layers_that_are_cut_count_once() -> None:
     """Counts of layers by stage add up to those of the model, wherever stages are cut."""
     graph = graph_of(GPT, 4)
     staged = pipeline(graph, 3, 4)
-    assert sum(len(blocks) for _, blocks in made_again(graph, staged)) == 2
+    assert sum(len(blocks) for _, blocks in recomputed_blocks(graph, staged)) == 2
     notes = str(staged.flags("torchtitan", graph=graph_of(GPT)))
     (line,) = (text for text in notes.splitlines() if text.startswith("# stages have"))
     counts = line.removeprefix("# stages have ").partition(" layers")[0].split(", ")

@@ -21,9 +21,9 @@ from torch import nn
 import laminar
 from laminar import Mesh
 from laminar.cost.calibrate import Timing, fit
-from laminar.cost.ops.families import describe
+from laminar.cost.ops.families import traits_of
 from laminar.cost.ops.price import OpCost
-from laminar.cost.ops.table import Entry, Section, Table, canonical, key_of, parse_key
+from laminar.cost.ops.table import Entry, Section, Table, key_of, numbered, parse_key
 from laminar.errors import LaminarError
 from laminar.forecast.features import step_features
 from laminar.forecast.step import machine, predict, section_of
@@ -166,13 +166,13 @@ def test_every_key_of_a_gpus_profile_is_one_that_programs_ask_for() -> None:
     """Those that run on a CPU in reasonable time are run, or one could be left out of every profile in silence."""
     keys = shapes.keys("gpu")
     assert len(set(keys)) == len(keys) > 500
-    families = {describe(*parse_key(k)).family for k in keys}
+    families = {traits_of(*parse_key(k)).family for k in keys}
     assert {"matmul", "attention", "convolution", "optimizer"} <= families
     small = 0
     for key in keys:
         call, marks = parse_key(key)
-        assert key_of(canonical(call), marks) == key
-        traits = describe(call, marks)
+        assert key_of(numbered(call), marks) == key
+        traits = traits_of(call, marks)
         if traits.flops < 5e6 and traits.nbytes < 1e6:
             small += 1
             with torch.no_grad():
@@ -183,7 +183,7 @@ def test_every_key_of_a_gpus_profile_is_one_that_programs_ask_for() -> None:
 def test_most_of_a_gpus_profile_is_what_compiled_steps_call() -> None:
     """Time is short, and single elementwise ops are not among them."""
     keys = shapes.keys("gpu")[:400]
-    used = [describe(*parse_key(k)).family in ("matmul", "attention", "convolution", "optimizer") for k in keys]
+    used = [traits_of(*parse_key(k)).family in ("matmul", "attention", "convolution", "optimizer") for k in keys]
     assert sum(used) > 0.7 * len(keys)
 
 
@@ -200,8 +200,8 @@ def test_compiled_kernels_have_keys_that_can_be_read() -> None:
     cases = list(time_fused.cases(CPU))
     for key, *_ in cases:
         call, marks = parse_key(key)
-        assert key_of(canonical(call), marks) == key
-    first = {describe(*parse_key(key)).family for key, *_ in cases[:10]}
+        assert key_of(numbered(call), marks) == key
+    first = {traits_of(*parse_key(key)).family for key, *_ in cases[:10]}
     assert first == {"fused.pointwise", "fused.reduction", "indexing", "draws"}
 
 
@@ -218,7 +218,7 @@ def test_a_compiled_kernel_that_fails_is_noted_and_left_out(monkeypatch: pytest.
     said: list[dict[str, Any]] = []
     found = dict(time_fused.measure(CPU, time.monotonic() + 60, frozenset(keys[1:2]), lambda **line: said.append(line)))
     failed = {k for line in said for k in line.get("failed", ())}
-    assert len(failed) == len(time_fused.POINTWISE) and keys[1] not in found
+    assert len(failed) == len(time_fused.TIMED_POINTWISE) and keys[1] not in found
     assert set(found) | failed | {keys[1]} == set(keys)
     assert not list(time_fused.measure(CPU, time.monotonic() - 1))
 
@@ -233,7 +233,7 @@ def test_an_op_that_fails_on_a_gpu_is_noted_and_left_out(
     monkeypatch.setattr(time_op, "Timer", OnDevice)
     monkeypatch.setattr(time_op, "workspace_bytes", lambda device: 5)
     said: list[dict[str, Any]] = []
-    job = sweep.Job(1, 1, "cuda", [ADD, UNKNOWN, MM], 10.0, 0.0)
+    job = sweep.SweepJob(1, 1, "cuda", [ADD, UNKNOWN, MM], 10.0, 0.0)
     note, say = (lambda **line: said.append(line)), (lambda *_: None)
     sweep._one_by_one(job, CPU, time.monotonic() + 60, note, say)
     measured = {k for line in said for k in line.get("ops", ())}
@@ -246,9 +246,9 @@ def test_an_op_that_fails_on_a_gpu_is_noted_and_left_out(
 
 def test_a_gpu_that_dies_costs_one_op(monkeypatch: pytest.MonkeyPatch) -> None:
     """A failed assertion on a device leaves its process useless: another one goes on behind the op that did it."""
-    jobs: list[sweep.Job] = []
+    jobs: list[sweep.SweepJob] = []
 
-    def by_ranks(job: sweep.Job, progress: Any) -> Any:
+    def by_ranks(job: sweep.SweepJob, progress: Any) -> Any:
         jobs.append(job)
         if len(jobs) == 1:
             lines = [{"trying": ADD}, {"ops": {ADD: [1e-6, 0.0, 7]}}, {"trying": UNKNOWN}]
@@ -256,7 +256,7 @@ def test_a_gpu_that_dies_costs_one_op(monkeypatch: pytest.MonkeyPatch) -> None:
         return [[{"trying": MM}, {"ops": {MM: [2e-6, 0.0, 7]}}, {"other": {"device": "H"}}]], None
 
     monkeypatch.setattr(sweep, "_by_ranks", by_ranks)
-    section, _, other = sweep.measure_section(sweep.Job(1, 1, "cuda", [ADD, UNKNOWN, MM], 60.0, 0.0, fused=True))
+    section, _, other = sweep.measure_section(sweep.SweepJob(1, 1, "cuda", [ADD, UNKNOWN, MM], 60.0, 0.0, fused=True))
     assert set(section.ops) == {ADD, MM} and list(other["failed"]) == [UNKNOWN]
     assert jobs[1].keys == [MM] and jobs[1].skip == (ADD, UNKNOWN) and jobs[1].fused
 
@@ -265,7 +265,7 @@ def test_a_gpu_that_never_answers_is_an_error(monkeypatch: pytest.MonkeyPatch) -
     """Not an empty profile."""
     monkeypatch.setattr(sweep, "_by_ranks", lambda job, progress: ([[]], LaminarError("no driver")))
     with pytest.raises(LaminarError, match="no driver"):
-        sweep.measure_section(sweep.Job(1, 1, "cuda", [ADD], 60.0, 0.0))
+        sweep.measure_section(sweep.SweepJob(1, 1, "cuda", [ADD], 60.0, 0.0))
 
 
 def test_a_gpus_profile_is_found_by_predictions(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,7 +320,7 @@ def lines(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     path = tmp_path_factory.mktemp("trials") / "trials.jsonl"
     with one_thread(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(inductor_step, "Compiled", plain)
-        gpu_trials.run(path, 600.0, few, "cpu", turn_s=0.0)
+        gpu_trials.run_trials(path, 600.0, few, "cpu", turn_s=0.0)
     return [json.loads(text) for text in path.read_text().splitlines()]
 
 

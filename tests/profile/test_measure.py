@@ -15,10 +15,10 @@ import torch
 
 import laminar
 from laminar import Mesh
-from laminar.cost.ops.families import NAMES, describe
+from laminar.cost.ops.families import OP_FAMILIES, traits_of
 from laminar.cost.ops.price import OpCost
 from laminar.cost.ops.strides import contiguous, local_layouts, mark_of
-from laminar.cost.ops.table import Table, canonical, cpu_section, key_of, parse_key
+from laminar.cost.ops.table import Table, cpu_section, key_of, numbered, parse_key
 from laminar.errors import LaminarError
 from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.ops import WRITE_INTO_PLACE
@@ -62,7 +62,7 @@ def test_every_small_op_of_a_profile_runs() -> None:
     assert len(keys) > 200
     for key in keys:
         call, marks = parse_key(key)
-        assert key_of(canonical(call), marks) == key, "programs would look for another key"
+        assert key_of(numbered(call), marks) == key, "programs would look for another key"
         with torch.no_grad():
             made = runs_of(key, CPU, 1)[0]()
         outs = made if isinstance(made, (tuple, list)) else [made]
@@ -73,10 +73,10 @@ def test_every_small_op_of_a_profile_runs() -> None:
 
 def test_a_profile_covers_every_family() -> None:
     """Also if there is time for a third of it only: families take turns."""
-    every = {n for n in NAMES if not n.startswith("fused")}
+    every = {n for n in OP_FAMILIES if not n.startswith("fused")}
     keys = shapes.keys("cpu")
-    assert {describe(*parse_key(k)).family for k in keys} == every
-    assert {describe(*parse_key(k)).family for k in keys[: len(keys) // 3]} >= every - {"view"}
+    assert {traits_of(*parse_key(k)).family for k in keys} == every
+    assert {traits_of(*parse_key(k)).family for k in keys[: len(keys) // 3]} >= every - {"view"}
     assert len(set(keys)) == len(keys)
 
 
@@ -176,7 +176,7 @@ def test_two_ranks_measure_ops_and_exchanges_together(monkeypatch: pytest.Monkey
     """The whole way from a description of two cores to one with measured figures; an op that is unknown is left out."""
     monkeypatch.setattr(shapes, "keys", lambda kind: FEW)
     shown: list[tuple[int, int, str]] = []
-    name = cpu_section(2, max(1, sweep.cores() // 2))
+    name = cpu_section(2, max(1, sweep.cores_here() // 2))
     kinds = {
         ("shared", "all_reduce"),
         ("shared", "all_gather"),
@@ -212,7 +212,7 @@ def test_two_ranks_measure_ops_and_exchanges_together(monkeypatch: pytest.Monkey
 def test_a_rank_that_fails_is_told_with_its_log() -> None:
     """Measuring must not hang or end in a table that is half empty."""
     with pytest.raises(LaminarError, match="failed while measuring"):
-        sweep.measure_section(sweep.Job(1, 1, "nonsense", FEW[:1], 1.0, 0.0))
+        sweep.measure_section(sweep.SweepJob(1, 1, "nonsense", FEW[:1], 1.0, 0.0))
 
 
 def test_ops_of_programs_come_in_order_of_their_share() -> None:
@@ -222,7 +222,7 @@ def test_ops_of_programs_come_in_order_of_their_share() -> None:
     keys = sweep.keys_of(every, cost, ranks=2)
     assert sweep.keys_of(every, cost, ranks=3) == []
     assert len(keys) == len(set(keys)) > 40
-    assert describe(*parse_key(keys[0])).family in ("matmul", "attention")
+    assert traits_of(*parse_key(keys[0])).family in ("matmul", "attention")
     calls, lying = local_layouts(every[0])
     wanted = {key_of(calls[i.name], lying.marks[i.name]) for i in every[0].instrs if not i.kind}
     assert wanted <= set(keys)
@@ -248,10 +248,10 @@ def test_blocks_hold_ops_of_like_size_in_order() -> None:
     assert blocks[0][0] == keys[0]
     for block in blocks:
         classes = {sum(sweep.roughly_s(k) > limit for limit in sweep.CLASSES_S) for k in block}
-        assert len(classes) == 1 and len(block) <= sweep.BLOCK
+        assert len(classes) == 1 and len(block) <= sweep.OPS_PER_BLOCK
 
 
-@pytest.mark.parametrize("kind", time_collectives.KINDS)
+@pytest.mark.parametrize("kind", time_collectives.TIMED_KINDS)
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_an_exchange_that_is_measured_is_one_collective(kind: str, ranks: int) -> None:
     """Of about the size that was asked for."""

@@ -11,11 +11,11 @@ from laminar.ir.graph import Graph, Input, Node, Output
 from laminar.ir.serial.codec import Ref
 from laminar.ir.tensor import TensorSpec
 from laminar.rewrite import standalone as laws
-from laminar.rewrite.apply import Rule, rewrite
+from laminar.rewrite.apply import Rewrite, rewrite
 from laminar.rewrite.forms import FORMS
-from laminar.rewrite.language import parse
-from laminar.rewrite.rules import RULES
-from laminar.runtime.check.prove_rewrites import TOLERANCE, prove
+from laminar.rewrite.language import parse_rewrite
+from laminar.rewrite.rules import REWRITE_RULES
+from laminar.runtime.check.prove_rewrites import PROOF_TOLERANCE, prove
 from tests.support import zoo
 from tests.support.rewrite_cases import BY_NAME, several
 from tests.support.rule_file_cases import TEXTS
@@ -49,25 +49,25 @@ def apply(graph: Graph, *names: str) -> Graph:
 def test_a_rule_that_makes_no_sense_is_refused(text: str, complaint: str) -> None:
     """Rules are written by hand, and a typing error must not become a rule that never fits."""
     with pytest.raises(RuleError, match=complaint):
-        Rule("wrong", text, "")
+        Rewrite("wrong", text, "")
 
 
 def test_a_rule_prints_as_it_was_written() -> None:
     """The text is the rule: what was understood can be shown."""
-    for rule in RULES:
-        assert " => ".join(map(str, parse(rule.text))) == rule.text
+    for rule in REWRITE_RULES:
+        assert " => ".join(map(str, parse_rewrite(rule.text))) == rule.text
 
 
 def test_every_form_is_used_by_a_rule() -> None:
     """A word that no rule uses, ours or one from a file, is one that no test tries."""
-    used = " ".join([*(r.text for r in RULES), *TEXTS.values()])
+    used = " ".join([*(r.text for r in REWRITE_RULES), *TEXTS.values()])
     assert [f for f in FORMS if f"{f}(" not in used] == []
 
 
 def test_rules_have_names_and_reasons_of_their_own() -> None:
     """A plan names rules, and a reader wants to know why there is one."""
-    assert len(BY_NAME) == len(RULES) == len(laws.SHAPES)
-    assert all(r.doc.endswith((".", ",")) for r in RULES)
+    assert len(BY_NAME) == len(REWRITE_RULES) == len(laws.SHAPES)
+    assert all(r.doc.endswith((".", ",")) for r in REWRITE_RULES)
 
 
 # --- sites -----------------------------------------------------------------------------------
@@ -171,7 +171,7 @@ def test_sites_that_only_together_make_a_ring_are_rewritten_as_far_as_possible()
     assert len(sites) == 2
     after, count = rewrite(graph, rule, sites)
     assert count == 1
-    assert prove(graph, after.graph) <= TOLERANCE
+    assert prove(graph, after.graph) <= PROOF_TOLERANCE
 
 
 def test_what_others_read_is_not_worked_out_twice() -> None:
@@ -205,7 +205,7 @@ def test_a_term_that_is_added_twice_stays_twice() -> None:
     rule = BY_NAME["sum-as-product"]
     (site,) = rule.find(graph)
     assert site.match.groups[0].count == 2 and site.match.rest == (Ref("mm_0"), Ref("mm_0"))
-    assert prove(graph, rule.apply(graph, site)) <= TOLERANCE
+    assert prove(graph, rule.apply(graph, site)) <= PROOF_TOLERANCE
 
 
 def test_halves_are_summed_in_float32_and_merged_all_the_same() -> None:
@@ -219,7 +219,7 @@ def test_halves_are_summed_in_float32_and_merged_all_the_same() -> None:
     graph = laminar.capture(made.model(), loss, next(iter(made.data())))
     for name in ("merge-products", "merge-gradient-products", "sum-as-product"):
         after = apply(graph, name)
-        assert prove(graph, after) <= TOLERANCE
+        assert prove(graph, after) <= PROOF_TOLERANCE
         assert any(
             n.op == "aten.mm" and n.outs[0] and n.outs[0].dtype == "bf16" and n.name not in graph.by_name
             for n in after.nodes

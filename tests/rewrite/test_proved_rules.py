@@ -7,9 +7,9 @@ import torch
 
 import laminar
 from laminar.rewrite import standalone as laws
-from laminar.rewrite.apply import Rule, Site, rewrite
-from laminar.rewrite.rules import RULES
-from laminar.runtime.check.prove_rewrites import TOLERANCE, prove, random_inputs
+from laminar.rewrite.apply import Rewrite, Site, rewrite
+from laminar.rewrite.rules import REWRITE_RULES
+from laminar.runtime.check.prove_rewrites import PROOF_TOLERANCE, prove, random_inputs
 from tests.support import zoo
 
 FOUND = {
@@ -31,15 +31,15 @@ FOUND = {
 """Which rules find something in which model; the others of the zoo are like one of these."""
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda r: r.name)
-def test_every_rule_holds_where_it_stands_alone(rule: Rule) -> None:
+@pytest.mark.parametrize("rule", REWRITE_RULES, ids=lambda r: r.name)
+def test_every_rule_holds_where_it_stands_alone(rule: Rewrite) -> None:
     """A rule that no model at hand has a place for must be right all the same, and must find what it looks for."""
     graph = laws.stage(rule)
     sites = rule.find(graph)
     assert sites, f"{rule.text} does not find its own left side in\n{graph}"
     after = rule.apply(graph, sites[0])
     assert after.hash != graph.hash
-    assert prove(graph, after) <= TOLERANCE
+    assert prove(graph, after) <= PROOF_TOLERANCE
     if rule.exact:
         assert prove(graph, after, dtype="") == 0.0
 
@@ -50,7 +50,7 @@ def test_every_rule_keeps_losses_gradients_and_buffers_of_a_model(name: str) -> 
     with zoo.one_thread():
         graph = zoo.specimen(name).graph
         found = []
-        for rule in RULES:
+        for rule in REWRITE_RULES:
             classes: dict[str, list[Site]] = {}
             for site in rule.find(graph):
                 classes.setdefault(site.key, []).append(site)
@@ -58,7 +58,7 @@ def test_every_rule_keeps_losses_gradients_and_buffers_of_a_model(name: str) -> 
                 made, count = rewrite(graph, rule, sites)
                 after = made.graph
                 assert count
-                assert prove(graph, after) <= TOLERANCE, f"{rule.name} at {sites[0].roots}"
+                assert prove(graph, after) <= PROOF_TOLERANCE, f"{rule.name} at {sites[0].roots}"
                 assert not rule.exact or prove(graph, after, dtype="") == 0.0, rule.name
             found += [rule.name] * bool(classes)
         assert set(found) == set(FOUND[name].split())
@@ -92,17 +92,17 @@ WRONG = {
 def test_a_wrong_rule_is_caught(what: str) -> None:
     """The proof is worth something only if a rule that looks right and is wrong does not get through."""
     text, shapes = WRONG[what]
-    rule = Rule("wrong", text, "")
+    rule = Rewrite("wrong", text, "")
     graph = laws.stage(rule, shapes)
     sites = rule.find(graph)
     assert sites, "a rule that finds nothing is not caught, it is idle"
-    assert prove(graph, rule.apply(graph, sites)) > 100 * TOLERANCE
+    assert prove(graph, rule.apply(graph, sites)) > 100 * PROOF_TOLERANCE
 
 
 def test_a_rule_that_is_wrong_in_backward_only_is_caught() -> None:
     """The loss of such a model is right, and it trains badly: gradients must be part of the proof."""
     graph = zoo.specimen("llama.py:tiny").graph
-    rule = Rule("wrong", "sum(mm(A*, B*)) => scale(mm(cat(A*, 1), cat(B*, 0)), 1.001)", "")
+    rule = Rewrite("wrong", "sum(mm(A*, B*)) => scale(mm(cat(A*, 1), cat(B*, 0)), 1.001)", "")
     after = rule.apply(graph, rule.find(graph))
     assert all(n.phase == "backward" for n in after.nodes if n.name not in graph.by_name)
     assert prove(graph, after) > 1e-6
@@ -166,13 +166,13 @@ def test_convolutions_that_share_an_input_become_one_with_all_their_gradients(bi
     """Branching nets spend their time in small convolutions; those that are alike are one, forward and backward."""
     graph = captured(Branches(bias), 2, 2, 5, 5)
     before = sum(n.op.startswith("aten.convolution") for n in graph.nodes)
-    for rule in RULES:
+    for rule in REWRITE_RULES:
         if "convolution" in rule.name:
             graph, old = rule.apply(graph, rule.find(graph)), graph
-            assert prove(old, graph) <= TOLERANCE, rule.name
+            assert prove(old, graph) <= PROOF_TOLERANCE, rule.name
     after = sum(n.op.startswith("aten.convolution") for n in graph.nodes)
     assert after == before - 2
-    assert prove(captured(Branches(bias), 2, 2, 5, 5), graph) <= TOLERANCE
+    assert prove(captured(Branches(bias), 2, 2, 5, 5), graph) <= PROOF_TOLERANCE
 
 
 @pytest.mark.parametrize(
@@ -193,10 +193,10 @@ def test_rules_for_models_that_the_zoo_lacks(
     """Low-rank updates, batched heads and tables that are cast: each rule keeps values and gradients."""
     graph = captured(model(), *shape)
     found = set()
-    for rule in RULES:
+    for rule in REWRITE_RULES:
         sites = rule.find(graph)
         for site in sites:
-            assert prove(graph, rule.apply(graph, site)) <= TOLERANCE, f"{rule.name} at {site.roots}"
+            assert prove(graph, rule.apply(graph, site)) <= PROOF_TOLERANCE, f"{rule.name} at {site.roots}"
         found |= {rule.name} if sites else set()
     assert set(expected.split()) <= found
 

@@ -33,7 +33,7 @@ from laminar.placement.fold import fold
 from laminar.placement.micro_batch import micro
 from laminar.planner.search.best_first.search import find
 from laminar.planner.space.request import Request
-from laminar.planner.space.rewrites import Variants
+from laminar.planner.space.rewrites import SearchedVariants
 from laminar.rewrite.edit import is_packed
 from laminar.rewrite.variants import carrying, replay, replayed, rewritten, variants
 from laminar.runtime.check.prove_rewrites import proof
@@ -335,26 +335,26 @@ def test_the_rewrite_of_a_micro_batch_is_the_micro_batch_of_the_rewrite() -> Non
 def test_merging_is_worth_a_search_where_products_are_small() -> None:
     """Query, key and value in one product, gate and up in another: both are found, together and by themselves."""
     graph, request = llama(6), Request(Cluster.preset("8xh100"))
-    found = Variants(graph, request)
+    found = SearchedVariants(graph, request)
     assert len(found) == 3 and found.unexplored > 0
     (steps, best), *_, (none, captured) = found
     assert captured is graph and none == ()
     assert sum(s.sites for s in steps if s.rule == "merge-products") == 12
     assert replay(graph, steps).hash == best.hash
     assert found.found[0].expected < found.found[1].expected < found.found[2].expected == 1.0
-    again = Variants(graph, request)
+    again = SearchedVariants(graph, request)
     assert [c.steps for c in again.found] == [c.steps for c in found.found]
 
 
 def test_splitting_what_is_packed_is_left_out_and_counted() -> None:
     """A GPT has one product for query, key and value; three are slower on every device, and nobody proves more."""
-    found = Variants(traced(4), Request(Cluster.preset("8xh100")))
+    found = SearchedVariants(traced(4), Request(Cluster.preset("8xh100")))
     assert [c.steps for c in found.found] == [()] and found.unexplored > 0
 
 
 def test_a_model_without_anything_to_rewrite_is_searched_as_it_is() -> None:
     """There must be no ghost of a variant in the certificate."""
-    found = Variants(zoo.specimen("mlp.py:tiny").graph, Request(Cluster.preset("2xcpu")))
+    found = SearchedVariants(zoo.specimen("mlp.py:tiny").graph, Request(Cluster.preset("2xcpu")))
     assert len(found) == 1 and found.unexplored == 0
 
 
@@ -401,7 +401,7 @@ def test_where_time_ends_early_what_was_found_has_a_bound_all_the_same(monkeypat
 
 def left_out() -> int:
     """What is not searched of the same model: what was never made, and one variant that there was no time for."""
-    return Variants(llama(6), Request(Cluster.preset("8xh100"), budget_s=60)).unexplored + 1
+    return SearchedVariants(llama(6), Request(Cluster.preset("8xh100"), budget_s=60)).unexplored + 1
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import pytest
 from laminar.errors import RuleError
 from laminar.rewrite import standalone as laws
 from laminar.rewrite.rule_files import Loaded, entries, load
-from laminar.runtime.check.prove_rewrites import TOLERANCE, prove
+from laminar.runtime.check.prove_rewrites import PROOF_TOLERANCE, prove
 from tests.support.rule_file_cases import RIGHT, TEXTS, TRUE_BUT_UNUSED, WRONG, linear, relu, rule
 
 SHAPES: dict[str, Any] = {
@@ -49,7 +49,7 @@ def test_rules_from_a_file_rewrite_graphs_without_changing_results(loaded: Loade
     graph = laws.stage(rule, SHAPES[name])
     sites = rule.find(graph)
     assert sites
-    assert prove(graph, rule.apply(graph, sites[0])) <= TOLERANCE
+    assert prove(graph, rule.apply(graph, sites[0])) <= PROOF_TOLERANCE
 
 
 def test_everything_else_is_named_with_the_reason(loaded: Loaded) -> None:

@@ -17,9 +17,9 @@ from laminar.errors import PlanError
 from laminar.ir.graph import Graph
 from laminar.ir.plans.rewrites import Applied
 from laminar.rewrite.apply import work_of
-from laminar.rewrite.rules import RULES
+from laminar.rewrite.rules import REWRITE_RULES
 from laminar.rewrite.variants import replay, tidied, variants
-from laminar.runtime.check.prove_rewrites import TOLERANCE, prove
+from laminar.runtime.check.prove_rewrites import PROOF_TOLERANCE, prove
 from laminar.runtime.check.verify import verify_stages
 from tests.support import zoo
 from tests.support.rewrite_cases import BY_NAME, several
@@ -36,7 +36,7 @@ def test_variants_are_other_graphs_with_the_same_results(name: str) -> None:
     assert len({v.graph.hash for v in found}) == len(found) == 6
     with zoo.one_thread():
         for variant in found[1:]:
-            assert prove(graph, variant.graph) <= TOLERANCE, variant.applied
+            assert prove(graph, variant.graph) <= PROOF_TOLERANCE, variant.applied
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -60,7 +60,7 @@ def test_a_rewrite_fits_other_batches_and_if_asked_other_depths() -> None:
     whole = tuple(several("gpt.py:tiny"))
     split = max(whole, key=lambda v: len(v.applied))
     small = replay(captured_gpt(2, 3), split.applied)
-    assert prove(captured_gpt(2, 3), small) <= TOLERANCE
+    assert prove(captured_gpt(2, 3), small) <= PROOF_TOLERANCE
     with pytest.raises(PlanError, match=r"was made at 2 places of class .*, this graph has 3"):
         replay(captured_gpt(3, 8), split.applied)
     deep = replay(captured_gpt(3, 8), split.applied, other_depth=True)
@@ -155,7 +155,7 @@ def test_the_change_is_that_of_the_graph() -> None:
 def test_what_a_site_promises_is_what_the_graph_saves() -> None:
     """The order of the search hangs on gains that are worked out before anything is rewritten."""
     graph = zoo.specimen("llama.py:tiny").graph
-    for rule in RULES:
+    for rule in REWRITE_RULES:
         for site in rule.find(graph):
             after = rule.apply(graph, site)
             saved = work_of(graph).seconds - work_of(after).seconds
@@ -191,7 +191,7 @@ def test_low_rank_products_change_order_in_forward_and_backward_together() -> No
     best = min(found, key=lambda v: v.change.flops)
     assert sum(a.rule.startswith("reassociate") for a in best.applied) > 1
     assert best.change.flops < -0.5 * work_of(graph).flops
-    assert prove(graph, best.graph) <= TOLERANCE
+    assert prove(graph, best.graph) <= PROOF_TOLERANCE
 
 
 # --- and further down the house --------------------------------------------------------------

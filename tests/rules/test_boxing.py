@@ -31,7 +31,7 @@ from torch import Tensor
 from laminar.errors import PlacementError
 from laminar.ir.mesh import Link, Mesh
 from laminar.ir.program import MoveCause
-from laminar.ir.sbp import B, NdSbp, P, Partial, S, Sbp, Split, check, local_indices, local_shape, show
+from laminar.ir.sbp import B, NdSbp, P, Partial, S, Sbp, Split, check_placement, local_indices, local_shape, show
 from laminar.ir.serial.codec import Ref
 from laminar.ir.tensor import TensorSpec
 from laminar.lower.boxing.boxing_lines import boxing_line
@@ -46,7 +46,7 @@ FREE = Link(latency_s=0.0, bytes_per_s=1.0)
 def legal(spec: TensorSpec, nd: NdSbp, sizes: tuple[int, ...]) -> bool:
     """Whether a tensor can lie so."""
     try:
-        check(spec, nd, sizes, "test")
+        check_placement(spec, nd, sizes, "test")
     except PlacementError:
         return False
     return True

@@ -19,7 +19,7 @@ from laminar.capture.ops import kernels
 from laminar.errors import PlanError
 from laminar.ir.graph import RNG
 from laminar.ir.sbp import Split
-from laminar.rules.samples import compared, doubtful, draws_of, in_parts, places
+from laminar.rules.samples import compared, doubtful, draws_of, in_parts, sample_places
 from laminar.runtime.check.one_device import run_graph
 from laminar.runtime.code import decompositions
 from tests.support.marks import slow
@@ -83,7 +83,7 @@ WANT = {
 def test_the_dim_that_holds_samples_is_found(samples: int) -> None:
     """From the rules alone, at any size, also where as many tokens or channels as samples are about."""
     graph = laminar.capture(model(), mean, batch_of(samples))
-    assert places(graph) == WANT
+    assert sample_places(graph) == WANT
 
 
 def drawn(graph: Any, inputs: Any) -> dict[int, Tensor]:
@@ -289,7 +289,7 @@ def test_a_draw_that_no_rule_reaches_is_told_by_its_size() -> None:
 
     made = Shuffled()
     graph, larger = (laminar.capture(made, value, torch.randn(n, 4)) for n in (4, 5))
-    found = places(graph)
+    found = sample_places(graph)
     assert found == {1: None, 2: None} and len(doubtful(graph, found)) == 2
     assert compared(graph, larger, found) == {1: Split(0), 2: None}
     with pytest.warns(UserWarning, match="mixes the samples of a batch"):  # which it does: rows are exchanged
@@ -314,7 +314,7 @@ def test_a_graph_without_draws_is_left_alone() -> None:
     """Nothing to place, nothing to change; and the graph of a whole batch keeps its key of two numbers."""
     plain_net = nn.Linear(4, 4)
     graph = laminar.capture(plain_net, lambda m, x: m(x).square().mean(), torch.randn(4, 4))
-    assert places(graph) == {} and in_parts(graph, {}) is graph
+    assert sample_places(graph) == {} and in_parts(graph, {}) is graph
     job = laminar.parallelize(model(), mean, make, batch=batch_of(4))
     assert job.graph.input(RNG).spec.shape == (2,) and all(len(d.args) == 4 for d in draws_of(job.graph))
     job.close()

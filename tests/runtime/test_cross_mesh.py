@@ -25,7 +25,6 @@ from laminar.ir.mesh import Place
 from laminar.ir.sbp import PSUM, B, NdSbp, P, S
 from laminar.ir.tensor import TensorSpec
 from laminar.rules.boxing.crossing import Crossing, crossing
-from laminar.runtime.check.in_process.lockstep_pipeline import cross, reduction
 from laminar.runtime.code.eager_step import EagerStep
 from laminar.runtime.comm.cross_mesh import (
     CrossMeshReceiver,
@@ -39,6 +38,7 @@ from laminar.runtime.comm.shards import assemble
 from laminar.runtime.comm.transport import Groups
 from tests.support import crossing_cases as cases
 from tests.support.crossing_cases import MESHES, SHAPES, pair, place, placements
+from tests.support.lockstep_pipeline import cross, reduction
 from tests.support.rank_pool import Ranks
 
 

@@ -78,12 +78,12 @@ def test_layers_of_a_training_step_run_fused(preset: str) -> None:
 def test_who_looks_at_gates_gets_gates() -> None:
     """An output, another op and a backward that takes only one of the two as it was made."""
     program = _program()
-    line = next(i for i in program.instrs if i.op == fused_lstm.FORWARD)
+    line = next(i for i in program.instrs if i.op == fused_lstm.LSTM_FORWARD)
     gates = line.outs[3]
     assert gates is not None
     told = replace(program, outputs=(*program.outputs, ProgramOutput("gates", "metric", Ref(line.name, 3), gates)))
     assert line.name not in fused_lstm.paired(told) and len(fused_lstm.paired(told)) == 2
-    back = next(i for i in program.instrs if i.op == fused_lstm.BACKWARD and Ref(line.name, 3) in i.refs)
+    back = next(i for i in program.instrs if i.op == fused_lstm.LSTM_BACKWARD and Ref(line.name, 3) in i.refs)
     boxed = replace(back, name="boxed", op="box.slice", refs=(Ref(line.name, 3),), args=())
     args = (*back.args[:9], Ref("boxed"), *back.args[10:])
     other = replace(back, args=args, refs=tuple(Ref("boxed") if r == Ref(line.name, 3) else r for r in back.refs))

@@ -38,7 +38,7 @@ from laminar.forecast.step import predict
 from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.mesh import Mesh
 from laminar.ir.timeline import Timeline
-from laminar.lower.stages.deadlock import refuse
+from laminar.lower.stages.deadlock import refuse_deadlock
 from laminar.lower.stages.loaders import with_loads
 from laminar.lower.stages.pipeline_net import Stage, chain
 from laminar.lower.stages.schedules import dag_net
@@ -563,7 +563,7 @@ def test_a_simulated_load_is_hidden_while_it_is_no_longer_than_the_step(depth: i
     step = execute(net, work, 1).step_ns
     assert step == 100
     loaded = with_loads(net, 1000, depth)
-    refuse(loaded)
+    refuse_deadlock(loaded)
     ran = execute(loaded, {**work, "load0": load, "load1": load}, 12)
     assert ran.step_ns == (step + load if depth == 0 else max(step, load))
     line = ran.one(3)
@@ -594,9 +594,9 @@ def test_the_check_counts_the_batches_that_are_loaded_ahead() -> None:
         more = [with_loads(net, 1000, depth).bound_bytes(p) - net.bound_bytes(p) for p in (0, 1)]
         assert [b - 8 * 2 for b in more] == [1000 * (depth + 1)] * 2  # and two numbers to meet over
     least = max(with_loads(net, 1000, 2).bound_bytes(p) for p in (0, 1))
-    refuse(with_loads(net, 1000, 2), least)
+    refuse_deadlock(with_loads(net, 1000, 2), least)
     with pytest.raises(NetError, match="bytes"):
-        refuse(with_loads(net, 1000, 3), least)
+        refuse_deadlock(with_loads(net, 1000, 3), least)
     with pytest.raises(NetError, match="-1 batches ahead"):
         with_loads(net, 0, -1)
 

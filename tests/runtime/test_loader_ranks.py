@@ -29,7 +29,7 @@ from laminar.errors import BatchError, PeerError
 from laminar.forecast.pipeline_step import predict_staged
 from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.timeline import Timeline
-from laminar.train.job.job import Local
+from laminar.train.batch.leaves import Local
 from laminar.train.loop import loop
 from laminar.train.world import World
 from tests.support.marks import slow

@@ -20,7 +20,7 @@ from laminar.lower.stages.stage_net import piped
 from laminar.lower.stages.stage_programs import KEPT, stages
 from laminar.placement.random_plan import random_plan
 from laminar.runtime.check.in_process.loopback import TRANSPORTS
-from laminar.staging.balance import SLACK, balanced, work_s
+from laminar.staging.balance import CUT_SLACK, balanced, work_s
 from laminar.staging.stage_plans import arranged, inner_plan, pipeline
 from tests.support.seeds import dice
 from tests.support.staged_errors import worst
@@ -190,7 +190,7 @@ def test_stages_are_balanced(name: str, stages: int) -> None:
     best = min(slowest(cuts) for cuts in itertools.combinations(range(1, len(ops)), stages - 1))
     of = balanced(graph, stages)
     found = [sum(seconds[n] for n in ops if of[n] == s) for s in range(stages)]
-    assert max(found) <= SLACK * best + 1e-15
+    assert max(found) <= CUT_SLACK * best + 1e-15
     assert [of[n] for n in ops] == sorted(of[n] for n in ops) and set(of.values()) == set(range(stages))
 
 

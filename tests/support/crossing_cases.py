@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from laminar.errors import PlacementError
 from laminar.ir.mesh import Link, Mesh, Place
-from laminar.ir.sbp import B, NdSbp, P, Partial, S, Sbp, check, local_indices, local_shape
+from laminar.ir.sbp import B, NdSbp, P, Partial, S, Sbp, check_placement, local_indices, local_shape
 from laminar.ir.tensor import TensorSpec
 from laminar.rules.boxing.boxing import Step, boxing
 from laminar.rules.boxing.crossing import Crossing
@@ -48,7 +48,7 @@ def pair(src: tuple[int, ...], dst: tuple[int, ...], how: str, chance: random.Ra
 def legal(spec: TensorSpec, nd: NdSbp, sizes: tuple[int, ...]) -> bool:
     """Whether a tensor can lie so."""
     try:
-        check(spec, nd, sizes, "test")
+        check_placement(spec, nd, sizes, "test")
     except PlacementError:
         return False
     return True

@@ -55,9 +55,14 @@ class ThreadHosts(HostedRanks):
 
 
 def run_hosted(
-    program: Program, hosting: Hosting, inputs: Mapping[str, Tensor], constants: Mapping[str, Tensor] | None = None,
-    runs: int = 2, seen: Callable[[int, ThreadHosts, HostedStep], None] | None = None, **how: Any,
-) -> list[list[dict[str, Tensor]]]:  # fmt: skip
+    program: Program,
+    hosting: Hosting,
+    inputs: Mapping[str, Tensor],
+    constants: Mapping[str, Tensor] | None = None,
+    runs: int = 2,
+    seen: Callable[[int, ThreadHosts, HostedStep], None] | None = None,
+    **how: Any,
+) -> list[list[dict[str, Tensor]]]:
     """For each host the outputs of each run, by `kind:name`."""
     meeting = Meeting(hosting.size)
 

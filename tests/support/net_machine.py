@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from laminar.ir.mesh import Mesh, Place
-from laminar.ir.net import KINDS, Actor, Firing, Net, Queue
-from laminar.lower.stages.pipeline_net import Edge, Layout, Load, Stage
+from laminar.ir.net import ACTOR_KINDS, Actor, Firing, Net, Queue
+from laminar.lower.stages.pipeline_net import Layout, Stage, StageEdge, StageLoader
 from laminar.lower.stages.schedules import dag_net
 
 
@@ -235,7 +235,7 @@ def random_net(rng: random.Random, actors: int = 6, fires: tuple[int, ...] = (1,
     n = rng.randint(2, actors)
     spots = rng.randint(1, min(4, n))
     homes = [rng.randrange(spots) for _ in range(n)]
-    made = [Actor(f"a{i}", rng.choice(KINDS), homes[i], rng.choice(fires), i) for i in range(n)]
+    made = [Actor(f"a{i}", rng.choice(ACTOR_KINDS), homes[i], rng.choice(fires), i) for i in range(n)]
     queues = []
     for j in range(rng.randint(1, n + 2)):
         source, *targets = rng.sample(range(n), min(n, rng.choice([2, 2, 2, 3])))
@@ -301,12 +301,12 @@ def random_layout(rng: random.Random, stages: int = 6, micro_batches: int = 6) -
     else:
         count = rng.randint(1, stages)
         spots = count if kind != "packed" else rng.randint(1, count)
-    edges = [Edge(s, s + 1, rng.randint(1, 9)) for s in range(count - 1)]
+    edges = [StageEdge(s, s + 1, rng.randint(1, 9)) for s in range(count - 1)]
     if kind in ("graph", "packed"):
         edges = []
         for t in range(1, count):
             for s in rng.sample(range(t), min(t, rng.choice([1, 1, 2]))):
-                edges.append(Edge(s, t, rng.randint(1, 9), rng.choice([None, None, 0, 3])))
+                edges.append(StageEdge(s, t, rng.randint(1, 9), rng.choice([None, None, 0, 3])))
     made = []
     for s in range(count):
         place = s % spots if kind != "packed" or s < spots else rng.randrange(spots)
@@ -322,13 +322,17 @@ def random_layout(rng: random.Random, stages: int = 6, micro_batches: int = 6) -
                 merged=merged,
             )
         )
-    loads: tuple[Load, ...] = ()
+    loads: tuple[StageLoader, ...] = ()
     if rng.random() < 0.4:
         beside = rng.random() < 0.5
-        loads = (Load(place=spots if beside else made[0].place, stages=tuple({0, count - 1}), depth=rng.randint(2, 3)),)
+        loads = (
+            StageLoader(
+                place=spots if beside else made[0].place, stages=tuple({0, count - 1}), depth=rng.randint(2, 3)
+            ),
+        )
         spots += beside
     trained = [s for s in range(count) if made[s].trained]
-    tied = (Edge(trained[0], trained[-1], 5),) if len(trained) > 1 and rng.random() < 0.2 else ()
+    tied = (StageEdge(trained[0], trained[-1], 5),) if len(trained) > 1 and rng.random() < 0.2 else ()
     return Layout(
         tied=tied,
         stages=tuple(made),

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from functools import cache
 
-from laminar.rewrite.rules import RULES
+from laminar.rewrite.rules import REWRITE_RULES
 from laminar.rewrite.variants import Variant, variants
 from tests.support import zoo
 
-BY_NAME = {r.name: r for r in RULES}
+BY_NAME = {r.name: r for r in REWRITE_RULES}
 
 
 @cache

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 import laminar
 from laminar.capture.ops import kernels
-from laminar.capture.ops.torch_ops import NAMES, find_op, op_name, plain, positional
+from laminar.capture.ops.torch_ops import DTYPE_NAMES, find_op, op_name, plain_argument, positional
 from laminar.ir.serial.codec import Ref
 from laminar.rules.signing import options
 from tests.support.rule_check import Case
@@ -39,7 +39,7 @@ def make_case(op: str, args: tuple[Any, ...]) -> Case:
             return Ref(f"x{len(values) - 1}")
         return tuple(map(number, arg)) if isinstance(arg, (list, tuple)) else arg
 
-    return Case(op, plain(number(args)), values)
+    return Case(op, plain_argument(number(args)), values)
 
 
 OTHER_NAMES = {"aten.pow_.Scalar": "aten.pow.Tensor_Scalar", "aten.pow_.Tensor": "aten.pow.Tensor_Tensor"}
@@ -72,7 +72,7 @@ class Recorder(TorchDispatchMode):
         """One more case, unless it is like another, too large, or nothing in it can be split."""
         args = positional(find_op(name), args, kwargs)
         tensors = [a for a in tree_leaves(args) if isinstance(a, Tensor)]
-        if any(t.numel() > MOST_ELEMENTS or t.layout != torch.strided or t.dtype not in NAMES for t in tensors):
+        if any(t.numel() > MOST_ELEMENTS or t.layout != torch.strided or t.dtype not in DTYPE_NAMES for t in tensors):
             return
         try:
             case = make_case(name, args)

@@ -23,7 +23,7 @@ from laminar.ir.graph import Graph, Input, Node, Output, map_refs
 from laminar.ir.mesh import Mesh
 from laminar.ir.plans.plan import Choice, Plan
 from laminar.ir.program import Instr, Placed
-from laminar.ir.sbp import B, NdSbp, Partial, Split, check, show
+from laminar.ir.sbp import B, NdSbp, Partial, Split, check_placement, show
 from laminar.ir.serial.codec import Ref
 from laminar.ir.tensor import TensorSpec
 from laminar.lower.lower import LOCAL_DIM, lower
@@ -306,7 +306,7 @@ def pairs(case: Case, sizes: tuple[int, int]) -> Iterator[tuple[Signature, Signa
             try:
                 for nd, spec in zip(nds, (*case.call.ins, *case.call.outs), strict=True):
                     if spec is not None:
-                        check(spec, nd, sizes, "a tensor")
+                        check_placement(spec, nd, sizes, "a tensor")
             except PlacementError:
                 continue
             if placeable(case, (first, second)):

@@ -7,12 +7,19 @@ from __future__ import annotations
 
 import random
 
-from laminar.cost.sim.tasks import SCALE, Drag, Lane, Load, Task
+from laminar.cost.sim.tasks import FULL_SPEED, Drag, Lane, Load, Task
 
 
 def random_drag(rng: random.Random) -> Drag:
     """Often none, sometimes on one side."""
-    return Drag(*(rng.choice([SCALE, SCALE, SCALE // 2, SCALE // 3, 500_000, 1 + rng.randrange(SCALE)]) for _ in "ab"))
+    return Drag(
+        *(
+            rng.choice(
+                [FULL_SPEED, FULL_SPEED, FULL_SPEED // 2, FULL_SPEED // 3, 500_000, 1 + rng.randrange(FULL_SPEED)]
+            )
+            for _ in "ab"
+        )
+    )
 
 
 def random_task(rng: random.Random, name: str, lanes: tuple[Lane, ...], links: int, at: int, work: int) -> Task:
@@ -63,16 +70,17 @@ def slow_ticks(load: Load) -> tuple[list[int], list[int]]:
 
     def speed(i: int, active: list[int]) -> int:
         full = min(
-            (SCALE // sum(link in load.tasks[k].links for k in active) for link in load.tasks[i].links), default=SCALE
+            (FULL_SPEED // sum(link in load.tasks[k].links for k in active) for link in load.tasks[i].links),
+            default=FULL_SPEED,
         )
         if any(moves(k) != moves(i) and ranks(k) & ranks(i) for k in active):
-            full = full * (load.drag.transfer if moves(i) else load.drag.compute) // SCALE
+            full = full * (load.drag.transfer if moves(i) else load.drag.compute) // FULL_SPEED
         return max(full, 1)
 
     t = 0
     while min(end, default=0) < 0:
         for i in range(n):
-            if start[i] >= 0 and end[i] < 0 and done[i] >= load.tasks[i].work * SCALE:
+            if start[i] >= 0 and end[i] < 0 and done[i] >= load.tasks[i].work * FULL_SPEED:
                 end[i] = t
         moved = True
         while moved:

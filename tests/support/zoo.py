@@ -24,7 +24,7 @@ from laminar.ir.plans.plan import Plan
 from laminar.runtime.check.in_process import loopback
 from laminar.runtime.check.one_device import constants_of, run_graph
 from laminar.runtime.check.rounding import TermSizes
-from laminar.runtime.check.verify import TOLERANCE, Report, judged, verify_program, widened
+from laminar.runtime.check.verify import VERIFY_TOLERANCE, Report, judged, verify_program, widened
 from laminar.runtime.comm.shards import assemble
 from tests.support.example_recipes import TINY
 
@@ -98,14 +98,14 @@ def worst_error(one: Specimen, plan: Plan, way: str = "shared") -> float:
     for o in program.outputs:
         key = f"{o.kind}:{o.name}"
         got = assemble([r[key] for r in ranks], o.placed.spec.shape, o.placed.nd, program.mesh)
-        worst = max(worst, judged(key, got, one.want[key], TOLERANCE[one.dtype], sized))
+        worst = max(worst, judged(key, got, one.want[key], VERIFY_TOLERANCE[one.dtype], sized))
     return worst
 
 
 def equal(one: Specimen, plan: Plan, way: str = "shared") -> bool:
     """Whether a plan runs and gives what one device gives, within the tolerance of the precision."""
     try:
-        return worst_error(one, plan, way) <= TOLERANCE[one.dtype]
+        return worst_error(one, plan, way) <= VERIFY_TOLERANCE[one.dtype]
     except Exception:
         return False
 

@@ -145,7 +145,7 @@ def _front_door(ddp_s: float, folder: str, uneven: bool) -> dict[str, Any]:
     model = chain()
     other = copy.deepcopy(model)
     drawn = torch.get_rng_state()
-    with _took(ddp_s), mock.patch.object(try_finalists, "FAR", 100.0):
+    with _took(ddp_s), mock.patch.object(try_finalists, "TOO_SLOW", 100.0):
         job = laminar.parallelize(
             model, counted, adamw(model), batch=data[0], cluster="2xcpu", micro_batches=2, clip_norm=0.5, device="cpu"
         )
@@ -215,7 +215,7 @@ def test_where_it_is_slower_it_is_not(two: Ranks, tmp_path: Path) -> None:
 
 def _told(loss: Any, watched: bool, far: float) -> str:
     model, data = chain(), batches(1)
-    with mock.patch.object(try_finalists, "FAR", far):
+    with mock.patch.object(try_finalists, "TOO_SLOW", far):
         job = laminar.parallelize(
             model, loss, adamw(model), batch=data[0], cluster="2xcpu", device="cpu", detect_anomaly=watched
         )
@@ -239,8 +239,8 @@ def _untouched(found: plan_search.Searched) -> tuple[list[str], list[Any]]:
     counted(model, data[1]).total.backward()
     optimizer.step()
     before = _bits(model, optimizer)
-    with mock.patch.object(try_finalists, "TURN_S", 0.02), mock.patch.object(try_finalists, "FAR", 100.0):
-        taken = try_finalists.tried(
+    with mock.patch.object(try_finalists, "FINALIST_TURN_S", 0.02), mock.patch.object(try_finalists, "TOO_SLOW", 100.0):
+        taken = try_finalists.tried_finalists(
             World("cpu"),
             found.plan,
             found.finals,
@@ -264,7 +264,7 @@ def test_trying_it_out_touches_nothing(two: Ranks) -> None:
 def test_a_loss_that_knows_the_model_does_not_run_it() -> None:
     """DDP runs the loss in every step, not only while the model is captured."""
     model, (batch,) = chain(), batches(1)
-    own, trains = try_finalists.copies(model, adamw(model))
+    own, trains = try_finalists.job_copies(model, adamw(model))
     plan = _searched(counted).finals[-1].plan
     options = JobOptions(device="cpu")
     job = try_finalists.CopiedDdp(model, own, lambda given, b: counted(model, b), trains, batch, options, plan)
@@ -288,7 +288,7 @@ def test_its_file_is_refused_for_a_model_that_it_no_longer_fits() -> None:
 
 def _other_batches() -> str:
     model, data = chain(), batches(2)
-    with _took(0.5), mock.patch.object(try_finalists, "FAR", 100.0):
+    with _took(0.5), mock.patch.object(try_finalists, "TOO_SLOW", 100.0):
         job = laminar.parallelize(model, counted, adamw(model), batch=data[0], cluster="2xcpu", device="cpu")
     job.peers.patience_s = 5.0
     assert isinstance(job, DdpJob)

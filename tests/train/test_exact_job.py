@@ -87,8 +87,12 @@ def test_a_flipped_bit_is_seen_by_the_same_comparison() -> None:
 
 
 def test_another_identity_has_another_hash() -> None:
-    runs = [GPT, replace(GPT, exact=Exact(2)), replace(GPT, exact=Exact(2, 2)),
-            replace(GPT, options=replace(CALM, seed=1))]  # fmt: skip
+    runs = [
+        GPT,
+        replace(GPT, exact=Exact(2)),
+        replace(GPT, exact=Exact(2, 2)),
+        replace(GPT, options=replace(CALM, seed=1)),
+    ]
     assert len({hashes(replace(r, steps=1))[0].split()[0] for r in runs}) == len(runs)
 
 
@@ -123,11 +127,16 @@ def test_a_front_door() -> None:
     assert step_of().loss > 0  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(("how", "says"), [
-    ({"plan": "tensor"}, "slices"), ({"plan": "ddp"}, "what processes store"),
-    ({"mesh": laminar.Mesh({"dp": 1})}, "mesh does not go with exact mode"),
-    ({"detect_anomaly": True}, "detect_anomaly"), ({"cluster": "8xh100"}, "leave it out"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ({"plan": "tensor"}, "slices"),
+        ({"plan": "ddp"}, "what processes store"),
+        ({"mesh": laminar.Mesh({"dp": 1})}, "mesh does not go with exact mode"),
+        ({"detect_anomaly": True}, "detect_anomaly"),
+        ({"cluster": "8xh100"}, "leave it out"),
+    ],
+)
 def test_what_does_not_go_with_it_is_refused_by_name(how: dict[str, object], says: str) -> None:
     with pytest.raises((LaminarError, PlanError), match=says):
         step_of(**how)

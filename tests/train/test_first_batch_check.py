@@ -218,7 +218,7 @@ def test_a_check_that_was_passed_is_not_made_again(tmp_path: Path, monkeypatch: 
         job.step(torch.randn(12, 6))
         events.unsubscribe(listener)
     assert [m["done"] for m in made] == [True, False, True]
-    assert made[1]["why"] == first_batch_check.KNOWN
+    assert made[1]["why"] == first_batch_check.CHECKED_BEFORE
 
 
 def test_a_model_too_large_is_left_out_with_a_word(

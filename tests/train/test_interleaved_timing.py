@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from laminar.planner.search.finalists import MEASURED_ROUNDS, Measured, fastest, measured
+from laminar.planner.search.finalists import MEASURED_ROUNDS, Measured, fastest, summed_up
 from laminar.train.auto import interleaved_timing as module
-from laminar.train.auto.interleaved_timing import LEAST, WARM, turns
+from laminar.train.auto.interleaved_timing import LEAST_TURNS, WARM, turns
 
 
 class Fake:
@@ -71,22 +71,22 @@ def test_order_rotates_and_rounds_are_as_many_as_asked() -> None:
 def test_it_ends_early_where_one_is_clearly_ahead() -> None:
     """Its slowest round is faster than the fastest round of all others; three rounds are the least."""
     rows = raced(Fake("a", lambda step: 1.0), Fake("b", lambda step: 0.5))
-    assert rows == [[1.0] * LEAST, [0.5] * LEAST]
-    assert fastest(measured(rows)) == 1
+    assert rows == [[1.0] * LEAST_TURNS, [0.5] * LEAST_TURNS]
+    assert fastest(summed_up(rows)) == 1
 
 
 def test_no_round_is_begun_after_the_limit() -> None:
     """Rounds count; where time is scarce, warming up counts too, and too few rounds are none."""
     late = [Fake(n, uneven(1.0, 2.0)) for n in "ab"]
-    assert [len(row) for row in raced(*late, limit_s=0.5)] == [LEAST] * 2
+    assert [len(row) for row in raced(*late, limit_s=0.5)] == [LEAST_TURNS] * 2
     late = [Fake(n, uneven(1.0, 2.0)) for n in "ab"]
-    assert raced(*late, limit_s=10.0, gives_up=True) == [module.ALONE, module.LATE]
+    assert raced(*late, limit_s=10.0, gives_up=True) == [module.NO_RIVAL, module.LATE]
     assert (late[0].steps, late[1].steps) == (WARM, 0)
     soon, Fake.now = [Fake(n, uneven(0.1, 0.2)) for n in "ab"], 0.0
     assert [len(row) for row in raced(*soon, limit_s=10.0, gives_up=True)] == [MEASURED_ROUNDS] * 2
     assert Fake.now < 10
     slow, Fake.now = [Fake(n, uneven(0.45, 0.55)) for n in "ab"], 0.0
-    assert LEAST <= len(raced(*slow, limit_s=10.0, gives_up=True)[0]) < MEASURED_ROUNDS
+    assert LEAST_TURNS <= len(raced(*slow, limit_s=10.0, gives_up=True)[0]) < MEASURED_ROUNDS
     assert 8 < Fake.now <= 10
 
 
@@ -104,8 +104,8 @@ def test_who_fails_is_out_and_the_others_go_on(fails_at: int) -> None:
     jobs = [Fake("a", uneven(1.0, 2.0)), Fake("b", uneven(1.0, 2.0), fails_at=fails_at), Fake("c", lambda step: 3.0)]
     rows = raced(*jobs)
     assert rows[1] == "RuntimeError: no more" and jobs[1].closed
-    assert len(rows[0]) == len(rows[2]) >= LEAST
-    assert isinstance(measured(rows)[2], Measured) and measured(rows)[1] == rows[1]
+    assert len(rows[0]) == len(rows[2]) >= LEAST_TURNS
+    assert isinstance(summed_up(rows)[2], Measured) and summed_up(rows)[1] == rows[1]
 
 
 def test_who_can_not_be_made_is_out() -> None:
@@ -116,10 +116,10 @@ def test_who_can_not_be_made_is_out() -> None:
 
     makes: list[Callable[[], Fake]] = [broken, lambda: Fake("b", lambda step: 0.5)]
     rows = turns(makes, [0], alone, limit_s=60.0, gives_up=True)
-    assert rows[0] == "ValueError: nothing" and rows[1] == [0.5] * LEAST
-    assert fastest(measured(rows)) == 1
+    assert rows[0] == "ValueError: nothing" and rows[1] == [0.5] * LEAST_TURNS
+    assert fastest(summed_up(rows)) == 1
     rows = turns(makes[::-1], [0], alone, limit_s=60.0, gives_up=True)
-    assert rows == [module.ALONE, "ValueError: nothing"]
+    assert rows == [module.NO_RIVAL, "ValueError: nothing"]
 
 
 def test_losses_that_part_take_out_the_minority() -> None:
@@ -144,7 +144,7 @@ def test_ranks_hear_of_each_others_failures_and_take_the_longest_turn() -> None:
         return [value, there or slower]
 
     rows = turns([lambda: Fake("a", lambda step: 1.0), lambda: Fake("b", lambda step: 1.0)], [0], two, limit_s=60.0)
-    assert rows[1] == "rank 1: RuntimeError: there" and rows[0] == [2.0] * LEAST
+    assert rows[1] == "rank 1: RuntimeError: there" and rows[0] == [2.0] * LEAST_TURNS
 
 
 def test_what_is_as_good_as_equal_stays_what_was_predicted() -> None:

@@ -20,7 +20,7 @@ from laminar.errors import MeshError, NonFiniteError, RankError, RecipeError
 from laminar.events import Event
 from laminar.launch.blame import Failure, Stopped, culprit, describe, from_event, from_exit, kind_of, verdict
 from laminar.launch.display import Bar, Lines, State, clock, summary
-from laminar.launch.rank import Place
+from laminar.launch.rank import RankPlace
 from laminar.train.loop import GROUP, LAG, MOST_SKIPPED, Callback, OnStep, count, epochs, loop
 
 
@@ -273,10 +273,10 @@ def test_a_refusal_before_the_first_step_has_its_own_exit_code(step: int | None,
 
 def test_a_place_is_read_from_the_environment() -> None:
     """RANK alone is some cluster's way to number machines."""
-    assert Place.of({}) is None and Place.of({"RANK": "0", "WORLD_SIZE": "4"}) is None
-    assert Place.of({"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "4"}) == Place(1, 4, False)
+    assert RankPlace.of({}) is None and RankPlace.of({"RANK": "0", "WORLD_SIZE": "4"}) is None
+    assert RankPlace.of({"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "4"}) == RankPlace(1, 4, False)
     with pytest.raises(MeshError, match="not numbers"):
-        Place.of({"RANK": "x", "LOCAL_RANK": "1", "WORLD_SIZE": "4"})
+        RankPlace.of({"RANK": "x", "LOCAL_RANK": "1", "WORLD_SIZE": "4"})
 
 
 # --- what is shown ----------------------------------------------------------------------------------------

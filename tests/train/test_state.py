@@ -15,7 +15,7 @@ from torch import Tensor
 import laminar
 from laminar.errors import PlacementError
 from laminar.ir.mesh import Mesh, Place
-from laminar.ir.sbp import B, NdSbp, Split, check
+from laminar.ir.sbp import B, NdSbp, Split, check_placement
 from laminar.ir.tensor import TensorSpec
 from laminar.runtime.comm.shards import shard
 from laminar.train.state.shards import shards_of
@@ -38,7 +38,7 @@ def placements(draw: st.DrawFn) -> tuple[tuple[int, ...], Mesh, NdSbp]:
     )
     nd = tuple(draw(one) for _ in sizes)
     try:
-        check(TensorSpec(shape, "f32"), nd, mesh.sizes, "drawn")
+        check_placement(TensorSpec(shape, "f32"), nd, mesh.sizes, "drawn")
     except PlacementError:
         nd = tuple(Split(p.dim) if isinstance(p, Split) else B for p in nd)
     return shape, mesh, nd

@@ -115,7 +115,7 @@ def _tried(
         for patch in patches:
             around.enter_context(patch())
         heard = around.enter_context(listening())
-        taken = try_finalists.tried(
+        taken = try_finalists.tried_finalists(
             World("cpu"),
             plan,
             finals,
@@ -228,7 +228,7 @@ def _untouched(finals: list[Finalist], plan: Plan) -> tuple[dict[str, bool], boo
     given = {k: v.clone() for k, v in data[0].items()}
     before, twin = _bits(model, optimizer), copy.deepcopy((model.state_dict(), optimizer.state_dict()))
     with told("TURN_S", 0.02):
-        taken = try_finalists.tried(
+        taken = try_finalists.tried_finalists(
             World("cpu"),
             plan,
             finals,
@@ -275,7 +275,7 @@ def _drawing(finals: list[Finalist], plan: Plan) -> tuple[bool, int, int]:
     model, data = net(), batches(1)
     before = drawn()
     with told("TURN_S", 0.02), events.listening(lambda e: phases.append(e.fields.get("name"))):
-        try_finalists.tried(World("cpu"), plan, finals, model, mean, makes, data[0])
+        try_finalists.tried_finalists(World("cpu"), plan, finals, model, mean, makes, data[0])
     return drawn() == before, len(made), phases.count("capturing")
 
 
@@ -292,15 +292,15 @@ def _left_behind(finals: list[Finalist], plan: Plan) -> tuple[int, int, int, int
     seen: list[weakref.ref[Any]] = []
     model, data = net(), batches(1)
     groups = len(torch.distributed.distributed_c10d._world.pg_map)
-    make = try_finalists.copies
+    make = try_finalists.job_copies
 
     def noted(*args: Any) -> Any:
         made = make(*args)
         seen.extend(map(weakref.ref, (made[0], *made[0].parameters())))
         return made
 
-    with mock.patch.object(try_finalists, "copies", noted), told("PATIENCE_S", 60.0), told("TURN_S", 0.02):
-        taken = try_finalists.tried(World("cpu"), plan, finals, model, mean, adamw(model), data[0])
+    with mock.patch.object(try_finalists, "job_copies", noted), told("PATIENCE_S", 60.0), told("TURN_S", 0.02):
+        taken = try_finalists.tried_finalists(World("cpu"), plan, finals, model, mean, adamw(model), data[0])
     alive = sum(ref() is not None for ref in seen)
     left = len(torch.distributed.distributed_c10d._world.pg_map) - groups
     return len(taken.account["measured"]["rows"]), len(seen), alive, left
@@ -443,7 +443,7 @@ def _hooked(finals: list[Finalist], plan: Plan, how: str) -> tuple[str, int]:
         optimizer.register_step_pre_hook(lambda *_: called.append(1))
     else:
         model.lock = (i for i in range(3))  # type: ignore[assignment]
-    taken = try_finalists.tried(World("cpu"), plan, finals, model, mean, optimizer, data[0])
+    taken = try_finalists.tried_finalists(World("cpu"), plan, finals, model, mean, optimizer, data[0])
     return taken.account["unmeasured"], len(called)
 
 
@@ -465,7 +465,7 @@ def _itself(finals: list[Finalist], plan: Plan) -> tuple[str, bool]:
         return mean(model[1], batch)
 
     before = {name: b.clone() for name, b in model.named_buffers()}
-    taken = try_finalists.tried(World("cpu"), plan, finals, model, loss, adamw(model), data[0])
+    taken = try_finalists.tried_finalists(World("cpu"), plan, finals, model, loss, adamw(model), data[0])
     return taken.account["unmeasured"], all(torch.equal(b, before[name]) for name, b in model.named_buffers())
 
 

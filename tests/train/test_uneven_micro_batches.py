@@ -18,7 +18,7 @@ from laminar.errors import BatchError, LaminarError, PlanError
 from laminar.lower.stages.stage_net import joining, layout_of, piped, together, widest
 from laminar.lower.stages.stage_programs import stages
 from laminar.staging import balance
-from laminar.staging.stage_plans import again
+from laminar.staging.stage_plans import for_other_graph
 from laminar.train.batch.leaves import Leaves
 from laminar.train.engine.pipeline_steps import SIZES
 from tests.support.marks import slow
@@ -196,7 +196,7 @@ def test_registers_are_as_large_as_the_largest_needs_them() -> None:
     found = {}
     for n in (1, 3, 4):
         graph = laminar.capture(made, loss, batch_of(n))
-        found[n] = stages(graph, again(graph, plan), found.get(3))
+        found[n] = stages(graph, for_other_graph(graph, plan), found.get(3))
     three, one = together([found[3], found[1]])
     assert three.net is one.net and three.net == piped(found[3]).net
     assert widest([layout_of(found[n])[0] for n in (1, 3, 4)]) == layout_of(found[4])[0]
@@ -213,11 +213,11 @@ def test_a_cut_through_a_layer_that_is_one_op_at_another_size_is_refused(monkeyp
     made = model()
     few, many = (laminar.capture(made, counted, batch_of(n)) for n in (1, 4))
     kept = planned(made, 5, 4, stages=2, virtual=2)
-    stages(few, again(few, kept), stages(many, again(many, kept)))
+    stages(few, for_other_graph(few, kept), stages(many, for_other_graph(many, kept)))
     monkeypatch.setattr(balance, "_inside_layers", lambda *_: set())
     cut = planned(made, 5, 4, stages=2, virtual=2)
     with pytest.raises(PlanError, match=r"another size stage 0 gives, or does not give, grad:layers\.1\.weight"):
-        stages(few, again(few, cut), stages(many, again(many, cut)))
+        stages(few, for_other_graph(few, cut), stages(many, for_other_graph(many, cut)))
 
 
 class Listed(nn.Module):
@@ -244,4 +244,4 @@ def test_a_bias_stays_with_its_product_wherever_it_is_kept() -> None:
     )
     for count in range(2, 7):
         plan = laminar.plans.pipeline(many, count, 4)
-        stages(few, again(few, plan), stages(many, plan))
+        stages(few, for_other_graph(few, plan), stages(many, plan))

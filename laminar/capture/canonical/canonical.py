@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from laminar.capture import torch_private
-from laminar.capture.canonical.masked_select import Picked
+from laminar.capture.canonical.masked_select import MaskPicked
 from laminar.capture.ops import op_library as op_library  # registers the canonical ops
 from laminar.capture.torch_private import disable_current_modes
 from laminar.errors import CaptureError
@@ -64,7 +64,7 @@ class Canonical(TorchFunctionMode):
         try:
             if handler is not None:
                 return handler(self, *args, **kwargs)
-            if func in WIDE and gpu_autocast.active:
+            if func in IN_FLOAT32 and gpu_autocast.active:
                 return _widely(func, args, kwargs)
             body = body_of(func)
             if body is None:
@@ -79,7 +79,7 @@ class Canonical(TorchFunctionMode):
         """A tensor as the step may use it: one of the model's is its stand-in, one from outside lies on the CPU."""
         if type(value) in (list, tuple):
             return type(value)(map(self.here, value)) if any(map(_holds_tensors, value)) else value
-        if not isinstance(value, Tensor) or isinstance(value, (torch_private.FakeTensor, Picked)):
+        if not isinstance(value, Tensor) or isinstance(value, (torch_private.FakeTensor, MaskPicked)):
             return value
         if id(value) in self.exchanged:
             return self.exchanged[id(value)]
@@ -182,7 +182,7 @@ _WIDE_NAMES = """acos asin cosh erfinv exp expm1 log log10 log1p log2 logsumexp 
     layer_norm group_norm rms_norm cosine_similarity interpolate upsample binary_cross_entropy_with_logits
     cosine_embedding_loss hinge_embedding_loss huber_loss kl_div l1_loss margin_ranking_loss mse_loss multi_margin_loss
     multilabel_margin_loss nll_loss poisson_nll_loss smooth_l1_loss soft_margin_loss triplet_margin_loss""".split()
-WIDE: frozenset[Any] = frozenset(
+IN_FLOAT32: frozenset[Any] = frozenset(
     getattr(place, name) for name in _WIDE_NAMES for place in (torch, F, Tensor) if hasattr(place, name)
 )
 """Functions that autocast on a GPU runs in float32, after AT_FORALL_FP32 in torch's autocast_mode.h."""

@@ -104,7 +104,7 @@ def _from_0_to_1(*args: Any, **kwargs: Any) -> bool:
 
 UNITS = {"random": _alone, "rand": _alone, "random_sample": _alone, "uniform": _from_0_to_1}
 """Functions of Python and NumPy that draw one number in [0, 1), if called so."""
-KEPT = ("seed", "getstate", "setstate", "get_state", "set_state")
+STATE_CALLS = ("seed", "getstate", "setstate", "get_state", "set_state")
 
 
 @contextlib.contextmanager
@@ -129,7 +129,7 @@ def held_back() -> Iterator[None]:
         generator = module.random.__self__
         for name in dir(module):
             draw = getattr(module, name)
-            if getattr(draw, "__self__", None) is generator and name not in KEPT:
+            if getattr(draw, "__self__", None) is generator and name not in STATE_CALLS:
                 kept.append((module, name, draw))
                 setattr(module, name, instead(which, name, draw))
     try:

@@ -28,7 +28,7 @@ from laminar.capture.torch_private import (
 
 LARGEST = 16 << 20
 """Bytes; what is larger counts as unknown."""
-NOTHING = object()
+NOT_KNOWN = object()
 _INDEXING = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index_put")
 
 
@@ -47,18 +47,18 @@ class _Known:
         with disable_current_modes(), torch.no_grad():
             for node in fresh:
                 value = self._run(node)
-                if value is not NOTHING:
+                if value is not NOT_KNOWN:
                     self.values[node] = value
 
     def _run(self, node: fx.Node) -> Any:
         if node.op == "get_attr":
             held = getattr(self.root, str(node.target))
-            return held.detach().clone() if isinstance(held, Tensor) and not isinstance(held, FakeTensor) else NOTHING
+            return held.detach().clone() if isinstance(held, Tensor) and not isinstance(held, FakeTensor) else NOT_KNOWN
         if node.op != "call_function":
-            return NOTHING
+            return NOT_KNOWN
         if any(n not in self.values for n in node.all_input_nodes) or not _repeatable(node):
             self._forget(node)
-            return NOTHING
+            return NOT_KNOWN
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.values.__getitem__)
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
@@ -107,13 +107,13 @@ def _looks(func: Any) -> bool:
 
 
 def looked_at(func: Any, args: Any, kwargs: Any) -> Any:
-    """What an op gives that asks for values or makes a shape of them, if all it reads is known; else `NOTHING`."""
+    """What an op gives that asks for values or makes a shape of them, if all it reads is known; else `NOT_KNOWN`."""
     if not _looks(func):
-        return NOTHING
+        return NOT_KNOWN
     given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
     values = {id(t): value_of(t) for t in given}
     if not given or any(v is None for v in values.values()):
-        return NOTHING
+        return NOT_KNOWN
     real_args, real_kwargs = tree_map(lambda t: values.get(id(t), t), (args, kwargs))
     with disable_current_modes(), torch.no_grad():
         return func(*real_args, **real_kwargs)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from laminar.capture import torch_private
 from laminar.capture.canonical.canonical import HANDLERS, Canonical, catches, laminar_ops
 from laminar.capture.canonical.known_values import value_of
-from laminar.capture.canonical.masked_select import Picked
+from laminar.capture.canonical.masked_select import MaskPicked
 
 # --- values as Python or NumPy has them ------------------------------------------------------
 
@@ -47,7 +47,7 @@ def _masked_select(mode: Canonical, input: Tensor, mask: Tensor) -> Any:
     except torch_private.DynamicOutputShapeException:
         if input.is_floating_point() or input.is_complex():  # labels are whole numbers
             raise
-        return Picked(input, mask)
+        return MaskPicked(input, mask)
 
 
 # --- norms -----------------------------------------------------------------------------------
@@ -214,7 +214,7 @@ def _ctc_loss(
     lengths = [_lengths(t) for t in (input_lengths, target_lengths)]
     if single:
         log_probs = log_probs.unsqueeze(1)
-    if isinstance(targets, Picked):
+    if isinstance(targets, MaskPicked):
         rows = targets.in_rows(target_lengths)
         targets = targets.one_after_the_other() if rows is None else rows
     if targets.dim() == 1:

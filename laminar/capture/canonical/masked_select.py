@@ -15,7 +15,7 @@ from torch import Tensor
 from laminar.capture.torch_private import get_proxy_mode, get_proxy_slot
 
 
-class Picked:
+class MaskPicked:
     """What a mask picks from a tensor, not picked yet."""
 
     input: Tensor
@@ -33,7 +33,7 @@ class Picked:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = next(a for a in (*args, *(kwargs or {}).values()) if isinstance(a, Picked))
+        found = next(a for a in (*args, *(kwargs or {}).values()) if isinstance(a, MaskPicked))
         return found.look()
 
     def one_after_the_other(self) -> Tensor:
@@ -53,7 +53,7 @@ for (
     _name
 ) in """getattr setattr len iter getitem setitem bool float int index eq ne lt le gt ge hash add radd sub rsub mul
     mul rmul truediv rtruediv pow neg invert matmul contains array""".split():
-    setattr(Picked, f"__{_name}__", Picked.look)
+    setattr(MaskPicked, f"__{_name}__", MaskPicked.look)
 
 
 def _node(value: Any) -> Any:

@@ -25,10 +25,19 @@ import torch
 from torch import Tensor, nn
 
 from laminar.capture.canonical.canonical import Canonical
-from laminar.capture.eager.eager_trial import EagerError, declared, tried
+from laminar.capture.eager.eager_trial import EagerError, declared, tried_part
 from laminar.capture.model.model_tensors import Slot
 from laminar.capture.ops.eager_names import _Patched, digest
-from laminar.capture.ops.eager_parts import Held, Hole, Part, _parts, eager_backward, register, seeded, slots_in
+from laminar.capture.ops.eager_parts import (
+    EagerPart,
+    Held,
+    Hole,
+    _parts,
+    eager_backward,
+    generators_seeded,
+    register,
+    slots_in,
+)
 from laminar.capture.ops.eager_parts import eager as run
 from laminar.capture.torch_private import function_modes, tree_flatten, tree_unflatten, without_function_modes
 from laminar.errors import CaptureError
@@ -222,7 +231,7 @@ class Tracing:
 
     def _part(
         self, function: Any, module: nn.Module | None, label: str, options: Options, args: Any, kwargs: Any
-    ) -> tuple[Part, list[Tensor], list[Tensor]]:
+    ) -> tuple[EagerPart, list[Tensor], list[Tensor]]:
         """The part that such a call is of, its tensor arguments, and the tensors of its modules."""
         flat, tree = tree_flatten((args, kwargs))
         modules = [] if module is None else [module]
@@ -238,7 +247,7 @@ class Tracing:
             else:
                 _refuse_hidden(leaf, label)
                 leaves.append(leaf)
-        part = Part(
+        part = EagerPart(
             "",
             label,
             function,
@@ -283,14 +292,14 @@ class Tracing:
 
     def _shaped(
         self,
-        part: Part,
+        part: EagerPart,
         tensors: list[Tensor],
         traced: list[Tensor],
         options: Options,
         args: Any,
         kwargs: Any,
         prune: bool,
-    ) -> Part:
+    ) -> EagerPart:
         """The part with the shapes of what it makes."""
         if options.out is not None:
             shaped = declared(part, options.out, args, kwargs)
@@ -299,9 +308,9 @@ class Tracing:
             return shaped
         real = {id(s.fake): s.tensor for s in self.slots if s.fake is not None}
         values = [None] * len(tensors) + [real.get(id(t)) for t in traced]
-        return tried(part, [*tensors, *traced], values, options.batch_dim == 0, prune)
+        return tried_part(part, [*tensors, *traced], values, options.batch_dim == 0, prune)
 
-    def _result(self, part: Part, made: list[Tensor], tensors: list[Tensor], traced: list[Tensor]) -> Any:
+    def _result(self, part: EagerPart, made: list[Tensor], tensors: list[Tensor], traced: list[Tensor]) -> Any:
         """What the part returns, with what it changes changed and what it leaves left."""
         assert part.outcome is not None
         count = len(made) - len(part.changes) - len(part.writes)
@@ -338,7 +347,7 @@ class Keying(Tracing):
         self.mode.site += 1
         _active.tracing = None  # what it calls runs as it is with it
         try:
-            with seeded(self.mode.key, self.mode.site, self.mode.key.device), without_function_modes():
+            with generators_seeded(self.mode.key, self.mode.site, self.mode.key.device), without_function_modes():
                 if function is not None:
                     return function(*args, **kwargs)
                 assert module is not None
@@ -347,7 +356,7 @@ class Keying(Tracing):
             _active.tracing = self
 
 
-def _declared_samples(part: Part, tensors: list[Tensor]) -> Part:
+def _declared_samples(part: EagerPart, tensors: list[Tensor]) -> EagerPart:
     """Which tensors have samples in dim 0, by their sizes alone."""
     rows = next((t.shape[0] for t in tensors if len(t.shape)), 0)
     ins = tuple(i for i, t in enumerate(tensors) if len(t.shape) and t.shape[0] == rows)
@@ -406,7 +415,7 @@ class _AsItIs(torch.autograd.Function):
     """The op and its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, part: Part, key: Tensor, site: int, *given: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, part: EagerPart, key: Tensor, site: int, *given: Tensor) -> tuple[Tensor, ...]:
         ctx.part, ctx.site = part, site
         ctx.save_for_backward(key, *given)
         made = torch.ops.laminar.eager(

@@ -26,13 +26,13 @@ from laminar.capture.model.model_tensors import Slot
 from laminar.capture.ops.eager_names import digest
 from laminar.capture.ops.eager_parts import NAME
 from laminar.capture.torch_private import LOOKS_AT_DATA
-from laminar.capture.tracing.origins import STEPS, blame, is_users
+from laminar.capture.tracing.origins import STEP_FUNCTIONS, blame, is_users
 from laminar.errors import CaptureError, LaminarError
 from laminar.events import emit
 from laminar.ir.graph import Graph
 
 T = TypeVar("T")
-ATTEMPTS = 64
+SEARCH_ATTEMPTS = 64
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def traced(model: nn.Module, slots: Sequence[Slot], trace: Callable[[], T]) -> t
     modes = tuple(m.training for m in model.modules())
     known = dict(_found.get(model, {}).get(modes, {}))
     given = dict(known)
-    for _ in range(ATTEMPTS):
+    for _ in range(SEARCH_ATTEMPTS):
         try:
             with Tracing(model, slots, known).active():
                 result = trace()
@@ -70,7 +70,7 @@ def traced(model: nn.Module, slots: Sequence[Slot], trace: Callable[[], T]) -> t
                 raise
             known.update(fresh)
     else:
-        raise CaptureError(f"{type(model).__name__} looks at data in more than {ATTEMPTS} places", next=NEXT)
+        raise CaptureError(f"{type(model).__name__} looks at data in more than {SEARCH_ATTEMPTS} places", next=MARK_IT)
     known = {target: Reason(reason.where, reason.why) for target, reason in known.items()}
     _found.setdefault(model, {})[modes] = known
     for target, reason in known.items():
@@ -85,7 +85,7 @@ def keyed(model: nn.Module, mode: Canonical) -> AbstractContextManager[None]:
     return Keying(model, _found.get(model, {}).get(modes, {}), mode).active()
 
 
-NEXT = 'mark the part that looks at data with laminar.eager, or train with plan="ddp"'
+MARK_IT = 'mark the part that looks at data with laminar.eager, or train with plan="ddp"'
 
 
 def runs_as_it_is(graph: Graph) -> bool:
@@ -93,7 +93,7 @@ def runs_as_it_is(graph: Graph) -> bool:
     return any(n.op in NAME for n in graph.nodes)
 
 
-def shown(graph: Graph, lines: dict[str, str]) -> Graph:
+def with_reasons(graph: Graph, lines: dict[str, str]) -> Graph:
     """The graph whose ops that run as they are say which line made that necessary."""
     if not runs_as_it_is(graph):
         return graph
@@ -137,7 +137,7 @@ def _targets(model: nn.Module, error: BaseException) -> list[Target]:
     caller: dict[str, Any] = {}
     for frame, _ in traceback.walk_tb(error.__traceback__):
         code, around, caller = frame.f_code, caller, frame.f_globals
-        if code.co_name in STEPS:
+        if code.co_name in STEP_FUNCTIONS:
             out = []
         owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
         method = getattr(type(owner), code.co_name, None) if isinstance(owner, nn.Module) else None
@@ -193,6 +193,6 @@ def _outwards(known: dict[Target, Reason], error: EagerError) -> None:
     outer = [t for t in reason.outer if t not in known]
     if not outer:
         raise CaptureError(
-            reason.why, at=reason.where, why=f"and {str(error).partition(chr(10))[0]}", next=NEXT
+            reason.why, at=reason.where, why=f"and {str(error).partition(chr(10))[0]}", next=MARK_IT
         ) from reason.error
     known[outer[0]] = replace(reason, outer=tuple(outer[1:]))

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from laminar.capture.model.model_tensors import Slot, swapped
-from laminar.capture.ops.eager_parts import Hole, Outcome, Part, called, given_of, leaves_of, slots_in
+from laminar.capture.ops.eager_parts import CallOutcome, EagerPart, Hole, called, given_of, leaves_of, slots_in
 from laminar.capture.torch_private import (
     FakeTensor,
     TorchDispatchMode,
@@ -37,8 +37,8 @@ from laminar.capture.torch_private import (
 )
 from laminar.errors import CaptureError
 
-DRAWS = 3
-LOOKS = (
+TRIAL_DRAWS = 3
+QUESTIONS = (
     "sym_size",
     "sym_stride",
     "sym_numel",
@@ -55,7 +55,7 @@ LOOKS = (
 )
 """Questions about a tensor that read no value."""
 CLOSE = {torch.float64: 1e-9, torch.float32: 1e-4}
-PLAIN = (bool, int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device, torch.Size)
+PLAIN_RESULTS = (bool, int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device, torch.Size)
 
 
 class EagerError(CaptureError):
@@ -65,10 +65,10 @@ class EagerError(CaptureError):
     """Which part it is, where it was found and not declared."""
 
 
-class Reads(TorchDispatchMode):
+class ReadTensors(TorchDispatchMode):
     """Which of the tensors given are read; refuses what belongs to the model and is not given."""
 
-    def __init__(self, part: Part, given: Sequence[Tensor], carried: Mapping[int, str]) -> None:
+    def __init__(self, part: EagerPart, given: Sequence[Tensor], carried: Mapping[int, str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.part, self.carried = part, carried
         self.known = {id(t): i for i, t in enumerate(given)}
@@ -77,7 +77,9 @@ class Reads(TorchDispatchMode):
         """What was made here, which may well be a leaf: forward may ask autograd for something itself."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "prim" or func.overloadpacket.__name__ in LOOKS:  # torch asks these where none may raise
+        if (
+            func.namespace == "prim" or func.overloadpacket.__name__ in QUESTIONS
+        ):  # torch asks these where none may raise
             return func(*args, **(kwargs or {}))
         for value in tree_leaves((args, kwargs)):
             if not isinstance(value, Tensor):
@@ -120,7 +122,9 @@ def drawn(like: Tensor, real: Tensor | None, number: int, generator: torch.Gener
     return (value * (1.0, 0.1, 3.0)[number]).to(device, dtype)
 
 
-def tried(part: Part, given: Sequence[Tensor], real: Sequence[Tensor | None], per_sample: bool, prune: bool) -> Part:
+def tried_part(
+    part: EagerPart, given: Sequence[Tensor], real: Sequence[Tensor | None], per_sample: bool, prune: bool
+) -> EagerPart:
     """The part with what trials found out; `given` are stand-ins, `real` the values that are known."""
     with _numpy_aside(), concurrent.futures.ThreadPoolExecutor(1) as thread:
         return thread.submit(_tried, part, given, real, per_sample, prune).result()
@@ -139,10 +143,12 @@ def _numpy_aside() -> Iterator[None]:
         numpy.set_state(state)
 
 
-def _tried(part: Part, given: Sequence[Tensor], real: Sequence[Tensor | None], per_sample: bool, prune: bool) -> Part:
+def _tried(
+    part: EagerPart, given: Sequence[Tensor], real: Sequence[Tensor | None], per_sample: bool, prune: bool
+) -> EagerPart:
     device = next((t.device for t in real if t is not None and not t.is_meta), torch.device("cpu"))
     key = torch.tensor([0, 0])
-    runs: list[tuple[list[Tensor], Outcome]] = []
+    runs: list[tuple[list[Tensor], CallOutcome]] = []
     failed: Exception | None = None
     read: set[int] = set()
     flops = 0
@@ -150,7 +156,7 @@ def _tried(part: Part, given: Sequence[Tensor], real: Sequence[Tensor | None], p
     with contextlib.ExitStack() as around:
         for module in part.held():
             around.enter_context(swapped(module, []))
-        for number in range(DRAWS):
+        for number in range(TRIAL_DRAWS):
             draw = torch.Generator().manual_seed(number)
             values = [
                 drawn(t, r, number, draw, i < part.arguments).to(device)
@@ -159,7 +165,7 @@ def _tried(part: Part, given: Sequence[Tensor], real: Sequence[Tensor | None], p
             try:
                 with torch.set_grad_enabled(any(part.needs)):
                     leaves = leaves_of(part, values, part.needs)
-                    seen = Reads(
+                    seen = ReadTensors(
                         part,
                         leaves,
                         {id(t): k for k, v in carried.items() for t in tree_leaves(v) if isinstance(t, Tensor)},
@@ -195,11 +201,11 @@ def _tried(part: Part, given: Sequence[Tensor], real: Sequence[Tensor | None], p
     return _by_sample(found, runs, per_sample) if per_sample else found
 
 
-def _as_it_is(got: Outcome) -> Outcome:
+def _as_it_is(got: CallOutcome) -> CallOutcome:
     return got
 
 
-def _put_back(part: Part, got: Outcome) -> dict[str, Any]:
+def _put_back(part: EagerPart, got: CallOutcome) -> dict[str, Any]:
     """Put what a call left on modules where the next one finds it."""
     values = [got.tensors[v.at] if isinstance(v, Hole) else v for v in got.leaves]
     _, left = tree_unflatten(values, got.tree)
@@ -209,7 +215,7 @@ def _put_back(part: Part, got: Outcome) -> dict[str, Any]:
     return {f"{path}.{name}" if path else name: value for (_, path, name), value in left.items()}
 
 
-def _agreed(part: Part, runs: Sequence[tuple[list[Tensor], Outcome]], flops: int) -> Part:
+def _agreed(part: EagerPart, runs: Sequence[tuple[list[Tensor], CallOutcome]], flops: int) -> EagerPart:
     """What all runs have in common; where they differ, the part is too small to run as it is."""
     changes = tuple(sorted({i for _, got in runs for i in got.arguments}))
     writes = tuple(sorted({i for _, got in runs for i in got.buffers}))
@@ -225,7 +231,7 @@ def _agreed(part: Part, runs: Sequence[tuple[list[Tensor], Outcome]], flops: int
         return _again(replace(part, changes=changes, writes=writes), [v for v, _ in runs], flops)
     first = runs[0][1]
     for leaf in first.leaves:
-        if not isinstance(leaf, (Hole, *PLAIN)):
+        if not isinstance(leaf, (Hole, *PLAIN_RESULTS)):
             raise EagerError(
                 f"{part.label} returns a {type(leaf).__name__}, which is no tensor",
                 next="return tensors in tuples, lists and dicts",
@@ -253,7 +259,7 @@ def _agreed(part: Part, runs: Sequence[tuple[list[Tensor], Outcome]], flops: int
     )
 
 
-def _again(part: Part, values: Sequence[list[Tensor]], flops: int) -> Part:
+def _again(part: EagerPart, values: Sequence[list[Tensor]], flops: int) -> EagerPart:
     key = torch.tensor([0, 0])
     runs = []
     for number, given in enumerate(values):
@@ -263,11 +269,11 @@ def _again(part: Part, values: Sequence[list[Tensor]], flops: int) -> Part:
     return _agreed(part, runs, flops)
 
 
-def _slots_given(part: Part) -> list[Slot]:
+def _slots_given(part: EagerPart) -> list[Slot]:
     return given_of(part, slots_in(part))
 
 
-def _pruned(part: Part, read: set[int]) -> Part:
+def _pruned(part: EagerPart, read: set[int]) -> EagerPart:
     """Without tensors of modules that it does not look into; those of one child stay together."""
 
     def family(name: str) -> str:
@@ -287,7 +293,7 @@ def _pruned(part: Part, read: set[int]) -> Part:
     )
 
 
-def _by_sample(part: Part, runs: Sequence[tuple[list[Tensor], Outcome]], per_sample: bool) -> Part:
+def _by_sample(part: EagerPart, runs: Sequence[tuple[list[Tensor], CallOutcome]], per_sample: bool) -> EagerPart:
     """Which tensors have samples in dim 0, if the part makes of each sample what it makes of it alone."""
     values = runs[0][0]
     rows = next((t.shape[0] for t in values[: part.arguments] if t.dim()), 0)
@@ -325,7 +331,7 @@ def _by_sample(part: Part, runs: Sequence[tuple[list[Tensor], Outcome]], per_sam
     return split
 
 
-def declared(part: Part, out: Callable[..., Any], args: Any, kwargs: Any) -> Part:
+def declared(part: EagerPart, out: Callable[..., Any], args: Any, kwargs: Any) -> EagerPart:
     """The part with what its user says that it makes: `out` on stand-ins, which are no part of the trace."""
     flat, tree = tree_flatten((args, kwargs))
     with disable_current_modes(), without_function_modes(), torch.no_grad():
@@ -339,5 +345,5 @@ def declared(part: Part, out: Callable[..., Any], args: Any, kwargs: Any) -> Par
                 flat[i] = Hole(len(tensors) - 1)
     if not tensors:
         raise EagerError(f"{part.label}: what out= returns holds no tensor", next="return a result of the same shapes")
-    found = Outcome(tensors, tree, flat, frozenset(), frozenset())
+    found = CallOutcome(tensors, tree, flat, frozenset(), frozenset())
     return replace(part, outcome=found, differentiable=tuple(t.dtype.is_floating_point for t in tensors))

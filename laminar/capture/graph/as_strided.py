@@ -15,22 +15,22 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-Sizes = tuple[int, ...]
+StridedDims = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Seen:
+class StridedPath:
     """How to get there: dims in this order, as one dim; then either sizes and another order, or picks by a table."""
 
-    order: Sizes
-    sizes: Sizes = ()
-    back: Sizes = ()
+    order: StridedDims
+    sizes: StridedDims = ()
+    back: StridedDims = ()
     table: NDArray[np.int64] | None = None
     same: bool = False
     """Nothing to do."""
 
 
-def in_memory(shape: Sequence[int], stride: Sequence[int]) -> Sizes | None:
+def in_memory(shape: Sequence[int], stride: Sequence[int]) -> StridedDims | None:
     """Dims from the slowest to the fastest, if their elements fill a stretch of memory, each once."""
     order = sorted(range(len(shape)), key=lambda d: (-stride[d] if shape[d] > 1 else -math.inf, d))
     run = 1
@@ -43,19 +43,19 @@ def in_memory(shape: Sequence[int], stride: Sequence[int]) -> Sizes | None:
 
 def seen(
     shape: Sequence[int], stride: Sequence[int], offset: int, size: Sequence[int], new: Sequence[int], start: int
-) -> Seen | None:
+) -> StridedPath | None:
     """`as_strided(size, new, start)` of a tensor that lies as given; None if it sees anything else."""
     numel, order = math.prod(shape), in_memory(shape, stride)
     if order is None or not numel or not math.prod(size):
         return None
     alike = tuple(size) == tuple(shape) and all(a == b for n, a, b in zip(shape, stride, new, strict=True) if n > 1)
     if alike and start == offset:
-        return Seen(order, same=True)
+        return StridedPath(order, same=True)
     turned = in_memory(size, new)
     if turned is not None and start == offset and math.prod(size) == numel:
         back = tuple(sorted(range(len(size)), key=lambda d: turned[d]))
-        return Seen(order, tuple(size[d] for d in turned), back)
+        return StridedPath(order, tuple(size[d] for d in turned), back)
     table = np.full((), start - offset, np.int64)
     for n, s in zip(size, new, strict=True):
         table = table[..., None] + np.arange(n, dtype=np.int64) * s
-    return Seen(order, table=table) if table.min() >= 0 and table.max() < numel else None
+    return StridedPath(order, table=table) if table.min() >= 0 and table.max() < numel else None

@@ -24,7 +24,7 @@ from typing import Any
 from laminar.ir.graph import Graph
 
 SPEC = re.compile(r"(\w+)\[([\d,]*)\]")
-KEPT = 8
+SIZES_KEPT = 8
 """Sizes that are remembered."""
 COUNT = 1 << 24
 """Larger denominators are not counts of anything."""
@@ -52,11 +52,11 @@ class Predictor:
 
     def add(self, sample: Sample) -> None:
         """Learn from a size that was traced."""
-        self.samples = [*self.samples[-KEPT + 1 :], sample]
+        self.samples = [*self.samples[-SIZES_KEPT + 1 :], sample]
 
     def predict(self, sizes: Sizes, forward: Callable[[], list[Any] | None]) -> Graph | None:
         """The graph of a batch of these sizes, if it follows; `forward` gives the ops that the model then calls."""
-        found = fit([s.sizes for s in self.samples], sizes)
+        found = weights_for([s.sizes for s in self.samples], sizes)
         if found is None:
             return None
         known = [self.samples[i] for i in found.rows]
@@ -101,7 +101,7 @@ class Fit:
         return int(out) if out.denominator == 1 else None
 
 
-def fit(known: Sequence[Sizes], new: Sizes) -> Fit | None:
+def weights_for(known: Sequence[Sizes], new: Sizes) -> Fit | None:
     """Weights for numbers that are linear along one direction of sizes, or bilinear in two.
 
     Sizes of one are left out: a dim of one broadcasts, and ops then differ in more than numbers.

@@ -22,7 +22,7 @@ from laminar.capture.ops.torch_ops import (
     PLACE_ARGS,
     caller,
     op_name,
-    plain,
+    plain_argument,
     positional,
     spec_of,
     spread,
@@ -35,6 +35,7 @@ from laminar.capture.tracing.refuse import refuse_computed, refuse_shared
 from laminar.capture.tracing.trace import Traced
 from laminar.errors import CaptureError
 from laminar.ir.graph import RNG, SCALE, Constant, Graph, Input, Node, Output
+from laminar.ir.ops import RESHAPES
 from laminar.ir.serial.codec import Dtype, Ref
 from laminar.ir.tensor import TensorSpec
 
@@ -82,20 +83,11 @@ LIKE = {
     "new_empty_strided": 0,
     "empty_permuted": 0,
 }
-FULL = ("full", "full_like", "new_full")
-RESHAPES = (
-    "aten.view",
-    "aten._unsafe_view",
-    "aten.reshape",
-    "aten.unsqueeze",
-    "aten.squeeze",
-    "aten.squeeze.dim",
-    "aten.squeeze.dims",
-)
-SAME = ("alias", "detach", "lift_fresh", "lift", "lift_fresh_copy", "resolve_conj", "resolve_neg")
+FULL_OPS = ("full", "full_like", "new_full")
+SAME_OPS = ("alias", "detach", "lift_fresh", "lift", "lift_fresh_copy", "resolve_conj", "resolve_neg")
 EAGER = {"_conj": "aten.conj_physical", "_neg_view": "aten.neg"}
 """Views that only set a bit on the tensor; here they compute."""
-CHECKS = (
+CHECK_OPS = (
     "_linalg_check_errors",
     "_assert_async",
     "_assert_scalar",
@@ -332,7 +324,33 @@ def constant_of(name: str, tensor: torch.Tensor) -> Constant:
     return Constant(name, spec_of(tensor), as_bytes(tensor.cpu()).numpy().tobytes())
 
 
+def _filled(
+    c: Converter, base_name: str, shape: Any, args: tuple[Any, ...], outs: tuple[TensorSpec | None, ...], origin: Origin
+) -> Any:
+    """A tensor of one value, whatever it was made by."""
+    fill: Any = LIKE[base_name] if base_name in LIKE else args[[a.name for a in shape.arguments].index("fill_value")]
+    spec = outs[0]
+    assert spec is not None
+    if isinstance(fill, Ref):
+        return c.fresh(c.emit("aten.expand", (fill, spec.shape, False), outs, origin), spec)
+    if base_name in LIKE and spec.is_float:
+        fill = float(fill)
+    return c.fresh(c.emit("aten.full", (spec.shape, fill, Dtype(spec.dtype), None, None, None), outs, origin), spec)
+
+
+def _views_of(
+    source: _Alias, name: str, rest: tuple[Any, ...], outs: tuple[TensorSpec | None, ...], ref: Ref
+) -> list[_Alias]:
+    """What an op that looks at a tensor in another way makes of it."""
+    views = tuple(o for o in outs if o is not None)
+    return [
+        _Alias(source.base, (*source.chain, _View(name, rest, i, views)), spec, Ref(ref.name, i), source.base.version)
+        for i, spec in enumerate(views)
+    ]
+
+
 def _call(c: Converter, node: Any, env: dict[Any, Any], origin: Origin) -> Any:
+    # Long because it tells kinds of calls apart, in an order that matters; what becomes of each is elsewhere.
     target = node.target
     if getattr(target, "__name__", "") == "getitem" and schema(target) is None:
         return env[node.args[0]][node.args[1]]
@@ -359,10 +377,10 @@ def _call(c: Converter, node: Any, env: dict[Any, Any], origin: Origin) -> Any:
             at=origin.where,
             next="draw with torch.rand, randn, bernoulli or dropout",
         )
-    if name.startswith("aten.") and base_name in SAME:
+    if name.startswith("aten.") and base_name in SAME_OPS:
         source = env[node.args[0]]
         return source if base_name != "lift_fresh_copy" else c.fresh(c.read(source, origin), source.spec)
-    if name.startswith("aten.") and base_name in CHECKS:
+    if name.startswith("aten.") and base_name in CHECK_OPS:
         return None
     if "val" not in node.meta and not node.users and not shape.is_mutable:
         return None  # a look at data that was refused, after which the step went on without it
@@ -380,37 +398,14 @@ def _call(c: Converter, node: Any, env: dict[Any, Any], origin: Origin) -> Any:
         return _reshaped_in_place(c, node, name, raw, env, lookup, outs, origin)
     if shape.is_mutable:
         return _mutate(c, node, target, raw, env, lookup, origin)
-    args = tuple(plain(lookup(a)) for a in raw)
-    if name.startswith("aten.") and (base_name in LIKE or base_name in FULL):
-        if base_name in LIKE:
-            fill: Any = LIKE[base_name]
-        else:
-            names = [a.name for a in shape.arguments]
-            fill = args[names.index("fill_value")]
-        spec = outs[0]
-        assert spec is not None
-        if isinstance(fill, Ref):
-            return c.fresh(c.emit("aten.expand", (fill, spec.shape, False), outs, origin), spec)
-        if base_name in LIKE and spec.is_float:
-            fill = float(fill)
-        return c.fresh(c.emit("aten.full", (spec.shape, fill, Dtype(spec.dtype), None, None, None), outs, origin), spec)
+    args = tuple(plain_argument(lookup(a)) for a in raw)
+    if name.startswith("aten.") and (base_name in LIKE or base_name in FULL_OPS):
+        return _filled(c, base_name, shape, args, outs, origin)
     if name.startswith("aten.") and base_name in EAGER:
         name = EAGER[base_name]
     alias_of = _viewed(target)
     if alias_of is not None and isinstance(raw[alias_of], torch.fx.Node):
-        source = env[raw[alias_of]]
-        ref = c.emit(name, args, outs, origin)
-        views = tuple(o for o in outs if o is not None)
-        aliases = [
-            _Alias(
-                source.base,
-                (*source.chain, _View(name, args[1:], i, views)),
-                spec,
-                Ref(ref.name, i),
-                source.base.version,
-            )
-            for i, spec in enumerate(views)
-        ]
+        aliases = _views_of(env[raw[alias_of]], name, args[1:], outs, c.emit(name, args, outs, origin))
         return aliases if isinstance(value, (tuple, list)) else aliases[0]
     if not any(o is not None for o in outs):
         raise CaptureError(f"{name} makes no tensor", at=origin.where, next="keep what it asks about out of the model")
@@ -504,7 +499,7 @@ def _reshaped_in_place(
         )
     functional = op_name(_like(node.target, base_name.removesuffix("_")))
     source = env[node.args[0]]
-    args = tuple(plain(lookup(a)) for a in raw)
+    args = tuple(plain_argument(lookup(a)) for a in raw)
     ref = c.emit(functional, args, outs, origin)
     view = _View(functional, args[1:], 0, (outs[0],))
     return _Alias(source.base, (*source.chain, view), outs[0], ref, source.base.version)
@@ -526,7 +521,7 @@ def _mutate(c: Converter, node: Any, target: Any, raw: Any, env: dict[Any, Any],
             at=origin.where,
             next="use a form that returns a new tensor",
         )
-    args = tuple(plain(lookup(a)) for a in raw)
+    args = tuple(plain_argument(lookup(a)) for a in raw)
     listed = any(isinstance(raw[i], (list, tuple)) for i in written)
     targets = [env[n] for i in written for n in (raw[i] if isinstance(raw[i], (list, tuple)) else (raw[i],))]
     if listed:
@@ -625,7 +620,10 @@ def _with_side_effects(
     """
     names = [a.name for a in schema(op).arguments]
     rooms, written = [env[n] for n in raw[len(names) :]], [i for i in written if i < len(names)]
-    args, spare = tuple(plain(lookup(a)) for a in raw[: len(names)]), [_standing(a, env) for a in raw[: len(names)]]
+    args, spare = (
+        tuple(plain_argument(lookup(a)) for a in raw[: len(names)]),
+        [_standing(a, env) for a in raw[: len(names)]],
+    )
     some, kwargs = spread(op_name(op), tuple(spare))
     outs = tuple(spec_of(t) for t in op(*some, **kwargs))
     ref = c.emit(op_name(op), args, outs, origin)

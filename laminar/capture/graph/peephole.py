@@ -9,18 +9,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from laminar.ir.graph import Graph, Node, map_refs
+from laminar.ir.ops import RESHAPES
 from laminar.ir.serial.codec import Ref
 from laminar.ir.tensor import TensorSpec
-
-VIEWS = (
-    "aten.view",
-    "aten._unsafe_view",
-    "aten.reshape",
-    "aten.unsqueeze",
-    "aten.squeeze",
-    "aten.squeeze.dim",
-    "aten.squeeze.dims",
-)
 
 
 def peephole(graph: Graph) -> Graph:
@@ -49,10 +40,10 @@ def _rewrite(node: Node, source: Ref, specs: dict[Ref, TensorSpec], before: Node
     assert out is not None
     if node.op == "aten.clone" or (node.op in ("aten._to_copy", "aten.expand") and out == spec):
         return source
-    if node.op in VIEWS:
+    if node.op in RESHAPES:
         if out.shape == spec.shape:
             return source
-        if before is not None and before.op in VIEWS and before.phase == node.phase:
+        if before is not None and before.op in RESHAPES and before.phase == node.phase:
             (source,) = before.ins
             return (
                 source if specs[source].shape == out.shape else replace(node, op="aten.view", args=(source, out.shape))

@@ -24,7 +24,7 @@ FOLD_BYTES = 16 << 20
 
 def simplify(graph: Graph) -> Graph:
     """All of it, in the order that helps most."""
-    return drop_dead(causal(share(peephole(counted(fold(drop_dead(graph)))))))
+    return drop_dead(causal(share(peephole(count_of(fold_constants(drop_dead(graph)))))))
 
 
 def drop_dead(graph: Graph) -> Graph:
@@ -69,10 +69,10 @@ def _key(args: Any) -> Any:
     return tuple(map(_key, args)) if isinstance(args, tuple) else (type(args).__name__, args)
 
 
-CHEAP = ("aten.full", "aten.arange", "aten.expand", "aten.scalar_tensor")
+CHEAP_SOURCES = ("aten.full", "aten.arange", "aten.expand", "aten.scalar_tensor")
 
 
-def fold(graph: Graph) -> Graph:
+def fold_constants(graph: Graph) -> Graph:
     """Subgraphs that depend on no input become constants, or a `full` if all their elements are equal."""
     values: dict[Ref, torch.Tensor] = {Ref(c.name): constant_tensor(c) for c in graph.constants}
     known: set[str] = {c.name for c in graph.constants}
@@ -104,34 +104,16 @@ def fold(graph: Graph) -> Graph:
             if value.numel() and not value.is_complex() and _all_alike(value):
                 name = f"{node.name}_full{i}"
                 fill = first.item()
-                made.append(
-                    Node(
-                        name,
-                        "aten.full",
-                        (spec.shape, fill, Dtype(spec.dtype), None, None, None),
-                        (spec,),
-                        node.where,
-                        node.module,
-                        node.phase,
-                    )
-                )
+                args = (spec.shape, fill, Dtype(spec.dtype), None, None, None)
+                made.append(replace(node, name=name, op="aten.full", args=args, outs=(spec,)))
             else:
                 name = f"{node.name}_const{i}"
                 once = value[tuple(slice(0, 1) if s == 0 else slice(None) for s in value.stride())]
                 constants[name] = constant_of(name, once)
                 if once.shape != value.shape:  # what was expanded is carried once, and expanded again
                     source, name = Ref(name), f"{node.name}_expand{i}"
-                    made.append(
-                        Node(
-                            name,
-                            "aten.expand",
-                            (source, spec.shape, False),
-                            (spec,),
-                            node.where,
-                            node.module,
-                            node.phase,
-                        )
-                    )
+                    wide = (source, spec.shape, False)
+                    made.append(replace(node, name=name, op="aten.expand", args=wide, outs=(spec,)))
             fixed[ref] = Ref(name)
     outputs = tuple(replace(o, ref=fixed.get(o.ref, o.ref)) for o in graph.outputs)
     return replace(graph, nodes=tuple(made), constants=tuple(constants.values()), outputs=outputs)
@@ -143,7 +125,7 @@ def _all_alike(value: torch.Tensor) -> bool:
     return bool((rows == rows[:1]).all())
 
 
-def counted(graph: Graph) -> Graph:
+def count_of(graph: Graph) -> Graph:
     """Indexing by counting, `x[arange(n)[:, None], arange(m)]`, is a view: no sample then reads another's row.
 
     Such a view only adds dims of size 1, so it is one however its tensor lies in memory.

@@ -33,13 +33,13 @@ from laminar.capture.model.model_tensors import OWN, slots_of
 from laminar.capture.tensor_bytes import as_bytes
 from laminar.capture.torch_private import OpOverload, OpOverloadPacket
 
-PLAIN = (type(None), bool, int, float, complex, str, bytes, type(Ellipsis), type(NotImplemented), range, slice)
+PLAIN_VALUES = (type(None), bool, int, float, complex, str, bytes, type(Ellipsis), type(NotImplemented), range, slice)
 TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
-MOST_BYTES = 64 << 20
+MOST_CONSTANT_BYTES = 64 << 20
 """Constants that are larger are not looked at."""
 READS = frozenset(["open", "input", "read_text", "read_bytes", "urlopen"])
 """Names in code that says: what happens here hangs on something outside."""
-ANEW = frozenset(["_original_object_hash"])
+PER_PROCESS = frozenset(["_original_object_hash"])
 """Attributes that are different in every process and say nothing: transformers keeps a hash of texts."""
 _OURS = str(Path(__file__).parents[2])
 
@@ -119,7 +119,7 @@ class Walk:
 
     def visit(self, value: Any) -> None:
         """Anything that code could read."""
-        if isinstance(value, (*PLAIN, *TORCH)):
+        if isinstance(value, (*PLAIN_VALUES, *TORCH)):
             self.add(type(value).__name__, value)
             return
         if id(value) in self.slots:
@@ -141,7 +141,7 @@ class Walk:
         elif isinstance(value, Tensor):
             self._tensor(value)
         elif isinstance(value, np.ndarray | np.generic):
-            if value.dtype.hasobject or value.nbytes > MOST_BYTES:
+            if value.dtype.hasobject or value.nbytes > MOST_CONSTANT_BYTES:
                 raise Opaque
             self.add(value.dtype.str, value.shape, hashlib.sha256(np.ascontiguousarray(value).tobytes()).hexdigest())
         elif isinstance(value, enum.Enum):
@@ -186,7 +186,7 @@ class Walk:
                 self.visit(item)
             known = True
         elif isinstance(value, set | frozenset):
-            if not all(isinstance(item, PLAIN) for item in value):
+            if not all(isinstance(item, PLAIN_VALUES) for item in value):
                 raise Opaque
             self.add(sorted(map(repr, value)))
             known = True
@@ -204,7 +204,7 @@ class Walk:
             raise Opaque  # an object of C may hold more than it shows
         self.visit(type(value))
         for name, item in fields.items():
-            if name not in ANEW:
+            if name not in PER_PROCESS:
                 self.add(name)
                 self.visit(item)
 
@@ -225,7 +225,7 @@ class Walk:
 
     def _tensor(self, t: Tensor) -> None:
         """A tensor that is none of the model's is a constant of the graph."""
-        if t.is_meta or t.layout != torch.strided or t.is_quantized or t.nbytes > MOST_BYTES:
+        if t.is_meta or t.layout != torch.strided or t.is_quantized or t.nbytes > MOST_CONSTANT_BYTES:
             raise Opaque
         data = as_bytes(t.cpu()).numpy().tobytes()
         self.add(t.dtype, tuple(t.shape), t.stride(), t.requires_grad, hashlib.sha256(data).hexdigest())
@@ -242,7 +242,9 @@ class Walk:
             for name, item in vars(base).items():
                 if name in ("__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "__init__"):
                     continue
-                if isinstance(item, (types.FunctionType, property, staticmethod, classmethod, tuple, list, *PLAIN)):
+                if isinstance(
+                    item, (types.FunctionType, property, staticmethod, classmethod, tuple, list, *PLAIN_VALUES)
+                ):
                     self.add(name)
                     self.visit(item)
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from laminar.errors import BatchError
 
-PLAIN = (bool, int, float, str)
+BATCH_SCALARS = (bool, int, float, str)
 ALLOWED = (
     "tensors, numbers, texts and None in nested dicts and other mappings, lists, tuples, named tuples, dataclasses"
 )
@@ -141,7 +141,7 @@ def closed(kind: str, keys: list[Any], items: list[Any]) -> Any:
 
 def _kept(value: Any) -> bool:
     """Whether it is a plain value, or there are tensors in it."""
-    if value is None or isinstance(value, (Tensor, *PLAIN)):
+    if value is None or isinstance(value, (Tensor, *BATCH_SCALARS)):
         return True
     parts = opened(value)
     return parts is not None and any(isinstance(v, Tensor) or (opened(v) is not None and _kept(v)) for v in parts.items)
@@ -151,7 +151,7 @@ def mapped(batch: Any, change: Callable[[Tensor], Any]) -> Any:
     """A batch of the same structure with its tensors changed; anything else in it stays."""
     if isinstance(batch, Tensor):
         return change(batch)
-    if batch is None or isinstance(batch, PLAIN):
+    if batch is None or isinstance(batch, BATCH_SCALARS):
         return batch
     parts = opened(batch)
     return closed(parts.kind, parts.keys, [mapped(v, change) for v in parts.items]) if parts else batch
@@ -169,7 +169,7 @@ def flatten(batch: Any) -> tuple[dict[str, Tensor], Any]:
             return {"leaf": name}
         if isinstance(value, np.generic):
             value = value.item()
-        if value is None or type(value) in PLAIN:
+        if value is None or type(value) in BATCH_SCALARS:
             return {"value": value}
         parts = opened(value)
         if parts is None:
@@ -188,7 +188,7 @@ def flatten(batch: Any) -> tuple[dict[str, Tensor], Any]:
         if parts.kind in ("list", "tuple"):
             return {parts.kind: items}
         for key in parts.keys:
-            if key is not None and type(key) not in PLAIN and not isinstance(key, Beside):
+            if key is not None and type(key) not in BATCH_SCALARS and not isinstance(key, Beside):
                 raise BatchError(f"{name} has the key {key!r}", allowed="texts and numbers as keys")
         return {parts.kind: [[k, v] for k, v in zip(parts.keys, items, strict=True)]}
 

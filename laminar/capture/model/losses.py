@@ -8,7 +8,8 @@
 
 What trains is a scalar or a `Loss`. Of the rest, scalars and `Loss`es are metrics, and in dicts inside of it; anything
 else (logits, caches, None) is for nobody to report. A scalar metric is taken for a mean over samples, as a scalar loss
-is. In a graph metrics are outputs under names that say how they add up (`MEAN`, `TOTAL`, `WEIGHT`).
+is. In a graph metrics are outputs under names that say how they add up (`MEAN_PREFIX`, `TOTAL_PREFIX`,
+`WEIGHT_PREFIX`).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from laminar.errors import CaptureError, LaminarError
 
 Metrics = Mapping[str, Callable[[Any, Any], Any]]
 """Functions of model and batch by name, each with a result like a loss's."""
-MEAN, TOTAL, WEIGHT = "mean/", "total/", "weight/"
+MEAN_PREFIX, TOTAL_PREFIX, WEIGHT_PREFIX = "mean/", "total/", "weight/"
 """How a metric's name begins in a graph: a mean over samples; a total and the weight it is divided by."""
 
 
@@ -47,9 +48,9 @@ def read_loss(result: Any) -> tuple[Any, Any, dict[str, Tensor]]:
         value, metrics = total / weight, {"loss_total": total, "loss_weight": weight}
     for name, metric in rest.items():
         if isinstance(metric, Loss):
-            metrics[TOTAL + name], metrics[WEIGHT + name] = _sum(metric.total), _sum(_weight(metric))
+            metrics[TOTAL_PREFIX + name], metrics[WEIGHT_PREFIX + name] = _sum(metric.total), _sum(_weight(metric))
         else:
-            metrics[MEAN + name] = metric.detach() if metric.is_floating_point() else metric.detach().double()
+            metrics[MEAN_PREFIX + name] = metric.detach() if metric.is_floating_point() else metric.detach().double()
     return value, total, metrics
 
 
@@ -112,12 +113,12 @@ def identity(function: Any) -> Any:
 
 def is_mean(key: str) -> bool:
     """Whether an output (`kind:name`) is a mean over samples, to be weighted by them; others are sums."""
-    return key == "loss:loss" or key.startswith(f"metric:{MEAN}")
+    return key == "loss:loss" or key.startswith(f"metric:{MEAN_PREFIX}")
 
 
 def is_metric(key: str) -> bool:
     """Whether an output (`kind:name`) is a metric of the user's, on which nothing else depends."""
-    return key.startswith(tuple(f"metric:{kind}" for kind in (MEAN, TOTAL, WEIGHT)))
+    return key.startswith(tuple(f"metric:{kind}" for kind in (MEAN_PREFIX, TOTAL_PREFIX, WEIGHT_PREFIX)))
 
 
 def reported(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -125,11 +126,11 @@ def reported(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     out: dict[str, Tensor] = {}
     for key, value in values.items():
         kind, _, name = key.partition(":")
-        if kind == "metric" and name.startswith(MEAN):
-            out[name[len(MEAN) :]] = value
-        elif kind == "metric" and name.startswith(TOTAL):
-            name = name[len(TOTAL) :]
-            out[name] = value.double() / values[f"metric:{WEIGHT}{name}"]
+        if kind == "metric" and name.startswith(MEAN_PREFIX):
+            out[name[len(MEAN_PREFIX) :]] = value
+        elif kind == "metric" and name.startswith(TOTAL_PREFIX):
+            name = name[len(TOTAL_PREFIX) :]
+            out[name] = value.double() / values[f"metric:{WEIGHT_PREFIX}{name}"]
     return out
 
 

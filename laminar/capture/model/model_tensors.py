@@ -22,7 +22,7 @@ from laminar.capture.torch_private import FakeTensor
 
 OWN = frozenset(nn.Module().__dict__)
 """What every module has of its own: dicts of parameters, buffers, hooks."""
-PLAIN = (int, float, bool, str)
+MODULE_SCALARS = (int, float, bool, str)
 
 
 @dataclass
@@ -167,9 +167,9 @@ def scalars(model: nn.Module) -> dict[str, Any]:
             if key in OWN:
                 continue
             name = f"{path}.{key}" if path else key
-            if type(value) in PLAIN:
+            if type(value) in MODULE_SCALARS:
                 out[name] = value
             elif type(value) in (list, dict, set):
                 items = value.items() if isinstance(value, dict) else enumerate(value)
-                out[name] = [(k, v) for k, v in items if type(v) in PLAIN]
+                out[name] = [(k, v) for k, v in items if type(v) in MODULE_SCALARS]
     return out

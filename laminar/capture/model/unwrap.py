@@ -15,7 +15,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from laminar.capture.torch_private import compiled_inside, is_distributed_tensor, is_fully_sharded
 from laminar.errors import CaptureError
 
-NEXT = 'hand over the model as it is before it is wrapped: plan="zero3" keeps it in pieces'
+UNWRAP_IT = 'hand over the model as it is before it is wrapped: plan="zero3" keeps it in pieces'
 
 
 def unwrapped(model: Any) -> Any:
@@ -41,11 +41,11 @@ def _refuse_sharded(model: nn.Module) -> None:
         name = f"{path} of the model" if path else "the model"
         kind = type(module).__name__
         if is_fully_sharded(module) or kind in ("DeepSpeedEngine", "PipelineEngine"):
-            raise CaptureError(f"{name} is wrapped in {kind}, which keeps its weights in pieces", next=NEXT)
+            raise CaptureError(f"{name} is wrapped in {kind}, which keeps its weights in pieces", next=UNWRAP_IT)
         if path and isinstance(module, (DataParallel, DistributedDataParallel)):
             raise CaptureError(
                 f"{name} is wrapped in {kind}, inside of a model that is not", next="put the module itself in its place"
             )
         for key, p in module._parameters.items():
             if p is not None and is_distributed_tensor(p):
-                raise CaptureError(f"parameter {path + '.' if path else ''}{key} is a DTensor", next=NEXT)
+                raise CaptureError(f"parameter {path + '.' if path else ''}{key} is a DTensor", next=UNWRAP_IT)

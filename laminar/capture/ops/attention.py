@@ -127,17 +127,36 @@ def attention_backward(
 
 
 def _backward_on_cuda(
-    fused: int, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor, lse: Tensor,
-    causal: bool, scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    fused: int,
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
     if fused == torch_private.EFFICIENT:
         seed = torch.zeros((), dtype=torch.int64, device=q.device)
         room = lse.new_zeros((*lse.shape[:-1], -(-lse.shape[-1] // 32) * 32))
         room[..., : lse.shape[-1]] = lse
         dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
-            dout, q, k, v, _cuda_bias(mask, q, k), out, room, seed, seed, 0.0, [True, True, True, False], causal,
+            dout,
+            q,
+            k,
+            v,
+            _cuda_bias(mask, q, k),
+            out,
+            room,
+            seed,
+            seed,
+            0.0,
+            [True, True, True, False],
+            causal,
             scale=scale,
-        )  # fmt: skip
+        )
         return dq, dk, dv
     sizes = q.shape[2], k.shape[2]
     seed = torch.empty((), dtype=torch.int64, device=q.device)  # of a generator that nobody asks without dropout

@@ -22,13 +22,13 @@ from torch import Tensor, nn
 
 from laminar.capture.model.model_tensors import OWN
 
-MOST = 5000
+MOST_VALUES = 5000
 """Values looked at for one digest; beyond that the object itself counts."""
 _classes: dict[str, weakref.WeakKeyDictionary[Any, int]] = {}
 _objects: dict[str, list[Any]] = {}
 
 
-class Opaque(Exception):
+class NoDigest(Exception):
     """Something that has no digest."""
 
 
@@ -50,7 +50,7 @@ def digest(*values: Any, identity: Any = None) -> str:
     """A few digits for values; where they have no digest, for `identity`, which is compared by `is`."""
     try:
         text = _Digest().of(values, 0)
-    except Opaque:
+    except NoDigest:
         text = _Digest(blind=True).of(values, 0)
         known = _objects.setdefault(text, [])
         at = next((i for i, k in enumerate(known) if _same(k, identity)), len(known))
@@ -97,7 +97,7 @@ class _Digest:
             return f"@{self.seen[id(value)]}"
         self.seen[id(value)] = len(self.seen)
         self.keep.append(value)
-        if len(self.seen) > MOST or depth > 40:
+        if len(self.seen) > MOST_VALUES or depth > 40:
             return self._opaque()
         return self._inside(value, depth + 1, slot)
 
@@ -145,5 +145,5 @@ class _Digest:
 
     def _opaque(self) -> str:
         if not self.blind:
-            raise Opaque
+            raise NoDigest
         return "?"

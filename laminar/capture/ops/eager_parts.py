@@ -35,9 +35,9 @@ from laminar.capture.torch_private import tree_flatten, tree_unflatten
 from laminar.errors import CaptureError, GraphError
 
 T = TypeVar("T")
-SMALL = 1 << 20
+SMALL_BUFFER = 1 << 20
 """Bytes of a buffer that is copied for every call; a larger one only if it is known to be changed."""
-NARROW = (torch.float32, torch.bfloat16, torch.float16)
+UP_TO_32_BITS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Held:
 
 
 @dataclass
-class Outcome:
+class CallOutcome:
     """What one call made: tensors in order, and what stands around them."""
 
     tensors: list[Tensor]
@@ -73,7 +73,7 @@ class Outcome:
 
 
 @dataclass
-class Part:
+class EagerPart:
     """A module or a function, called in one way."""
 
     name: str
@@ -97,7 +97,7 @@ class Part:
     """Arguments that it changes in place."""
     writes: tuple[int, ...] = ()
     """Slots that it gives new values, by their place among those given."""
-    outcome: Outcome | None = None
+    outcome: CallOutcome | None = None
     """What a trial gave; its tensors are empty ones."""
     differentiable: tuple[bool, ...] = ()
     batched: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
@@ -121,18 +121,18 @@ class Part:
         return found  # type: ignore[return-value]
 
 
-_parts: dict[str, list[Part]] = {}
+_parts: dict[str, list[EagerPart]] = {}
 _lock = threading.RLock()
 
 
-def register(part: Part) -> None:
+def register(part: EagerPart) -> None:
     """Make a part known by its name; parts of one name are alike in all but where their tensors lie."""
     with _lock:
         others = [p for p in _parts.get(part.name, []) if p.alive and p.modules != part.modules]
         _parts[part.name] = [*others[-3:], part]
 
 
-def find(name: str) -> Part:
+def part_named(name: str) -> EagerPart:
     """The part of a name."""
     found = [p for p in _parts.get(name, []) if p.alive]
     if not found:
@@ -159,7 +159,7 @@ NAME = {"laminar.eager": 2, "laminar.eager_backward": 3}
 
 def eager(given: Sequence[Tensor], key: Tensor, name: str, site: int, *_: Any) -> list[Tensor]:
     """The part's results: what it returns, what it leaves on modules, arguments and buffers that it changed."""
-    part = find(name)
+    part = part_named(name)
     wide = _is_wide(part, given)
     with _lock, torch.set_grad_enabled(any(part.needs)):
         leaves = leaves_of(part, given, part.needs)
@@ -170,9 +170,9 @@ def eager_backward(
     grads: Sequence[Tensor], given: Sequence[Tensor], key: Tensor, name: str, site: int, needs: Sequence[bool], *_: Any
 ) -> list[Tensor]:
     """Gradients of those given that need one; zeros where the part did not use it this time."""
-    part = find(name)
+    part = part_named(name)
 
-    def differentiated(got: Outcome) -> list[Tensor]:
+    def differentiated(got: CallOutcome) -> list[Tensor]:
         made = _checked(part, got, given)
         wanted = [leaf for leaf, need in zip(leaves, needs, strict=True) if need]
         of = [t for t, d in zip(made, part.differentiable, strict=True) if d]
@@ -195,7 +195,7 @@ def eager_backward(
         return [t.detach() for t in found]
 
 
-def _gradients(part: Part, pairs: list[tuple[Tensor, Tensor]], wanted: list[Tensor]) -> Sequence[Tensor | None]:
+def _gradients(part: EagerPart, pairs: list[tuple[Tensor, Tensor]], wanted: list[Tensor]) -> Sequence[Tensor | None]:
     if not pairs:
         return [None] * len(wanted)
     outs, grads = [t for t, _ in pairs], [g for _, g in pairs]
@@ -211,12 +211,12 @@ def _own(grad: Tensor, others: Sequence[Tensor]) -> Tensor:
     return grad.clone() if shared or 0 in grad.stride() else grad.detach()
 
 
-def _is_wide(part: Part, given: Sequence[Tensor]) -> bool:
+def _is_wide(part: EagerPart, given: Sequence[Tensor]) -> bool:
     """Whether a graph was widened to float64 since it was captured."""
-    return any(t.dtype == torch.float64 and d in NARROW for t, d in zip(given, part.dtypes, strict=True))
+    return any(t.dtype == torch.float64 and d in UP_TO_32_BITS for t, d in zip(given, part.dtypes, strict=True))
 
 
-def leaves_of(part: Part, given: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor]:
+def leaves_of(part: EagerPart, given: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor]:
     """Tensors to differentiate by, in the memory of those given; parameters are `nn.Parameter`s, as in the model."""
     out: list[Tensor] = []
     kinds = [s.kind for s in given_of(part, slots_in(part))] if part.slots else []
@@ -234,7 +234,7 @@ def _fresh(made: list[Tensor], given: Sequence[Tensor], wide: bool) -> list[Tens
     out = []
     for t in made:
         t = t.detach()
-        t = t.double() if wide and t.dtype in NARROW else t
+        t = t.double() if wide and t.dtype in UP_TO_32_BITS else t
         place = t.untyped_storage().data_ptr()
         if t.numel() and (place in seen or 0 in t.stride()):
             t = t.clone(memory_format=torch.contiguous_format)
@@ -246,7 +246,7 @@ def _fresh(made: list[Tensor], given: Sequence[Tensor], wide: bool) -> list[Tens
 # --- one call --------------------------------------------------------------------------------
 
 
-def slots_in(part: Part) -> dict[str, Slot]:
+def slots_in(part: EagerPart) -> dict[str, Slot]:
     """The tensors of the part's modules as they are now, by the number of the module and their name there."""
     out: dict[int, tuple[str, Slot]] = {}
     for at, module in enumerate(part.held()):
@@ -257,7 +257,7 @@ def slots_in(part: Part) -> dict[str, Slot]:
     return dict(out.values())
 
 
-def given_of(part: Part, slots: Mapping[str, Slot]) -> list[Slot]:
+def given_of(part: EagerPart, slots: Mapping[str, Slot]) -> list[Slot]:
     """Those of them that are given."""
     gone = [name for name in part.slots if name not in slots]
     if gone:
@@ -268,13 +268,20 @@ def given_of(part: Part, slots: Mapping[str, Slot]) -> list[Slot]:
     return [slots[name] for name in part.slots]
 
 
+def _touched(tensors: Sequence[Tensor], versions: Sequence[int], given: Sequence[Tensor]) -> list[bool]:
+    """Which tensors a part has written into: by their versions, and copies by their values."""
+    return [
+        t._version != v or (t is not g and not _same(t, g)) for t, v, g in zip(tensors, versions, given, strict=True)
+    ]
+
+
 def called(
-    part: Part,
+    part: EagerPart,
     leaves: Sequence[Tensor],
     key: Tensor,
     site: int,
     wide: bool,
-    then: Callable[[Outcome], T],
+    then: Callable[[CallOutcome], T],
     copied: bool = False,
 ) -> T:
     """Call the part on such tensors, and look at what it made; then whatever it did to its modules is undone.
@@ -282,10 +289,13 @@ def called(
     What it is known to change is a copy; with `copied`, so is everything but parameters. Small buffers always are, and
     are compared by value: batch norm's kernels change statistics without leaving a trace on the tensor.
     """
+    # Long because what is put in place for the call, the call, and what it has done are one transaction.
     held, slots = part.held(), slots_in(part)
     arguments = [t.clone() if copied or i in part.changes else t for i, t in enumerate(leaves[: part.arguments])]
     inner = [
-        t.clone() if i in part.writes or (not isinstance(t, nn.Parameter) and (copied or t.nbytes <= SMALL)) else t
+        t.clone()
+        if i in part.writes or (not isinstance(t, nn.Parameter) and (copied or t.nbytes <= SMALL_BUFFER))
+        else t
         for i, t in enumerate(leaves[part.arguments :])
     ]
     mine = given_of(part, slots)
@@ -304,7 +314,7 @@ def called(
         for module in held:
             _unguarded(module)
         before, plain = _attributes(held), [scalars(m) for m in held]
-        moved = around.enter_context(seeded(key, site, device))
+        moved = around.enter_context(generators_seeded(key, site, device))
         if part.autocast is not None:
             around.enter_context(torch.autocast(device.type, dtype=part.autocast))
         if wide:
@@ -322,10 +332,7 @@ def called(
                 tensors.append(leaf)
                 flat[i] = Hole(len(tensors) - 1)
         now = [slot.now for slot in mine]
-        touched = [
-            t._version != v or (t is not given and not _same(t, given))
-            for t, v, given in zip((*arguments, *inner), versions, leaves, strict=True)
-        ]
+        touched = _touched((*arguments, *inner), versions, leaves)
         changed = frozenset(i for i in range(part.arguments) if touched[i])
         written = frozenset(
             i for i, (t, n) in enumerate(zip(inner, now, strict=True)) if n is not t or touched[part.arguments + i]
@@ -336,7 +343,7 @@ def called(
         numbers = tuple(
             (k, v, new[k]) for old, new in zip(plain, after, strict=True) for k, v in old.items() if new.get(k, v) != v
         )
-        return then(Outcome(tensors, tree, flat, changed, written, numbers, moved()))
+        return then(CallOutcome(tensors, tree, flat, changed, written, numbers, moved()))
 
 
 def _unguarded(module: nn.Module) -> None:
@@ -382,7 +389,7 @@ def _left(held: Sequence[nn.Module], before: Mapping[int, Any], own: set[int]) -
     return out
 
 
-def _checked(part: Part, got: Outcome, given: Sequence[Tensor]) -> list[Tensor]:
+def _checked(part: EagerPart, got: CallOutcome, given: Sequence[Tensor]) -> list[Tensor]:
     """What was made, if it is of the kind that a trial made."""
     want = part.outcome
     assert want is not None
@@ -433,7 +440,7 @@ def _checked(part: Part, got: Outcome, given: Sequence[Tensor]) -> list[Tensor]:
     return got.tensors
 
 
-def _shown(outcome: Outcome) -> str:
+def _shown(outcome: CallOutcome) -> str:
     return ", ".join("a tensor" if isinstance(v, Hole) else repr(v) for v in outcome.leaves) or "nothing"
 
 
@@ -443,7 +450,7 @@ _ODD = 0x9E3779B97F4A7C15
 
 
 @contextlib.contextmanager
-def seeded(key: Tensor, site: int, device: torch.device) -> Iterator[Callable[[], bool]]:
+def generators_seeded(key: Tensor, site: int, device: torch.device) -> Iterator[Callable[[], bool]]:
     """All generators set by the key and the site, and afterwards as they were; tells whether anybody has drawn."""
     seed = 0
     for number in (*key.tolist(), site):
@@ -483,10 +490,10 @@ class _Wide(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (Tensor.float, Tensor.half, Tensor.bfloat16):
             return args[0].double()
-        kwargs = {k: torch.float64 if v in NARROW else v for k, v in (kwargs or {}).items() if _is_dtype(v)} | {
+        kwargs = {k: torch.float64 if v in UP_TO_32_BITS else v for k, v in (kwargs or {}).items() if _is_dtype(v)} | {
             k: v for k, v in (kwargs or {}).items() if not _is_dtype(v)
         }
-        return func(*[torch.float64 if _is_dtype(a) and a in NARROW else a for a in args], **kwargs)
+        return func(*[torch.float64 if _is_dtype(a) and a in UP_TO_32_BITS else a for a in args], **kwargs)
 
 
 def _is_dtype(value: Any) -> bool:

@@ -40,19 +40,19 @@ DTYPES: dict[str, torch.dtype] = {
     "u64": torch.uint64,
     "bool": torch.bool,
 }
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 PLACE_ARGS = ("device", "layout", "pin_memory", "memory_format")
 
 
 def spec_of(tensor: torch.Tensor) -> TensorSpec:
     """Shape and dtype of a tensor."""
-    if tensor.dtype not in NAMES or tensor.layout != torch.strided:
-        kind = tensor.dtype if tensor.dtype not in NAMES else tensor.layout
+    if tensor.dtype not in DTYPE_NAMES or tensor.layout != torch.strided:
+        kind = tensor.dtype if tensor.dtype not in DTYPE_NAMES else tensor.layout
         raise CaptureError(
             f"a tensor of {tuple(tensor.shape)} is {kind}, which a graph has no place for",
             next="cast it to a dtype that models train in, and keep it dense",
         )
-    return TensorSpec(tuple(int(n) for n in tensor.shape), NAMES[tensor.dtype])
+    return TensorSpec(tuple(int(n) for n in tensor.shape), DTYPE_NAMES[tensor.dtype])
 
 
 def op_name(op: Any) -> str:
@@ -76,14 +76,14 @@ def positional(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[
     return tuple(out)
 
 
-def plain(value: Any) -> Any:
+def plain_argument(value: Any) -> Any:
     """A traced argument as plain data; tensors must already be `Ref`s."""
     if isinstance(value, (Ref, Dtype, str)) or value is None:
         return value
     if isinstance(value, (list, tuple)):
-        return tuple(plain(v) for v in value)
+        return tuple(plain_argument(v) for v in value)
     if isinstance(value, torch.dtype):
-        return Dtype(NAMES[value])
+        return Dtype(DTYPE_NAMES[value])
     if isinstance(value, bool):
         return value
     if isinstance(value, (int, torch.SymInt)):
@@ -161,11 +161,11 @@ def _without_gaps(value: Any) -> Any:
     return value if last is not None and value.is_contiguous(memory_format=last) else value.contiguous()
 
 
-LAZY = ("aten.linalg_lu_solve", "aten._linalg_solve_ex")
+LAZY_CONJUGATES = ("aten.linalg_lu_solve", "aten._linalg_solve_ex")
 """Ops that may give a conjugate as a bit on a tensor that holds the other values: no collective looks at that bit."""
 
 
-def resolved(op: Callable[..., Any]) -> Callable[..., Any]:
+def with_values(op: Callable[..., Any]) -> Callable[..., Any]:
     """The op with results that hold their values."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -183,7 +183,13 @@ def caller(name: str) -> Callable[..., Any]:
         return getattr(kernels, name.removeprefix("laminar."))  # type: ignore[no-any-return]
     if name in ("aten.view", "aten._unsafe_view"):  # strides may differ from those traced
         return torch.reshape
-    op = dense(find_op(name)) if name in DENSE else resolved(find_op(name)) if name in LAZY else find_op(name)
+    op = (
+        dense(find_op(name))
+        if name in DENSE
+        else with_values(find_op(name))
+        if name in LAZY_CONJUGATES
+        else find_op(name)
+    )
 
     def call(*args: Any) -> Any:
         some, kwargs = spread(name, args)

@@ -19,7 +19,7 @@ OURS = "GeneratedBackwardFor_laminar"
 """How torch calls the autograd functions of our own ops."""
 
 
-def written(func: Any, args: Any, kwargs: Any) -> list[Any]:
+def call_as_json(func: Any, args: Any, kwargs: Any) -> list[Any]:
     """One call as JSON."""
     return [str(func), _plain(args), [[k, _plain(v)] for k, v in kwargs.items()] if kwargs else []]
 

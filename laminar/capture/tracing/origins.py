@@ -24,8 +24,8 @@ import torch.utils.checkpoint
 from torch import nn
 
 from laminar.capture.canonical.canonical import Canonical, gpu_autocast
-from laminar.capture.canonical.known_values import NOTHING, looked_at, without_masks
-from laminar.capture.model.model_tensors import PLAIN
+from laminar.capture.canonical.known_values import NOT_KNOWN, looked_at, without_masks
+from laminar.capture.model.model_tensors import MODULE_SCALARS
 from laminar.capture.torch_private import (
     TorchDispatchMode,
     autograd_node,
@@ -36,11 +36,11 @@ from laminar.capture.torch_private import (
     schema,
     sequence_number,
 )
-from laminar.capture.tracing.op_log import written
+from laminar.capture.tracing.op_log import call_as_json
 
 _TORCH = os.path.dirname(torch.__file__)
 _OURS = str(Path(__file__).parents[2])
-STEPS = ("laminar_whole_step", "refuse_carried", "refuse_drawn", "in_plain_pytorch")
+STEP_FUNCTIONS = ("laminar_whole_step", "refuse_carried", "refuse_drawn", "in_plain_pytorch")
 """Functions that run a step: frames further out belong to whoever called capture."""
 
 
@@ -68,7 +68,7 @@ def blame(error: BaseException) -> str:
     """The user's line an exception passed through last, inside the step."""
     best = ""
     for frame, number in traceback.walk_tb(error.__traceback__):
-        if frame.f_code.co_name in STEPS:
+        if frame.f_code.co_name in STEP_FUNCTIONS:
             best = ""
         elif is_users(frame.f_code.co_filename):
             best = show_line(frame.f_code.co_filename, number)
@@ -102,7 +102,7 @@ class Recorder(TorchDispatchMode):
     def where(self, depth: int = 2) -> str:
         """The user's line that is running."""
         frame: Any = sys._getframe(depth)
-        while frame is not None and frame.f_code.co_name not in STEPS:
+        while frame is not None and frame.f_code.co_name not in STEP_FUNCTIONS:
             path = frame.f_code.co_filename
             if is_users(path):
                 key = (path, frame.f_lineno)
@@ -126,10 +126,10 @@ class Recorder(TorchDispatchMode):
         proxy = get_proxy_mode()
         if proxy is None:
             if self.dry and self.noting:
-                self.ops.append(written(func, args, kwargs))
+                self.ops.append(call_as_json(func, args, kwargs))
             return func(*args, **(kwargs or {}))
         found = looked_at(func, args, kwargs)
-        if found is not NOTHING:
+        if found is not NOT_KNOWN:
             return found
         args = without_masks(func, args)
         refuse_mixed(func, args)
@@ -148,7 +148,7 @@ class Recorder(TorchDispatchMode):
             origin = Origin(self.where(), self.stack[-1] if self.stack else "", phase)
             self.by_sequence.setdefault(sequence_number(), origin)
             if self.noting:
-                self.ops.append(written(func, args, kwargs))
+                self.ops.append(call_as_json(func, args, kwargs))
         with nodes_made(proxy) as made:
             out = func(*args, **(kwargs or {}))
         self.origins.update({node.name: origin for node in made})
@@ -192,7 +192,7 @@ class Recorder(TorchDispatchMode):
             return run
 
         def noted(module: nn.Module, name: str, value: Any) -> None:
-            if type(value) in PLAIN and threading.get_ident() == here:
+            if type(value) in MODULE_SCALARS and threading.get_ident() == here:
                 self.written[id(module), name] = self.where()
             assign(module, name, value)
 

@@ -129,6 +129,7 @@ def trace(
 
     `dry` only runs forward and notes its ops.
     """
+    # Long because the function that torch traces has to be a closure: what it notes on the way is read after tracing.
     refuse_hooks(slots)
     refuse_layouts(slots, leaves)
     refuse_scripted(model)

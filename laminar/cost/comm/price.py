@@ -17,7 +17,7 @@ the nearest rows. Every answer says which, by which algorithm, and how sure it i
 
 `nbytes` is what a rank holds of the whole thing: for all_reduce and all_to_all its tensor (as large before as
 after), for all_gather the tensor *after*, for reduce_scatter the tensor *before*, for broadcast and send what is
-sent. `held_bytes` reads it off an instruction. A collective of several tensors counts their sum.
+sent. `collective_bytes` reads it off an instruction. A collective of several tensors counts their sum.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.mesh import Mesh
 from laminar.ir.program import Instr
 
-KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
+COLLECTIVE_KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
 LOW_LATENCY = (0.6, 0.25)
 """Share of the latency and of the rate, in NCCL's low-latency protocol. Assumed; fits 32 KB on 8 A100 within 10 %."""
 TREE_SHARE = 0.9
@@ -47,7 +47,7 @@ SIGMA_FORMULA, SIGMA_MEASURED_LINKS, SIGMA_ROW = 0.3, 0.2, 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class CollectivePrice:
     """Seconds of a collective, and what they rest on."""
 
     seconds: float
@@ -67,7 +67,7 @@ class Answer:
         return max(0.0, self.seconds - self.start_s - self.finish_s)
 
 
-NO_TIME = Answer(0.0, "free", 0.0, "none")
+NO_TIME = CollectivePrice(0.0, "free", 0.0, "none")
 
 
 # -- the choice --------------------------------------------------------------------------------
@@ -202,29 +202,29 @@ class CollectiveCost:
 
     def __call__(
         self, kind: str, nbytes: int, group: tuple[int, ...], groups_at_once: int = 1, resident: bool = False
-    ) -> Answer:
+    ) -> CollectivePrice:
         """Seconds for a group of ranks, while `groups_at_once` like it share the links of its units."""
         return self._ask(kind, nbytes, self._team(tuple(group), groups_at_once), resident)
 
     def on(
         self, kind: str, nbytes: int, mesh: Mesh, axes: tuple[int, ...], rank: int = 0, resident: bool = False
-    ) -> Answer:
+    ) -> CollectivePrice:
         """Seconds over axes of a mesh, where all groups do the same at once."""
         return self._ask(kind, nbytes, self._mesh_team(mesh, axes, rank), resident)
 
-    def of(self, instr: Instr, mesh: Mesh, rank: int = 0, resident: bool = False) -> Answer:
+    def of(self, instr: Instr, mesh: Mesh, rank: int = 0, resident: bool = False) -> CollectivePrice:
         """Seconds of a collective of a program."""
-        return self.on(instr.kind, held_bytes(instr, mesh, rank), mesh, instr.box.axes, rank, resident)
+        return self.on(instr.kind, collective_bytes(instr, mesh, rank), mesh, instr.box.axes, rank, resident)
 
-    def _answer(self, kind: str, nbytes: int, t: Team, resident: bool) -> Answer:
-        if kind not in KINDS:
-            raise ClusterError(f"{kind!r} is no collective", allowed="  ".join(KINDS))
+    def _answer(self, kind: str, nbytes: int, t: Team, resident: bool) -> CollectivePrice:
+        if kind not in COLLECTIVE_KINDS:
+            raise ClusterError(f"{kind!r} is no collective", allowed="  ".join(COLLECTIVE_KINDS))
         if t.ranks == 1 or nbytes <= 0:
             return NO_TIME
         terms = formula(self.cluster, kind, nbytes, t, resident)
         seconds, source, sigma = self._seconds(kind, nbytes, t, resident, terms)
         part = seconds / terms.seconds if terms.seconds else 0.0
-        return Answer(seconds, source, sigma, terms.algorithm, terms.start_s * part, terms.finish_s * part)
+        return CollectivePrice(seconds, source, sigma, terms.algorithm, terms.start_s * part, terms.finish_s * part)
 
     def _seconds(self, kind: str, nbytes: int, t: Team, resident: bool, terms: Terms) -> tuple[float, str, float]:
         by_size = self._measured.get((kind, t.level, resident)) or {}
@@ -273,7 +273,7 @@ class CollectiveCost:
         return _scales([(self._alone(kind, r.nbytes, ranks, level, resident), r.seconds) for r in rows])
 
 
-def held_bytes(instr: Instr, mesh: Mesh, rank: int = 0) -> int:
+def collective_bytes(instr: Instr, mesh: Mesh, rank: int = 0) -> int:
     """What `nbytes` means, read off a collective of a program: the larger of what a rank holds before and after."""
     before = sum(p.local(mesh, rank).nbytes for p in instr.ins)
     after = sum(p.local(mesh, rank).nbytes for p in instr.outs if p)

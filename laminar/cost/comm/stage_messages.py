@@ -25,7 +25,7 @@ from laminar.rules.boxing.crossing import crossing
 
 Message = tuple[int, int, int]
 """From which rank to which, and how many bytes."""
-Link = tuple[str, int, int, bool]
+MessageLink = tuple[str, int, int, bool]
 """Name of the level, part of the cluster, number in that part, and whether messages leave through it or enter."""
 
 
@@ -34,7 +34,7 @@ class Hop:
     """All messages of one micro-batch from one place to another."""
 
     seconds: float
-    links: frozenset[Link]
+    links: frozenset[MessageLink]
     """Those that bytes go through."""
 
 
@@ -56,7 +56,7 @@ def messages(src: Place, dst: Place, values: Iterable[tuple[TensorSpec, NdSbp, N
 
 def hop(cluster: Cluster, sent: Iterable[Message]) -> Hop:
     """Messages that set out together; none take no time."""
-    wait_s, carried_s = 0.0, dict[Link, float]()
+    wait_s, carried_s = 0.0, dict[MessageLink, float]()
     for src, dst, nbytes in sent:
         level = cluster.joining((src, dst))
         wait_s = max(wait_s, level.latency_s.value)
@@ -65,7 +65,7 @@ def hop(cluster: Cluster, sent: Iterable[Message]) -> Hop:
     return Hop(wait_s + max(carried_s.values(), default=0.0), frozenset(carried_s))
 
 
-def _link(cluster: Cluster, level: Level, rank: int, out: bool) -> Link:
+def _link(cluster: Cluster, level: Level, rank: int, out: bool) -> MessageLink:
     first = 0
     for k, part in enumerate(cluster.parts):
         if rank < first + part.devices:
@@ -76,7 +76,7 @@ def _link(cluster: Cluster, level: Level, rank: int, out: bool) -> Link:
 
 def lanes(hops: Mapping[str, Hop]) -> dict[str, tuple[int, ...]]:
     """For hops by name, the lanes they keep others out of: links that the same hops go through are one lane."""
-    users: dict[Link, list[str]] = {}
+    users: dict[MessageLink, list[str]] = {}
     for name, one in hops.items():
         for link in one.links:
             users.setdefault(link, []).append(name)

@@ -20,7 +20,7 @@ from laminar.ir.mesh import Mesh
 
 
 @dataclass(frozen=True, slots=True)
-class Hop:
+class GroupLevel:
     """One level as a group sees it."""
 
     fan: int
@@ -45,13 +45,13 @@ class Team:
     ranks: int
     level: int
     """The outermost level it crosses; -1 for a group of one."""
-    hops: tuple[Hop, ...]
+    hops: tuple[GroupLevel, ...]
     """By level, up to that one."""
     shares: bool
     """Whether it has links to share with groups that work at the same time."""
 
     @property
-    def crossed(self) -> tuple[Hop, ...]:
+    def crossed(self) -> tuple[GroupLevel, ...]:
         """The levels over which anything moves."""
         return tuple(h for h in self.hops if h.fan > 1)
 
@@ -123,5 +123,7 @@ def _team(cluster: Cluster, ranks: tuple[int, ...], users: list[Counter[int]] | 
         shares |= fan > 1 and min(ones) < 1
         chain = sum(a // inner != b // inner and a // unit == b // unit for a, b in pairwise(order))
         peers = members[k + 1] - members[k]
-        hops.append(Hop(fan, members[k], peers, chain, level.latency_s.value, rate * min(ways), rate * min(ones)))
+        hops.append(
+            GroupLevel(fan, members[k], peers, chain, level.latency_s.value, rate * min(ways), rate * min(ones))
+        )
     return Team(len(ranks), reach.level, tuple(hops), shares)

@@ -21,7 +21,7 @@ from laminar.ir.sbp import Split, chunk
 from laminar.ir.serial.codec import Ref
 from laminar.ir.tensor import ITEM_BYTES
 
-BACKENDS = ("shared", "gloo", "nccl", "null")
+BUFFER_BACKENDS = ("shared", "gloo", "nccl", "null")
 Shape = tuple[int, ...]
 
 
@@ -52,8 +52,8 @@ class Buffers:
 
 def buffers_of(program: Program, rank: int, backend: str, compiled: bool) -> Buffers:
     """What a rank's exchanges need; `compiled` as in `runtime.compiled`, else line by line."""
-    if backend not in BACKENDS:
-        raise ClusterError(f"no backend {backend!r}", allowed="  ".join(BACKENDS))
+    if backend not in BUFFER_BACKENDS:
+        raise ClusterError(f"no backend {backend!r}", allowed="  ".join(BUFFER_BACKENDS))
     return _Layout(program, rank, backend, compiled).out
 
 

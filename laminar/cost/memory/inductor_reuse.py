@@ -101,7 +101,7 @@ def _in_part(
     return out
 
 
-def arranged(forms: Forms, groups: Sequence[tuple[int, ...]] | None) -> tuple[list[tuple[int, ...]], set[int]]:
+def in_order(forms: Forms, groups: Sequence[tuple[int, ...]] | None) -> tuple[list[tuple[int, ...]], set[int]]:
     """What runs one after the other, and values, by number, that exist only inside a kernel.
 
     A group runs where its last line stands, or just before somebody outside needs what it makes.

@@ -11,9 +11,9 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from laminar.cost.memory.comm_buffers import Buffers, buffers_of
-from laminar.cost.memory.inductor_reuse import NEVER_IN_PLACE, arranged
+from laminar.cost.memory.inductor_reuse import NEVER_IN_PLACE, in_order
 from laminar.cost.ops.interned import forms_of
-from laminar.cost.ops.strides import follow
+from laminar.cost.ops.strides import follow_strides
 from laminar.cost.ops.table import local_call
 from laminar.ir.ops import COLLECTIVE_OPS, DRAWS, FREE, HOST_COPIES
 from laminar.ir.program import Instr, Program
@@ -52,7 +52,7 @@ class Fact(NamedTuple):
     """Its op, without where that is from."""
 
 
-class Run(NamedTuple):
+class LineRun(NamedTuple):
     """One line, or several that are one kernel."""
 
     lines: tuple[int, ...]
@@ -99,7 +99,7 @@ class Script:
                 for k in range(self.facts[forms.of[lines[name]]].makes):
                     self.readers[forms.makes[lines[name]] + k] += 1
         self.grads = {self.root(forms.number(o.ref)) for o in program.outputs if o.kind == "grad"}
-        order, self.inner = arranged(forms, groups)
+        order, self.inner = in_order(forms, groups)
         self.runs = [self._run(lines) for lines in order]
 
     def fact(self, line: int) -> Fact:
@@ -119,10 +119,11 @@ class Script:
             return [False] * len(forms.of)
         calls = [local_call(i, self.program.mesh, self.rank) for i in forms.examples]
         return [
-            self.facts[f].looks and not lying.copies for f, lying in zip(forms.of, follow(forms, calls), strict=True)
+            self.facts[f].looks and not lying.copies
+            for f, lying in zip(forms.of, follow_strides(forms, calls), strict=True)
         ]
 
-    def _run(self, lines: tuple[int, ...]) -> Run:
+    def _run(self, lines: tuple[int, ...]) -> LineRun:
         forms, maker, inner, first = self.forms, self.maker, self.inner, self.fact(lines[0])
         apart = first.moves or first.hosts
         if len(lines) == 1:
@@ -133,7 +134,7 @@ class Script:
             outer = [v for v in read if maker[v] not in inside]
         seen = [v for v in outer if v not in inner]
         spare = self._spare(lines, read) if self.compiled and not apart else []
-        return Run(lines, apart, self.program.instrs[lines[0]].phase == "forward", read, outer, seen, spare)
+        return LineRun(lines, apart, self.program.instrs[lines[0]].phase == "forward", read, outer, seen, spare)
 
     def _spare(self, lines: tuple[int, ...], read: list[int]) -> list[tuple[int, int, int]]:
         """For lines of a kernel what they are the last to read: a compiler may write results there."""

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from laminar.cost.memory.allocator import HEAPS, Heap, Nowhere
 from laminar.cost.memory.comm_buffers import Need
 from laminar.cost.memory.inductor_reuse import Life, handed_on
-from laminar.cost.memory.liveness import Run, Script
+from laminar.cost.memory.liveness import LineRun, Script
 from laminar.errors import ClusterError
 from laminar.ir.ops import HOST_BRING, HOST_SEND
 from laminar.ir.program import Program
@@ -268,7 +268,7 @@ class _Play:
             host_bytes=_host_bytes(program, self.rank),
         )
 
-    def _kernel(self, run: Run) -> int:
+    def _kernel(self, run: LineRun) -> int:
         """One line, or several that are one kernel; the number of the part it is in, -1 for a collective."""
         script, flying, places, inner, readers = self.script, self.flying, self.places, self.inner, self.readers
         begins = not self.late and not run.forward
@@ -336,7 +336,7 @@ class _Play:
     def _unseen(self, nbytes: int) -> None:
         self.unseen[len(self.parts)] = self.unseen.get(len(self.parts), 0) + nbytes
 
-    def _spare(self, run: Run) -> dict[int, list[_Place]]:
+    def _spare(self, run: LineRun) -> dict[int, list[_Place]]:
         """For lines of a kernel, the memory of what they are the last to read: a compiler may write results there."""
         out: dict[int, list[_Place]] = {}
         for v, line, times in run.spare:

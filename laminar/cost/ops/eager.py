@@ -38,7 +38,7 @@ def as_they_are(graph: Graph) -> list[dict[str, Any]]:
     return list(rows.values())
 
 
-def shown(row: dict[str, Any]) -> str:
+def shown_part(row: dict[str, Any]) -> str:
     """One part in a line."""
     part = f"{row['module']} ({row['part']})" if row["module"] else row["part"]
     return f"{part}: {row['share']:.1%} of the work, on {row['by']}  {row['where']}"

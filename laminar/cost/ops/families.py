@@ -1,7 +1,7 @@
 """Families of ops: which ops cost alike, and the few numbers that decide how much.
 
 Within a family time is a smooth function of a small geometry: a product's (batch, m, n, k), a softmax's rows and
-columns, an elementwise op's bytes. `describe` gives for a call its family, that geometry in octaves (base-2
+columns, an elementwise op's bytes. `traits_of` gives for a call its family, that geometry in octaves (base-2
 logarithms, so that equal ratios are equal distances), a kind (which op, with what would change its code path), and
 the work a roofline needs: floating-point operations, and bytes that go to and from memory.
 """
@@ -56,7 +56,7 @@ FAMILY |= {
     "fused.pointwise": "fused.pointwise", "fused.reduction": "fused.reduction",
 }  # fmt: skip
 
-NAMES = ("matmul", "attention", "convolution", "cheap", "dear", "rows", "channels", "sums", "moving", "indexing",
+OP_FAMILIES = ("matmul", "attention", "convolution", "cheap", "dear", "rows", "channels", "sums", "moving", "indexing",
          "loss", "pooling", "lstm", "draws", "view", "optimizer", "fused.pointwise", "fused.reduction")  # fmt: skip
 """Every family; an op that no line names is "cheap": elementwise, bound by memory."""
 COMPUTES = ("matmul", "attention", "convolution", "lstm")
@@ -99,7 +99,7 @@ def measured_traits(key: str) -> Traits:
     """The traits of an op that a profile names; a name that is no op's is refused."""
     call, marks = parse_key(key)
     try:
-        found = describe(call, marks)
+        found = traits_of(call, marks)
     except (ArithmeticError, AssertionError, LookupError, TypeError, ValueError) as error:
         raise LaminarError(
             f"{key!r} is not the key of a measured op: {error}", next="measure the profile again"
@@ -107,8 +107,9 @@ def measured_traits(key: str) -> Traits:
     return found
 
 
-def describe(call: Call, marks: Sequence[str] = ()) -> Traits:
+def traits_of(call: Call, marks: Sequence[str] = ()) -> Traits:
     """The traits of a call; `marks` as in `cost.layout`."""
+    # Long because it is a table of families: a few lines for each.
     family, op = family_of(call.op), call.op
     if family in ("optimizer", "fused.pointwise", "fused.reduction"):
         return _by_numbers(call, family)

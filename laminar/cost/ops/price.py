@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from laminar.cost.ops.families import COMPUTES, NAMES, Traits, describe, measured_traits
-from laminar.cost.ops.table import Entry, Section, Table, canonical, key_of, local_call, nearest_section
+from laminar.cost.ops.families import COMPUTES, OP_FAMILIES, Traits, measured_traits, traits_of
+from laminar.cost.ops.table import Entry, Section, Table, key_of, local_call, nearest_section, numbered
 from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.mesh import Mesh
 from laminar.ir.program import Instr
@@ -38,7 +38,7 @@ LENGTHS = (1.0, 2.0, 3.0, 5.0, 8.0)
 """Octaves over which efficiency changes; the best of these is taken."""
 FAR, FAR_SHARES = 12.0, (0.3, 0.6, 0.85)
 """What an op keeps over a distance as great as this, as a share of its variance; the best of these is taken."""
-SMALL = 2.0
+SMALL_WORK = 2.0
 """A measured call with less work than this many times what being called takes shows what its op takes at least."""
 TOGETHER = {"cpu": 1, "gpu": 30}
 """Tensors that one kernel of a fused update does. Assumed: what fits into a kernel's arguments."""
@@ -184,7 +184,7 @@ class OpCost:
         asked = (op, ins, outs, args, marks)
         found = self._answers.get(asked)
         if found is None:
-            found = self._answers[asked] = self._answer(canonical(Call(op, args, ins, outs)), marks)
+            found = self._answers[asked] = self._answer(numbered(Call(op, args, ins, outs)), marks)
         return found
 
     def instr(self, instr: Instr, mesh: Mesh, rank: int = 0, marks: tuple[str, ...] = ()) -> Answer:
@@ -196,7 +196,7 @@ class OpCost:
 
     def _answer(self, call: Call, marks: tuple[str, ...]) -> Answer:
         entry = self.measured.ops.get(key_of(call, marks))
-        t = describe(call, marks)
+        t = traits_of(call, marks)
         if t.family == "view" and self.cluster.device.kind == "gpu":
             return Answer(0.0, "free", 0.0)
         if entry is not None:
@@ -255,7 +255,7 @@ class OpCost:
         found = Rates(peaks, bandwidth or device.bytes_per_s.value, call, together=TOGETHER[device.kind])
         least: dict[str, float] = {}
         for t, e in self._entries:
-            if t.calls == 1 and found.work_s(t) < SMALL * call:
+            if t.calls == 1 and found.work_s(t) < SMALL_WORK * call:
                 least[t.op] = min(e.seconds, least.get(t.op, math.inf))
         return replace(found, fixed_s=least)
 
@@ -279,7 +279,7 @@ class OpCost:
     def check(self) -> list[Check]:
         """For each family, how well its entries are predicted each from the others."""
         out = []
-        for name in NAMES:
+        for name in OP_FAMILIES:
             family = self.family(name)
             if family is None or len(family.logs) < 2:
                 continue

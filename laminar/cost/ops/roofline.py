@@ -14,14 +14,14 @@ from laminar.rules.notation import Call
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Device:
+class RooflineDevice:
     """The two rates a roofline needs."""
 
     flops_per_s: float
     bytes_per_s: float
 
 
-ASSUMED = Device(flops_per_s=100e12, bytes_per_s=1.5e12)
+ASSUMED = RooflineDevice(flops_per_s=100e12, bytes_per_s=1.5e12)
 """Assumed, not measured: about a third of a current data-centre GPU's peak."""
 
 
@@ -67,7 +67,7 @@ def _share(call: Call) -> float:
     return call.ins[first + split[0]].shape[0] / max(call.args[-1], 1) if split else 1.0
 
 
-def op_s(call: Call, device: Device = ASSUMED) -> float:
+def op_s(call: Call, device: RooflineDevice = ASSUMED) -> float:
     """Seconds of a call on one rank."""
     if call.op in FREE:
         return 0.0

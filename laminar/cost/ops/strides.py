@@ -163,7 +163,9 @@ def layouts(program: Program, calls: Mapping[str, Call]) -> Layouts:
     marks: dict[str, tuple[str, ...]] = {}
     copies: set[str] = set()
     forms = forms_of(program)
-    for instr, lying in zip(program.instrs, follow(forms, [calls[i.name] for i in forms.examples]), strict=True):
+    for instr, lying in zip(
+        program.instrs, follow_strides(forms, [calls[i.name] for i in forms.examples]), strict=True
+    ):
         marks[instr.name] = lying.marks
         if lying.copies:
             copies.add(instr.name)
@@ -171,10 +173,10 @@ def layouts(program: Program, calls: Mapping[str, Call]) -> Layouts:
     return Layouts(strides, marks, frozenset(copies))
 
 
-def follow(forms: Forms, calls: Sequence[Call]) -> list[Lying]:
+def follow_strides(forms: Forms, calls: Sequence[Call]) -> list[Lying]:
     """How everything lies, line by line, given the local call of every form."""
     strides: list[Strides | None] = [None] * forms.values
-    told = placed(forms)
+    told = written_in_place(forms)
     known: dict[Any, Lying] = {}
     out = []
     for n, (form, reads, first) in enumerate(zip(forms.of, forms.reads, forms.makes, strict=True)):
@@ -194,7 +196,7 @@ def follow(forms: Forms, calls: Sequence[Call]) -> list[Lying]:
     return out
 
 
-def placed(forms: Forms) -> set[int]:
+def written_in_place(forms: Forms) -> set[int]:
     """Lines whose result is written straight into a gradient's buffer (as `runtime.module` has it on CPUs)."""
     outputs = forms.program.outputs
     uses = Counter(chain.from_iterable(forms.reads))

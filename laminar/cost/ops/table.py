@@ -38,8 +38,7 @@ KEY = TensorSpec((2,), "i64")
 CUT = "cut"
 """Last argument of a draw whose result is one rank's piece: it goes the way through index tables."""
 _KEEPS_NUMBERS = ("aten.pow.",)
-STRETCHES = {"laminar.attention_at": "laminar.attention",
-             "laminar.attention_backward_at": "laminar.attention_backward"}  # fmt: skip
+STRETCHES = {"laminar.attention_at": "laminar.attention", "laminar.attention_backward_at": "laminar.attention_backward"}
 """Local forms that are priced as the op itself with fewer queries than keys: of its stretches the last one, which takes
 longest, and which the others wait for. So it costs the same to who has a program and to who only has a signature."""
 PLAIN_NUMBER = 0.5
@@ -56,7 +55,7 @@ def local_call(instr: Instr, mesh: Mesh, rank: int = 0) -> Call:
     if instr.op in STRETCHES:
         op = STRETCHES[instr.op]
         nd = instr.ins[STRETCHED[op].reads].nd
-        return canonical(Call(op, stretched(op, instr.args[:-4], nd), ins, outs))
+        return numbered(Call(op, stretched(op, instr.args[:-4], nd), ins, outs))
     if len(instr.args) >= 4 and instr.args[-4] == "offset":
         args = instr.args
     else:
@@ -69,10 +68,10 @@ def local_call(instr: Instr, mesh: Mesh, rank: int = 0) -> Call:
         args = local_args(whole, ins, outs)
     if instr.op in DRAWS and instr.outs[0] is not None and any(isinstance(p, Split) for p in instr.outs[0].nd):
         args = (*args, CUT)
-    return canonical(Call(instr.op, args, ins, outs))
+    return numbered(Call(instr.op, args, ins, outs))
 
 
-def canonical(call: Call) -> Call:
+def numbered(call: Call) -> Call:
     """The call with tensors numbered and with sizes that follow from the shapes written as they follow."""
     args, op = call.args, call.op
     fit = SIZED.get(op)

@@ -32,7 +32,7 @@ import numpy as np
 
 from laminar.cost.sim.diff import LONGEST, Edit, diff, told
 from laminar.cost.sim.history import Trace, lefts
-from laminar.cost.sim.judge import NEVER, Guess
+from laminar.cost.sim.judge import NEVER, GuessedSchedule
 from laminar.cost.sim.no_gc import uncollected
 from laminar.cost.sim.simulate import Ints, Run, Times, edges, simulate
 from laminar.cost.sim.tasks import Load
@@ -261,7 +261,7 @@ class _Replay:
             if sound < 0 and len(waiting) < MORE:
                 return now + 1, -1
             if sound < 0:
-                guessed = Guess(list(self.net.kinds), self.kind, self.works, start, end, parent)
+                guessed = GuessedSchedule(list(self.net.kinds), self.kind, self.works, start, end, parent)
                 sound, better = guessed.other_ends(running[start[running] < wrong], now, self.left_of(run, now))
             wrong = min(wrong, sound)
             gain = int((start[waiting] < wrong).sum())

@@ -25,17 +25,17 @@ from typing import Any
 import numpy as np
 
 from laminar.cost.sim.history import Trace
-from laminar.cost.sim.simulate import Around, Ints, Net, edges, surroundings_of
-from laminar.cost.sim.tasks import SCALE, Load, Task
+from laminar.cost.sim.simulate import Around, Ints, TaskNet, edges, surroundings_of
+from laminar.cost.sim.tasks import FULL_SPEED, Load, Task
 
 LONGEST = 1 << 42
 """Ticks (over an hour) up to which sums of speed x ticks surely fit 64 bits; longer steps are run in full."""
 
 
-class Patched(Net):
+class Patched(TaskNet):
     """The net of an edited load, made from that of the old one."""
 
-    def __init__(self, old: Net, load: Load, altered: list[tuple[int, Task]], added: list[Task]) -> None:
+    def __init__(self, old: TaskNet, load: Load, altered: list[tuple[int, Task]], added: list[Task]) -> None:
         """`altered` are slots with another work or other links, `added` the tasks of new slots."""
         more, kept = len(added), len(old.work)
         apart = [(s, task) for s, task in altered if old.around[s][1] != task.links]
@@ -48,7 +48,7 @@ class Patched(Net):
             self.work[s] = self.works[s] = task.work
         self.around, self.cells, self.kinds, self.kind = old.around, old.cells, old.kinds, old.kind
         if apart:
-            none: Around = (), (), (), SCALE
+            none: Around = (), (), (), FULL_SPEED
             self.around, self.cells = [*old.around, *[none] * more], [*old.cells, *[()] * more]
             self.kinds, self.kind = dict(old.kinds), np.concatenate((old.kind, np.zeros(more, np.int64)))
         for s, task in apart:
@@ -318,6 +318,7 @@ def _patch(
     `pair` gives the old index of each task, None where nothing moved. `altered` are tasks with another work or
     other links, `rewired` those with other conditions.
     """
+    # Long because the steps of an edit share the old net's and the new load's numbering.
     a, b, old = trace.load.tasks, load.tasks, trace.net
     if not all(0 <= b[j].work < LONGEST for j in altered):
         return None

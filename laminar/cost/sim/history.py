@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from laminar.cost.sim.simulate import Ints, Net
-from laminar.cost.sim.tasks import SCALE, Load
+from laminar.cost.sim.simulate import Ints, TaskNet
+from laminar.cost.sim.tasks import FULL_SPEED, Load
 
 
 @dataclass
@@ -23,7 +23,7 @@ class Trace:
     """A finished run by slots: what the next edit starts from."""
 
     load: Load
-    net: Net
+    net: TaskNet
     slot: Ints
     """Index in the load -> slot."""
     start: Ints
@@ -62,7 +62,7 @@ class Trace:
         some = slice(ends.searchsorted(after, "right"), ends.searchsorted(before))
         return list(zip(order[some].tolist(), self.start[order[some]].tolist(), ends[some].tolist(), strict=True))
 
-    def left(self, net: Net, active: list[int], now: int) -> list[tuple[int, int, int]]:
+    def left(self, net: TaskNet, active: list[int], now: int) -> list[tuple[int, int, int]]:
         """(slot, start, work left) of tasks that ran after tick `now`; `net` tells their work."""
         order, ends = self.by_end
         begun = [self.start.item(i) for i in active]
@@ -105,13 +105,13 @@ class Trace:
 
 
 def lefts(
-    net: Net, active: list[tuple[int, int]], now: int, beside: Iterable[tuple[int, int, int]]
+    net: TaskNet, active: list[tuple[int, int]], now: int, beside: Iterable[tuple[int, int, int]]
 ) -> list[tuple[int, int, int]]:
     """(slot, start, work left) of running tasks: all of it, less what their speeds have made of the ticks since.
 
     `active` are slots and starts; `beside` slot, start and end (-1: not yet) of at least all who ran with them.
     """
-    out = [(i, t, (net.work[i] - (now - t)) * SCALE) for i, t in active]
+    out = [(i, t, (net.work[i] - (now - t)) * FULL_SPEED) for i, t in active]
     slowed = [k for k, (i, _) in enumerate(active) if net.around[i][1] or net.around[i][2]]
     if not slowed:
         return out
@@ -131,7 +131,7 @@ def lefts(
                             marks.append((t, 1, c))
                         if e < now:
                             marks.append((e, -1, c))
-        left, at = net.work[i] * SCALE, begin
+        left, at = net.work[i] * FULL_SPEED, begin
         for t, by, c in sorted(marks):
             if t > at:
                 left -= (t - at) * _speed(counts, links, against, pace)
@@ -142,5 +142,5 @@ def lefts(
 
 
 def _speed(counts: dict[int, int], links: tuple[int, ...], against: tuple[int, ...], pace: int) -> int:
-    speed = min((SCALE // max(1, counts[c]) for c in links), default=SCALE)
-    return (speed * pace // SCALE if any(counts[c] for c in against) else speed) or 1
+    speed = min((FULL_SPEED // max(1, counts[c]) for c in links), default=FULL_SPEED)
+    return (speed * pace // FULL_SPEED if any(counts[c] for c in against) else speed) or 1

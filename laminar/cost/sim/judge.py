@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from laminar.cost.sim.simulate import Around, Ints
-from laminar.cost.sim.tasks import SCALE
+from laminar.cost.sim.tasks import FULL_SPEED
 
 NEVER = np.int64(1 << 60)
 """A tick that does not come."""
@@ -26,7 +26,7 @@ QUEUE = 500
 
 
 @dataclass
-class Guess:
+class GuessedSchedule:
     """A schedule to be judged; the arrays run over the same tasks."""
 
     kinds: list[Around]
@@ -40,6 +40,7 @@ class Guess:
     def other_ends(self, tasks: Ints, now: int, left: dict[int, int]) -> tuple[int, dict[int, tuple[int, int]]]:
         """The first tick at which one of `tasks` ends elsewhere than guessed (or NEVER), and better guesses of such
         tasks: (start, end). `left` tells what those that run after tick `now` have yet to do."""
+        # Long because it works on arrays over one grid of ticks, which all its steps share.
         start, end, kinds = self.start, self.end, self.kinds
         meets = np.array([bool(cells) for cells, *_ in kinds])
         tasks = tasks[meets[self.kind[tasks]] & (self.works[tasks] > 0)]
@@ -69,17 +70,17 @@ class Guess:
             _, links, against, pace = kinds[k]
             if not (links or against):
                 continue
-            speed = np.full(len(grid), SCALE, np.int64)
+            speed = np.full(len(grid), FULL_SPEED, np.int64)
             for c in links:
-                speed = np.minimum(speed, SCALE // np.maximum(1, cells[c]))
+                speed = np.minimum(speed, FULL_SPEED // np.maximum(1, cells[c]))
             if against:
                 slowed = sum(cells[c] for c in against) > 0
-                speed = np.where(slowed, speed * pace // SCALE, speed)
+                speed = np.where(slowed, speed * pace // FULL_SPEED, speed)
             speed = np.maximum(1, speed)
             made = np.zeros(len(grid), np.int64)
             np.cumsum(speed[:-1] * np.diff(grid), out=made[1:])
             ids = tasks[group]
-            work = self.works[ids] * SCALE
+            work = self.works[ids] * FULL_SPEED
             for at in np.flatnonzero(start[ids] <= now).tolist():
                 work[at] = left[ids.item(at)]
             goal, done = made[begun] + work, made[ended]

@@ -33,7 +33,7 @@ from laminar.ir.mesh import Link
 from laminar.ir.net import Net
 from laminar.ir.timeline import Span, Timeline
 
-Work = Mapping[str, int] | Callable[[str, int, int], int]
+FiringWork = Mapping[str, int] | Callable[[str, int, int], int]
 """Nanoseconds of a firing: by actor, or of (actor, firing of the step, step)."""
 
 _PHASES = {"input": "backward", "weight": "backward", "reduce": "backward", "optimize": "optimizer"}
@@ -168,7 +168,7 @@ def transfer_ns(net: Net, link: Link) -> dict[str, int]:
 
 def execute(
     net: Net,
-    work: Work,
+    work: FiringWork,
     steps: int = 3,
     *,
     transfers: Mapping[str, int] | None = None,
@@ -229,7 +229,7 @@ class _Run:
     def __init__(
         self,
         net: Net,
-        work: Work,
+        work: FiringWork,
         steps: int,
         transfers: Mapping[str, int],
         lanes: Mapping[str, tuple[int, ...]],

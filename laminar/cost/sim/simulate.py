@@ -35,7 +35,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from laminar.cost.sim.no_gc import uncollected
-from laminar.cost.sim.tasks import COMPUTE, HOST, SCALE, TRANSFER, Load
+from laminar.cost.sim.tasks import COMPUTE, FULL_SPEED, HOST, TRANSFER, Load
 from laminar.errors import SimulationError
 from laminar.ir.timeline import Span, Timeline
 
@@ -45,7 +45,7 @@ _BITS = 24  # of a heap key: the task's number; the tick stands above it
 _MASK = (1 << _BITS) - 1
 
 
-class Net:
+class TaskNet:
     """A load laid out for the loop: one list per property, conditions both ways.
 
     Tasks go by *slots*. In a fresh net the slot is the index in the load; `cost.delta` patches a net
@@ -129,11 +129,11 @@ def surroundings_of(load: Load, lanes: tuple[int, ...], links: tuple[int, ...]) 
     """The cells such a task enters, its links, the cells it is slowed by, and the speed that leaves it."""
     role, ranks = roles_of(load, lanes)
     compute, transfer = load.drag.compute, load.drag.transfer
-    if role == HOST or (compute, transfer) == (SCALE, SCALE):
-        return links, links, (), SCALE
+    if role == HOST or (compute, transfer) == (FULL_SPEED, FULL_SPEED):
+        return links, links, (), FULL_SPEED
     mine, other, pace = (0, 1, compute) if role == COMPUTE else (1, 0, transfer)
     cells = tuple(load.links + 2 * r + mine for r in ranks)
-    against = tuple(load.links + 2 * r + other for r in ranks) if pace != SCALE else ()
+    against = tuple(load.links + 2 * r + other for r in ranks) if pace != FULL_SPEED else ()
     return links + cells, links, against, pace
 
 
@@ -166,7 +166,7 @@ def _check(load: Load, names: Any, lanes: Any, work: Any, after: Any, links: Any
 class Run:
     """A simulation that can be entered at any tick and stopped after any tick."""
 
-    def __init__(self, load: Load, net: Net, need: Any, sparse: bool = False) -> None:
+    def __init__(self, load: Load, net: TaskNet, need: Any, sparse: bool = False) -> None:
         """`need` gives the conditions that each task still waits for; a `sparse` run keeps what it touches only."""
         n = len(net.work)
         self.net, self.need, self.links = net, need, load.links
@@ -209,12 +209,12 @@ class Run:
     def speed(self, i: int) -> int:
         """What a running task makes of each tick, given who else runs."""
         _, links, against, pace = self.net.around[i]
-        running, speed = self.running, SCALE
+        running, speed = self.running, FULL_SPEED
         for link in links:
-            speed = min(speed, SCALE // len(running[link]))
+            speed = min(speed, FULL_SPEED // len(running[link]))
         for c in against:
             if running[c]:
-                return speed * pace // SCALE or 1
+                return speed * pace // FULL_SPEED or 1
         return speed or 1
 
     @property
@@ -256,7 +256,7 @@ class Run:
                         begin(j)
                         if work[j]:
                             touched.append(j)
-                            left[j] = work[j] * SCALE
+                            left[j] = work[j] * FULL_SPEED
                             for c in cells[j]:
                                 running[c].append(j)
                                 changed.append(c)
@@ -269,7 +269,7 @@ class Run:
                     busy[c] = not busy[c]
                     touched += running[c - 1 if (c - links) & 1 else c + 1]
             for i in touched:
-                speed = speed_of(i) if cells[i] else SCALE
+                speed = speed_of(i) if cells[i] else FULL_SPEED
                 old = rate[i]
                 if speed != old:
                     if old:
@@ -288,7 +288,7 @@ class Times:
     """When each task of `load` started and ended, in ticks, and what allowed it to start."""
 
     load: Load
-    net: Net = field(repr=False)
+    net: TaskNet = field(repr=False)
     by_slot: tuple[Ints, Ints, Ints] = field(repr=False)
     """Starts, ends and reasons (-1 in empty slots)."""
     slot: Ints | None = field(default=None, repr=False)
@@ -330,7 +330,7 @@ class Times:
 def simulate(load: Load) -> Times:
     """Run the whole load from tick 0."""
     with uncollected():
-        net = Net(load)
+        net = TaskNet(load)
         need = list(map(len, net.preds))
         ready = [i for i, count in enumerate(need) if not count]
         run = Run(load, net, need)
@@ -343,7 +343,7 @@ def simulate(load: Load) -> Times:
     return Times(load, net, (start, end, reasons(net, start, end)), None, how)
 
 
-def reasons(net: Net, start: Ints, end: Ints) -> Ints:
+def reasons(net: TaskNet, start: Ints, end: Ints) -> Ints:
     """Per task the first of its conditions that ended in the tick it started."""
     because = np.full(len(start), -1, np.int64)
     src, dst = net.pairs
@@ -352,7 +352,7 @@ def reasons(net: Net, start: Ints, end: Ints) -> Ints:
     return because
 
 
-def blocked(load: Load, net: Net, end: Sequence[int]) -> SimulationError:
+def blocked(load: Load, net: TaskNet, end: Sequence[int]) -> SimulationError:
     """The error for tasks that wait for each other, naming one ring of them."""
     i = next(i for i, t in enumerate(end) if t < 0)
     seen: dict[int, int] = {}

@@ -8,7 +8,7 @@ of one rank may slow each other down (`Drag`). Nothing here knows tensors, progr
 `cost.schedule` turns those into a load, and `cost.simulate` says when each task starts and ends.
 
 Time is a whole number of ticks, one tick a nanosecond. Speeds are whole numbers too, parts of
-`SCALE`: a share of a link among up to 16 users is exact, and the same load gives the same ticks on
+`FULL_SPEED`: a share of a link among up to 16 users is exact, and the same load gives the same ticks on
 every machine.
 """
 
@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-SCALE = 720720
+FULL_SPEED = 720720
 """Full speed. The least common multiple of 1..16, so that 1/n of it is whole up to n = 16."""
 
 HOST, COMPUTE, TRANSFER = 0, 1, 2
@@ -55,25 +55,25 @@ class Task(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Drag:
-    """How overlap slows both sides: the speed left, in parts of `SCALE`.
+    """How overlap slows both sides: the speed left, in parts of `FULL_SPEED`.
 
     On CPU a transfer takes cores from compute; on GPU it takes multiprocessors and bandwidth.
     """
 
-    compute: int = SCALE
+    compute: int = FULL_SPEED
     """Speed of compute while a transfer runs on one of its ranks."""
-    transfer: int = SCALE
+    transfer: int = FULL_SPEED
     """Speed of a transfer while compute runs on one of its ranks."""
 
     def __post_init__(self) -> None:
         for name, value in (("compute", self.compute), ("transfer", self.transfer)):
-            if not 0 < value <= SCALE:
-                raise ValueError(f"Drag.{name} must lie in 1..{SCALE} (SCALE, full speed), got {value}")
+            if not 0 < value <= FULL_SPEED:
+                raise ValueError(f"Drag.{name} must lie in 1..{FULL_SPEED} (SCALE, full speed), got {value}")
 
     @classmethod
     def fractions(cls, compute: float, transfer: float) -> Drag:
         """From fractions of full speed, such as 0.8."""
-        return cls(*(max(1, min(SCALE, round(f * SCALE))) for f in (compute, transfer)))
+        return cls(*(max(1, min(FULL_SPEED, round(f * FULL_SPEED))) for f in (compute, transfer)))
 
 
 @dataclass(frozen=True)

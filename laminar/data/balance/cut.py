@@ -167,9 +167,11 @@ class _Cuts:
                 costs[sample] = self.worth((sample, 0, stop))
         whole, fast = whole_costs(costs), self.speeds[self.open]
         ranks = exchanged(whole, longest_first(whole, fast), fast)
-        for sample, k in enumerate(ranks.tolist()):
-            if self.stop[sample] or not self.lengths[sample]:
-                self.put(self.open[k], (sample, 0, self.stop[sample]))
+        for k, work in enumerate(np.bincount(ranks, weights=costs, minlength=len(fast)).tolist()):
+            self.load[self.open[k]] += work
+        for sample, (k, stop) in enumerate(zip(ranks.tolist(), self.stop, strict=True)):
+            if stop or not self.lengths[sample]:
+                self.held[self.open[k]].append((sample, 0, stop))
 
     def cut_until(self, close: float) -> None:
         """The slowest rank gives the end of its largest piece to the one with most room."""

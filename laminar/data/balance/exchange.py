@@ -9,6 +9,7 @@ close enough to the mean, has a single sample, or no change helps.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from itertools import pairwise
 
 import numpy as np
 
@@ -29,27 +30,21 @@ def exchanged(costs: FloatArray, ranks: IntArray, speeds: FloatArray, close: flo
     if max(finish) <= goal:
         return ranks
     load: list[float] = loads.tolist()
-    held: dict[int, list[tuple[float, int]]] = {}
-    order = np.argsort(ranks, kind="stable")
-    starts = np.searchsorted(ranks[order], np.arange(len(speeds) + 1))
-
-    def of(rank: int) -> list[tuple[float, int]]:
-        if rank not in held:
-            mine = order[starts[rank] : starts[rank + 1]]
-            held[rank] = sorted(zip(costs[mine].tolist(), mine.tolist(), strict=True))
-        return held[rank]
-
+    order = np.lexsort((costs, ranks))
+    pairs = list(zip(costs[order].tolist(), order.tolist(), strict=True))
+    starts: list[int] = np.searchsorted(ranks[order], np.arange(len(speeds) + 1)).tolist()
+    held = [pairs[a:b] for a, b in pairwise(starts)]  # by rank, the shortest first
     out: list[int] = ranks.tolist()
     for _ in range(2 * len(speeds)):
         worst = max(finish)
         high = finish.index(worst)
-        if worst <= goal or len(of(high)) < 2:
+        if worst <= goal or len(held[high]) < 2:
             break
         low = finish.index(min(finish))
-        change = _best_change(of(high), of(low), load[high], load[low], slow[high], slow[low])
+        change = _best_change(held[high], held[low], load[high], load[low], slow[high], slow[low])
         if change is None:
             for low in sorted(range(len(finish)), key=finish.__getitem__)[1:PARTNERS]:
-                change = _best_change(of(high), of(low), load[high], load[low], slow[high], slow[low])
+                change = _best_change(held[high], held[low], load[high], load[low], slow[high], slow[low])
                 if change is not None:
                     break
             else:

@@ -125,9 +125,7 @@ class RankSpeeds:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values, for a checkpoint."""
-        return {
-            "log": self._log.tolist(), "seen": self._seen.tolist(), "odd": self._odd.tolist(), "steps": self.steps
-        }  # fmt: skip
+        return {"log": self._log.tolist(), "seen": self._seen.tolist(), "odd": self._odd.tolist(), "steps": self.steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The inverse."""

@@ -24,8 +24,8 @@ from laminar.errors import DataError
 
 HALF_LIFE = 200
 """Units after which what was measured counts half (assumed)."""
-SPRING = 0.01
-"""How hard the cost that was given pulls, against one measurement: a tenth of noise, squared."""
+SPRING = 0.001
+"""How hard the cost that was given pulls, against one measurement: three percent of noise, squared (assumed)."""
 SETTLED = 20
 """Units after which a surprise is taken for one; before, it is what is to be learnt."""
 SURPRISE = 1.5
@@ -108,9 +108,12 @@ class OnlineCost:
     def state_dict(self) -> dict[str, Any]:
         """Plain values, for a checkpoint."""
         return {
-            "prior": self.prior.to_json(), "seen": self.seen, "gram": self._gram.tolist(),
-            "target": self._target.tolist(), "reference": self._reference,
-        }  # fmt: skip
+            "prior": self.prior.to_json(),
+            "seen": self.seen,
+            "gram": self._gram.tolist(),
+            "target": self._target.tolist(),
+            "reference": self._reference,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The inverse."""

@@ -63,9 +63,7 @@ class SampleCost:
 
     def scaled(self, factor: float) -> SampleCost:
         """The same ratios in another unit."""
-        return SampleCost(
-            per_token=self.per_token * factor, per_square=self.per_square * factor, causal=self.causal
-        )  # fmt: skip
+        return SampleCost(per_token=self.per_token * factor, per_square=self.per_square * factor, causal=self.causal)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""

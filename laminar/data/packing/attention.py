@@ -86,9 +86,15 @@ def _varlen_fits(q: Tensor) -> bool:
 
 
 def _varlen(
-    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor | None, bounds: tuple[int, ...], causal: bool,
-    scale: float | None, grouped: bool,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offsets: Tensor | None,
+    bounds: tuple[int, ...],
+    causal: bool,
+    scale: float | None,
+    grouped: bool,
+) -> Tensor:
     """The rows of all samples by the varlen kernel."""
     kernel, real = _varlen_kernel(), bounds[-1]
     if not real:

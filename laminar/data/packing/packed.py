@@ -112,9 +112,12 @@ def pack(
     place = torch.arange(real) - (first[:-1] - torch.tensor(begins))[numbers]
     rest = length - real
     return Packed(
-        fields, torch.cat([numbers, numbers.new_full((rest,), -1)]), torch.cat([place, place.new_zeros(rest)]),
-        first.to(torch.int32), lengths,
-    )  # fmt: skip
+        fields,
+        torch.cat([numbers, numbers.new_full((rest,), -1)]),
+        torch.cat([place, place.new_zeros(rest)]),
+        first.to(torch.int32),
+        lengths,
+    )
 
 
 def padding_share(units: Sequence[Packed]) -> float:

@@ -45,9 +45,10 @@ def pack_units(
         size, worth = sizes[sample], costs[sample]
         if (size > tokens or worth > limit) and too_long == "error":
             raise DataError(
-                f"sample {sample} has {size} tokens, more than a unit may hold", allowed=f"{tokens} tokens",
+                f"sample {sample} has {size} tokens, more than a unit may hold",
+                allowed=f"{tokens} tokens",
                 next="allow larger units, shorten the sample, or cut it (cut_and_assign)",
-            )  # fmt: skip
+            )
         at = bisect_left(room, (size, -1))
         while at < len(room) and filled[room[at][1]] + worth > limit:
             at += 1

@@ -26,7 +26,7 @@ from laminar.data.sampling.step_share import Collate, LoadedStep, StepShare, col
 from laminar.data.sampling.stream import BalancedStream
 from laminar.errors import DataError
 
-Gather = Callable[[list[float]], Sequence[Sequence[float]]]
+GatherFromRanks = Callable[[list[float]], Sequence[Sequence[float]]]
 """A row of numbers to the rows of all ranks, in their order."""
 REFRESH = 50
 """Steps after which a cost that learns is used for planning: every change throws away what was planned ahead."""
@@ -41,7 +41,7 @@ class BalancedLoader:
         sampler: BalancedSampler | None = None,
         *,
         collate: Collate = pack,
-        gather: Gather | None = None,
+        gather: GatherFromRanks | None = None,
         **options: Any,
     ) -> None:
         """`options` go to torch's `DataLoader` (num_workers, prefetch_factor, multiprocessing_context, timeout...).
@@ -78,21 +78,24 @@ class BalancedLoader:
 
     def __iter__(self) -> Iterator[LoadedStep]:
         """This rank's part of every step."""
-        steps = iter(self._torch)
+        steps, lost = iter(self._torch), ""
         while True:
             try:
                 step: LoadedStep = next(steps)
             except StopIteration:
                 return
-            except RuntimeError as error:
-                if "DataLoader worker" not in str(error):
+            except (RuntimeError, EOFError, ConnectionError, FileNotFoundError) as error:
+                if not self._workers or not _of_a_dead_worker(error):
                     raise
+                lost = str(error).splitlines()[0] if str(error) else "its memory is gone"
+            if lost:  # raised out here, so that no traceback keeps the other workers alive
+                del steps
                 after = "before the first step" if self._last is None else f"after step {self._last.step}"
                 raise DataError(
-                    f"a worker that loads samples died {after}",
-                    why=str(error).splitlines()[0],
+                    f"a worker that loads samples died or hangs, {after}",
+                    why=lost,
                     next="nothing is lost: make a loader anew and give it this one's state_dict()",
-                ) from error
+                )
             self._last = step.share
             self._state = step.state
             yield step
@@ -107,6 +110,11 @@ class BalancedLoader:
         told = zlib.crc32(np.asarray([share.epoch, share.step, share.batch_samples, *share.work], float).tobytes())
         row = [float(told), seconds, float(len(share.micro_batches)), float(share.tokens), float(share.squares)]
         rows = self._gather(row)
+        if len(rows) != len(share.work):
+            raise DataError(
+                f"{len(rows)} ranks report times of a step that was planned for {len(share.work)}",
+                next="make the sampler with the ranks that train, and call report on all of them",
+            )
         other = [r for r, found in enumerate(rows) if found[0] != rows[0][0]]
         if other:
             raise DataError(
@@ -130,6 +138,13 @@ class BalancedLoader:
         """Go on from there at the next iteration."""
         self._last = self._state = None
         self._source.load_state_dict(state)
+
+
+def _of_a_dead_worker(error: Exception) -> bool:
+    """Whether torch has missed a worker, or could not fetch what one had made; what the data raised says `Caught`."""
+    if isinstance(error, RuntimeError):
+        return str(error).startswith(("DataLoader worker", "DataLoader timed out"))
+    return not str(error).startswith("Caught ")
 
 
 class _Shares:

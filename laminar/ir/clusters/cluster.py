@@ -25,15 +25,15 @@ from typing import Any, Protocol
 
 from laminar.errors import ClusterError
 from laminar.ir.clusters.cluster_makers import who_makes_clusters
-from laminar.ir.clusters.profile import LONGEST_S, checked
+from laminar.ir.clusters.profile import LONGEST_S, checked_profile
 from laminar.ir.mesh import Mesh
 from laminar.ir.serial.codec import content_hash
 from laminar.ir.tensor import ITEM_BYTES
 
-VERSION = 1
+CLUSTER_VERSION = 1
 """Of the JSON form."""
 SOURCES = ("datasheet", "measured", "assumed")
-KINDS = ("cpu", "gpu")
+DEVICE_KINDS = ("cpu", "gpu")
 BACKENDS = ("nccl", "gloo", "shared")
 """Who moves the bytes: NCCL, Gloo over sockets, or memory that ranks of one machine share."""
 RATES = (*ITEM_BYTES, "tf32", "f8")
@@ -250,7 +250,7 @@ class Cluster:
         """Plain data; a figure is [value, source, note]."""
         d = self.device
         return {
-            "version": VERSION,
+            "version": CLUSTER_VERSION,
             "name": self.name,
             "device": {
                 "name": d.name,
@@ -270,10 +270,10 @@ class Cluster:
     def from_json(data: Any) -> Cluster:
         """The inverse of `to_json`; what is missing or malformed is named."""
         version = _get(data, "version", "")
-        if version != VERSION:
+        if version != CLUSTER_VERSION:
             raise ClusterError(
                 f"version: a cluster written as version {version!r}",
-                allowed=f"version {VERSION}",
+                allowed=f"version {CLUSTER_VERSION}",
                 next="measure anew with `laminar profile`",
             )
         if "parts" in data:
@@ -301,7 +301,7 @@ class Cluster:
             device=device,
             levels=tuple(level_from(x, f"levels[{k}]") for k, x in enumerate(levels)),
             backend=_get(data, "backend", ""),
-            profile=checked(data.get("profile", {})),
+            profile=checked_profile(data.get("profile", {})),
             collective_s=_figure(data.get("collective_s", [0.0, "assumed", ""]), "collective_s"),
         )
 
@@ -412,7 +412,7 @@ def _check(cluster: Cluster) -> None:
     for path, name in (("name", cluster.name), ("device.name", d.name)):
         if not isinstance(name, str):
             raise ClusterError(f"{path}: {name!r}", allowed="a text")
-    _one_of(d.kind, KINDS, "device.kind")
+    _one_of(d.kind, DEVICE_KINDS, "device.kind")
     _one_of(cluster.backend, BACKENDS, "backend")
     if not d.flops_per_s:
         raise ClusterError("device.flops_per_s: no dtype has a rate", allowed="at least one, such as f32")

@@ -19,7 +19,16 @@ from itertools import accumulate, groupby
 from typing import Any
 
 from laminar.errors import ClusterError
-from laminar.ir.clusters.cluster import VERSION, Cluster, Device, Level, Reach, check_level, level_from, level_json
+from laminar.ir.clusters.cluster import (
+    CLUSTER_VERSION,
+    Cluster,
+    Device,
+    Level,
+    Reach,
+    check_level,
+    level_from,
+    level_json,
+)
 
 
 class Mixed(Cluster):
@@ -131,7 +140,7 @@ class Mixed(Cluster):
     def to_json(self) -> dict[str, Any]:
         """Plain data: the parts', and the level that joins them."""
         return {
-            "version": VERSION,
+            "version": CLUSTER_VERSION,
             "name": self.name,
             "parts": [part.to_json() for part in self.parts],
             "outer": level_json(self.outer),

@@ -10,15 +10,15 @@ from __future__ import annotations
 from typing import Any
 
 from laminar.errors import ClusterError
-from laminar.ir.serial.reading import Part
+from laminar.ir.serial.reading import JsonPart
 
 LONGEST_S = 1e4
 """No op, exchange or latency of a machine takes longer; what is simulated is counted in nanoseconds."""
 
 
-def checked(profile: Any) -> dict[str, Any]:
+def checked_profile(profile: Any) -> dict[str, Any]:
     """The profile, if it is one."""
-    whole = Part(profile, ClusterError, "profile")
+    whole = JsonPart(profile, ClusterError, "profile")
     for section in whole.get("ops", {}).fields().values():
         section["device"].text()
         section["versions"].object()
@@ -57,13 +57,13 @@ def checked(profile: Any) -> dict[str, Any]:
     return dict(whole.object())
 
 
-def _seconds(part: Part) -> None:
+def _seconds(part: JsonPart) -> None:
     _positive(part)
     if part.value > LONGEST_S:
         raise part.wrong(f"{part.value} s, more than {LONGEST_S:.0f} s")
 
 
-def _positive(part: Part, zero: bool = False) -> None:
+def _positive(part: JsonPart, zero: bool = False) -> None:
     """A finite number above 0, or not below it."""
     value = part.number(0.0)
     if value == float("inf") or not (value or zero):

@@ -17,7 +17,7 @@ from typing import Any
 
 from laminar.errors import PlanError
 from laminar.ir.plans.certificate import Certificate
-from laminar.ir.serial.reading import Part
+from laminar.ir.serial.reading import JsonPart
 from laminar.ir.serial.records import Record, always, inline, key
 
 # --- what a step takes
@@ -457,16 +457,16 @@ class Account(Record, Mapping[str, Any]):
     @classmethod
     def from_json(cls, data: Any) -> Account:
         """The inverse of `to_json`."""
-        return cls.from_part(Part(data, lambda what: PlanError(f"corrupt account: {what}")))
+        return cls.from_part(JsonPart(data, lambda what: PlanError(f"corrupt account: {what}")))
 
     @classmethod
-    def from_part(cls, part: Part) -> Account:
+    def from_part(cls, part: JsonPart) -> Account:
         """Read; keys that are not known are kept."""
         known = cls.keys_in_files() - {"more"}
         inside = part.fields()
         found = {name: value.value for name, value in inside.items() if name in known}
         more = {name: value.value for name, value in inside.items() if name not in known}
-        account = super().from_part(Part(found, part.error, part.at))
+        account = super().from_part(JsonPart(found, part.error, part.at))
         return replace(account, more=more) if more else account
 
     def updated(self, other: Account) -> Account:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from laminar.ir.serial.reading import Part
+from laminar.ir.serial.reading import JsonPart
 from laminar.ir.serial.records import Record
 
 
@@ -100,7 +100,7 @@ class Certificate(Record):
         }
 
     @classmethod
-    def from_part(cls, part: Part) -> Certificate:
+    def from_part(cls, part: JsonPart) -> Certificate:
         """Read; the sentence is taken as it is written."""
         cells, interval = part["cells"], part.get("interval", None)
         return cls(
@@ -121,6 +121,6 @@ class Certificate(Record):
         )
 
 
-def _pair(part: Part) -> tuple[float, float]:
+def _pair(part: JsonPart) -> tuple[float, float]:
     low, high = part.rows(2)
     return low.number(), high.number()

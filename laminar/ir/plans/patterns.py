@@ -22,7 +22,7 @@ from laminar.ir.graph import Graph
 
 WITH_COLLECTIVES = "+collectives"
 WITHOUT_PRODUCTS = "-products"
-SHOWN = 12
+NAMES_SHOWN = 12
 """Names that an error lists."""
 
 
@@ -111,7 +111,7 @@ def apart(graph: Graph, recompute: Sequence[str], offload: Sequence[str]) -> tup
     return again, away
 
 
-def known(graph: Graph, patterns: Sequence[str]) -> tuple[str, ...]:
+def known_patterns(graph: Graph, patterns: Sequence[str]) -> tuple[str, ...]:
     """Those patterns that name something in a graph: a stage has only some of the blocks."""
     names = _Names(graph) if patterns else None
     return tuple(p for p in patterns if names is not None and names.matching(p))
@@ -195,4 +195,4 @@ def _families(paths: Sequence[str]) -> list[str]:
 
 
 def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")
+    return ", ".join(names[:NAMES_SHOWN]) + (", ..." if len(names) > NAMES_SHOWN else "")

@@ -20,13 +20,13 @@ from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh
 from laminar.ir.plans.account import Account
 from laminar.ir.plans.patterns import apart, as_patterns
-from laminar.ir.plans.planned import Origin, Planned
+from laminar.ir.plans.planned import Planned, PlanOrigin
 from laminar.ir.plans.rewrites import Steps, rewrites_from, rewrites_json
-from laminar.ir.sbp import NdSbp, check, parse_nd, show
+from laminar.ir.sbp import NdSbp, check_placement, parse_nd, show
 from laminar.ir.serial.codec import canonical
-from laminar.ir.serial.reading import Part
+from laminar.ir.serial.reading import JsonPart
 
-VERSION = 1
+PLAN_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +59,12 @@ def _nd(text: str, axes: int) -> NdSbp:
     return found
 
 
-def _placed(part: Part, mesh: Mesh) -> NdSbp:
+def _placed(part: JsonPart, mesh: Mesh) -> NdSbp:
     text = part.text()
     return part.read(lambda _: _nd(text, len(mesh.sizes)))
 
 
-def _choice(part: Part, mesh: Mesh) -> Choice:
+def _choice(part: JsonPart, mesh: Mesh) -> Choice:
     ins, outs = part.rows(2)
     return Choice(tuple(_placed(p, mesh) for p in ins.rows()), tuple(_placed(p, mesh) for p in outs.rows()))
 
@@ -86,7 +86,7 @@ class Plan(Planned):
     """What it says about itself, filled in by whoever made it: not part of the identity."""
     recompute: tuple[str, ...] = ()
     """What backward makes again instead of keeping it: patterns of modules and values, see `ir/plans/patterns.py`."""
-    origin: Origin | None = field(default=None, compare=False, repr=False)
+    origin: PlanOrigin | None = field(default=None, compare=False, repr=False)
     """What it was made from, where known: not saved, and no part of the identity."""
     rewrites: Steps = ()
     """What makes the graph that is placed of the one that was captured, see `ir/plans/rewrites.py`."""
@@ -100,7 +100,7 @@ class Plan(Planned):
     def to_json(self) -> dict[str, Any]:
         """Plain data; `from_json` is the inverse."""
         return {
-            "laminar_plan": VERSION,
+            "laminar_plan": PLAN_VERSION,
             "name": self.name,
             "mesh": self.mesh.to_json(),
             "graph": self.graph_hash,
@@ -121,12 +121,14 @@ class Plan(Planned):
         version = data.get("laminar_plan") if isinstance(data, dict) else None
         if version is None:
             raise PlanError("this is not a plan: it has no laminar_plan field")
-        if version != VERSION:
+        if version != PLAN_VERSION:
             raise PlanError(
-                f"plan of version {version}, this laminar reads version {VERSION}",
+                f"plan of version {version}, this laminar reads version {PLAN_VERSION}",
                 next="upgrade laminar, or make the plan again",
             )
-        part = Part(data, lambda what: PlanError(f"corrupt plan: {what}", next="undo the edit, or make the plan again"))
+        part = JsonPart(
+            data, lambda what: PlanError(f"corrupt plan: {what}", next="undo the edit, or make the plan again")
+        )
         mesh = part["mesh"].read(Mesh)
         rewrites, captured = part.get("rewrites", {"steps": [], "captured": ""}).read(rewrites_from)
         return Plan(
@@ -180,7 +182,7 @@ class Plan(Planned):
         for item in graph.inputs:
             if item.name not in self.inputs:
                 raise PlanError(f"plan {self.hash[:12]} does not place input {item.name}")
-            check(item.spec, self.inputs[item.name], self.mesh.sizes, f"input {item.name}")
+            check_placement(item.spec, self.inputs[item.name], self.mesh.sizes, f"input {item.name}")
         for node in graph.nodes:
             choice = self.ops.get(node.name)
             if choice is None:
@@ -197,7 +199,7 @@ class Plan(Planned):
                 raise PlanError(f"plan {self.hash[:12]} does not place output {out.kind}:{out.name}")
         for item in graph.inputs:
             if item.name in self.state:
-                check(item.spec, self.state[item.name], self.mesh.sizes, f"state of {item.name}")
+                check_placement(item.spec, self.state[item.name], self.mesh.sizes, f"state of {item.name}")
         apart(graph, self.recompute, self.offload)
 
     def with_recompute(self, *patterns: str) -> Plan:

@@ -23,7 +23,7 @@ from laminar.ir.plans.certificate import Certificate
 
 
 @dataclass(frozen=True)
-class Origin:
+class PlanOrigin:
     """What a plan was made from. Not part of its identity, and not saved."""
 
     graph: Graph
@@ -45,7 +45,7 @@ class Planned:
             """What the plan says about itself."""
 
         @property
-        def origin(self) -> Origin | None:
+        def origin(self) -> PlanOrigin | None:
             """What it was made from, where known."""
 
     @property

@@ -20,12 +20,12 @@ from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh, Place
 from laminar.ir.plans.account import Account
 from laminar.ir.plans.plan import Plan
-from laminar.ir.plans.planned import Origin, Planned
+from laminar.ir.plans.planned import Planned, PlanOrigin
 from laminar.ir.plans.rewrites import Steps, rewrites_from, rewrites_json
 from laminar.ir.serial.codec import content_hash
-from laminar.ir.serial.reading import Part
+from laminar.ir.serial.reading import JsonPart
 
-VERSION = 1
+STAGED_VERSION = 1
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zero-bubble-level", "backward-first")
 
 
@@ -60,7 +60,7 @@ class Staged(Planned):
     name: str = "hand"
     account: Account = field(default_factory=Account)
     """What it says about itself, filled in by whoever made it: not part of the identity."""
-    origin: Origin | None = field(default=None, compare=False, repr=False)
+    origin: PlanOrigin | None = field(default=None, compare=False, repr=False)
     """What it was made from, where known: not saved, and no part of the identity."""
     rewrites: Steps = ()
     """What makes the graph that is cut into stages of the one that was captured, see `ir/plans/rewrites.py`."""
@@ -97,7 +97,7 @@ class Staged(Planned):
     def to_json(self) -> dict[str, Any]:
         """Plain data; `from_json` is the inverse."""
         return {
-            "laminar_staged_plan": VERSION,
+            "laminar_staged_plan": STAGED_VERSION,
             "name": self.name,
             "graph": self.graph_hash,
             "places": [{"ranks": list(p.ranks), "mesh": p.mesh.to_json()} for p in self.places],
@@ -118,9 +118,11 @@ class Staged(Planned):
     def from_json(data: Any) -> Staged:
         """A staged plan from `to_json`'s data."""
         version = data.get("laminar_staged_plan") if isinstance(data, dict) else None
-        if version != VERSION:
-            raise PlanError(f"staged plan of version {version}, this laminar reads version {VERSION}")
-        part = Part(data, lambda what: PlanError(f"corrupt plan: {what}", next="undo the edit, or make the plan again"))
+        if version != STAGED_VERSION:
+            raise PlanError(f"staged plan of version {version}, this laminar reads version {STAGED_VERSION}")
+        part = JsonPart(
+            data, lambda what: PlanError(f"corrupt plan: {what}", next="undo the edit, or make the plan again")
+        )
         rewrites, captured = part.get("rewrites", {"steps": [], "captured": ""}).read(rewrites_from)
         places = tuple(_place(p) for p in part["places"].rows())
         stages = tuple(StagePlan(s["place"].whole(), s["plan"].read(Plan.from_json)) for s in part["stages"].rows())
@@ -175,7 +177,7 @@ class Staged(Planned):
         return f"Staged({self.hash[:12]}, {self.name}, {len(self.stages)} stages, {self.micro_batches} micro-batches)"
 
 
-def _place(part: Part) -> Place:
+def _place(part: JsonPart) -> Place:
     ranks = tuple(r.whole() for r in part["ranks"].rows())
     return part["mesh"].read(lambda axes: Place(ranks, Mesh(axes)))
 

@@ -2,8 +2,8 @@
 
     corrupt plan: ops.mm_3[0][1]: 'S(x)' is not a placement
 
-A `Part` hands out what is inside it by name or number, and itself as a value of the type that is wanted; anything else
-is refused as the kind of error the file belongs to. It knows nothing of plans.
+A `JsonPart` hands out what is inside it by name or number, and itself as a value of the type that is wanted; anything
+else is refused as the kind of error the file belongs to. It knows nothing of plans.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from laminar.errors import LaminarError
 
 T = TypeVar("T")
-NAMES = {
+TYPE_WORDS = {
     dict: "an object",
     list: "a list",
     str: "a text",
@@ -25,11 +25,11 @@ NAMES = {
 }
 WRONG = (LaminarError, KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RecursionError)
 """What reading raises where a value is not what it should be."""
-MOST = 1 << 53
+LARGEST_WHOLE = 1 << 53
 """Whole numbers beyond this are no counts of anything."""
 
 
-class Part:
+class JsonPart:
     """A value of a JSON document, and where it is."""
 
     __slots__ = ("at", "error", "value")
@@ -43,34 +43,36 @@ class Part:
 
     def _is(self, kind: type) -> Any:
         if not isinstance(self.value, kind) or (isinstance(self.value, bool) and kind is not bool):
-            shown = repr(self.value) if not isinstance(self.value, (dict, list)) else NAMES[type(self.value)]
-            raise self.wrong(f"{shown[:60]}, not {NAMES[kind]}")
+            shown = repr(self.value) if not isinstance(self.value, (dict, list)) else TYPE_WORDS[type(self.value)]
+            raise self.wrong(f"{shown[:60]}, not {TYPE_WORDS[kind]}")
         return self.value
 
     # -- inside
 
-    def __getitem__(self, key: str) -> Part:
+    def __getitem__(self, key: str) -> JsonPart:
         if key not in self._is(dict):
             raise self.wrong(f"no field {key!r}")
-        return Part(self.value[key], self.error, f"{self.at}.{key}" if self.at else key)
+        return JsonPart(self.value[key], self.error, f"{self.at}.{key}" if self.at else key)
 
-    def get(self, key: str, other: Any) -> Part:
+    def get(self, key: str, other: Any) -> JsonPart:
         """A field, or a value in its place."""
-        return self[key] if key in self._is(dict) else Part(other, self.error, f"{self.at}.{key}" if self.at else key)
+        return (
+            self[key] if key in self._is(dict) else JsonPart(other, self.error, f"{self.at}.{key}" if self.at else key)
+        )
 
     def __contains__(self, key: str) -> bool:
         return key in self._is(dict)
 
-    def rows(self, count: int | None = None) -> list[Part]:
+    def rows(self, count: int | None = None) -> list[JsonPart]:
         """The items of a list, of so many if that is said."""
         found = self._is(list)
         if count is not None and len(found) != count:
             raise self.wrong(f"{len(found)} items, not {count}")
-        return [Part(v, self.error, f"{self.at}[{i}]") for i, v in enumerate(found)]
+        return [JsonPart(v, self.error, f"{self.at}[{i}]") for i, v in enumerate(found)]
 
-    def fields(self) -> dict[str, Part]:
+    def fields(self) -> dict[str, JsonPart]:
         """The fields of an object."""
-        return {k: Part(v, self.error, f"{self.at}.{k}" if self.at else k) for k, v in self._is(dict).items()}
+        return {k: JsonPart(v, self.error, f"{self.at}.{k}" if self.at else k) for k, v in self._is(dict).items()}
 
     # -- itself
 
@@ -85,13 +87,13 @@ class Part:
     def whole(self, least: int = 0) -> int:
         """As a whole number of at least so many."""
         value = self._is(int)
-        if not least <= value <= MOST:
+        if not least <= value <= LARGEST_WHOLE:
             raise self.wrong(f"{value}, not a whole number of at least {least}")
         return value  # type: ignore[no-any-return]
 
     def number(self, least: float = float("-inf")) -> float:
         """As a number of at least so much."""
-        if isinstance(self.value, int) and not isinstance(self.value, bool) and abs(self.value) <= MOST:
+        if isinstance(self.value, int) and not isinstance(self.value, bool) and abs(self.value) <= LARGEST_WHOLE:
             value = float(self.value)
         else:
             value = self._is(float)

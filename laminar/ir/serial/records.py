@@ -22,12 +22,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, fields
 from typing import Any, Self
 
-from laminar.ir.serial.reading import Part
+from laminar.ir.serial.reading import JsonPart
 
 _LARGEST = 1 << 53
-_READS: dict[Any, Callable[[Part], Any]] = {
-    str: Part.text,
-    bool: Part.flag,
+_READS: dict[Any, Callable[[JsonPart], Any]] = {
+    str: JsonPart.text,
+    bool: JsonPart.flag,
     int: lambda part: part.whole(-_LARGEST),
     float: lambda part: float(part.value) if type(part.value) is int else part.number(),
     Any: lambda part: part.value,
@@ -64,7 +64,7 @@ class Record:
         return out
 
     @classmethod
-    def from_part(cls, part: Part) -> Self:
+    def from_part(cls, part: JsonPart) -> Self:
         """Read; what is not as it was written is named, with its place in the file."""
         found: dict[str, Any] = {}
         for one, kind in _fields(cls):
@@ -119,7 +119,7 @@ def _plain(value: Any) -> Any:
     return {k: _plain(v) for k, v in value.items()} if isinstance(value, Mapping) else value
 
 
-def _read(kind: Any, part: Part) -> Any:
+def _read(kind: Any, part: JsonPart) -> Any:
     if isinstance(kind, types.UnionType):
         return None if part.value is None else _read(_some(kind), part)
     origin, args = typing.get_origin(kind), typing.get_args(kind)

@@ -27,7 +27,7 @@ SMALL_BYTES = 1 << 18
 """Reductions below this size cost mostly their latency."""
 TAPER = 4
 """How often the limit of a bucket halves towards the end of backward, where gradients are reduced over two axes."""
-REACH = 64
+BUCKET_REACH = 64
 """How many instructions ahead to look for company."""
 
 
@@ -159,7 +159,7 @@ def _gathered(program: Program, groups: dict[tuple[object, ...], list[Instr]]) -
     at = {i.name: k for k, i in enumerate(program.instrs)}
 
     def near(run: list[Instr], instr: Instr) -> bool:
-        return at[instr.name] - at[run[0].name] < REACH
+        return at[instr.name] - at[run[0].name] < BUCKET_REACH
 
     runs = [run for members in groups.values() for run in _cut(members, GATHER_BYTES, near)]
     return _replace(program, runs, "parameters", lambda run: at[run[0].name])
@@ -211,7 +211,7 @@ def _small_reductions(program: Program) -> Program:
             continue
         run = [instr]
         if instr.kind == "all_reduce" and instr.bytes < SMALL_BYTES:
-            near = small[bisect_right(small, k) : bisect_left(small, k + REACH)]
+            near = small[bisect_right(small, k) : bisect_left(small, k + BUCKET_REACH)]
             for other in (instrs[at] for at in near if instrs[at].name not in taken):
                 if _key(other) == _key(instr) and all(r.name in made for r in other.refs):
                     run.append(other)

@@ -17,7 +17,7 @@ again, and the smallest cut is the cheapest choice of all.
               and kept, the rest is elementwise.
     reach     a residual stream could be made again from its first value and everything ever added to it,
               all of it at the moment backward starts. So a value may be made again only from values
-              that lie at most `REACH` heavy ops before it.
+              that lie at most `HEAVY_REACH` heavy ops before it.
 
 What a plan makes again (`lower/memory/planned_recompute.py`) is backward here: it reads what its blocks keep, and stays
 as it is, since only lines of forward are chosen from. Products, attention, convolutions, reductions and collectives are
@@ -41,11 +41,8 @@ from laminar.ir.ops import FREE
 from laminar.ir.program import Instr, Placed, Program, placed
 from laminar.ir.serial.codec import Ref
 from laminar.lower.boxing.overlap import drop_unused
-from laminar.lower.memory.offload import offloaded, without
-from laminar.lower.memory.planned_recompute import boundary as boundary
-from laminar.lower.memory.planned_recompute import boundary_bytes as boundary_bytes
-from laminar.lower.memory.planned_recompute import early as early
-from laminar.lower.memory.planned_recompute import run_again
+from laminar.lower.memory.offload import offloaded, without_offload
+from laminar.lower.memory.planned_recompute import early, run_again
 from laminar.rules.notation import call_of
 from laminar.rules.ops.expand import Sheet, expand
 
@@ -53,11 +50,11 @@ TRAFFIC = 0.45
 """Bytes of memory that a byte of traffic is worth. What that decides, in bytes moved for each byte saved: an activation
 function whose input backward reads anyway (1) and one behind a norm per channel (2) run again; a norm's narrow output
 (3) and the narrow copy of a weight (3) are kept. Measured on an H200, GPT of 355M: see bench/results/gpu.jsonl."""
-AGAIN = 1 / 64
+RECOMPUTED_BYTE = 1 / 64
 """What each byte made again costs inside a fused kernel; only breaks ties. Assumed, not measured."""
 SMALL_SHARE = 8
 """Sources that are smaller than the result by this factor are read for nothing: statistics, biases."""
-REACH = 4
+HEAVY_REACH = 4
 """Heavy ops a value may be away from what it is made from again: about half of a transformer block."""
 
 ELEMENTWISE = frozenset(
@@ -90,13 +87,15 @@ FUSES = (
     | {"laminar.batch_norm_backward", "laminar.batch_norm_sums", "laminar.batch_norm_grad"}
 )
 """Readers besides elementwise ops that take a value from the kernel that makes it, without memory between."""
-SMALL = frozenset(f"aten.{name}" for name in "sum sum.dim_IntList mean mean.dim amax amin var_mean.correction".split())
+SMALL_REDUCTIONS = frozenset(
+    f"aten.{name}" for name in "sum sum.dim_IntList mean mean.dim amax amin var_mean.correction".split()
+)
 """Reductions inside norms: kept, being small, but no distance."""
-WRITTEN_OUT = ("aten.native_layer_norm", "aten._softmax", "aten._log_softmax", "laminar.batch_norm")
+WRITTEN_OUT_OPS = ("aten.native_layer_norm", "aten._softmax", "aten._log_softmax", "laminar.batch_norm")
 
 
 @dataclass(frozen=True, slots=True)
-class Op:
+class RecomputeOp:
     """An op as the choice sees it. Values are numbers; those nobody here makes are inputs of the step."""
 
     reads: tuple[int, ...]
@@ -106,7 +105,7 @@ class Op:
 
 
 def choose(
-    ops: Sequence[Op], keep: dict[int, float], rewrite: dict[int, float], wanted: set[int]
+    ops: Sequence[RecomputeOp], keep: dict[int, float], rewrite: dict[int, float], wanted: set[int]
 ) -> tuple[set[int], set[int]]:
     """Values to keep and ops to run again, at the least cost for which everything `wanted` is at hand.
 
@@ -155,9 +154,9 @@ def _sink_side(nodes: int, edges: list[tuple[int, int, float]], source: int, sin
 # --- programs --------------------------------------------------------------------------------
 
 
-def recompute(program: Program, *, traffic: float = TRAFFIC, reach: int = REACH) -> Program:
+def recompute(program: Program, *, traffic: float = TRAFFIC, reach: int = HEAVY_REACH) -> Program:
     """The same program, with what is cheap made again in backward instead of kept, or sent to the host."""
-    program = without(program)
+    program = without_offload(program)
     first = early(program)
     forward = [i for i in program.instrs if i.name in first]
     lying = {Ref(i.name, k): p for i in forward for k, p in enumerate(i.outs) if p is not None}
@@ -174,8 +173,8 @@ def recompute(program: Program, *, traffic: float = TRAFFIC, reach: int = REACH)
             cost = 0.0
         elif (instr.op in ELEMENTWISE or instr.op in ROWWISE) and instr.name not in far:
             cost = traffic * sum(given.get(r.name, 0) for r in set(instr.refs))
-            cost += AGAIN * sum(size[Ref(instr.name, k)] for k, p in enumerate(instr.outs) if p)
-        ops.append(Op(tuple({number[r] for r in instr.refs if r in number}), makes, cost))
+            cost += RECOMPUTED_BYTE * sum(size[Ref(instr.name, k)] for k, p in enumerate(instr.outs) if p)
+        ops.append(RecomputeOp(tuple({number[r] for r in instr.refs if r in number}), makes, cost))
     makers = {i.name: i for i in forward}
     keep = {number[ref]: np.inf if makers[ref.name].op in FREE else float(nbytes) for ref, nbytes in size.items()}
     keep |= {number[ref]: 0.0 for ref in leaving if ref in number and makers[ref.name].op not in FREE}
@@ -193,7 +192,9 @@ def _far(forward: Sequence[Instr], reach: int) -> set[str]:
     for instr in forward:
         before = [r.name for r in instr.refs if r.name in depth]
         cheap = instr.op in FREE or instr.op in ELEMENTWISE or instr.op in ROWWISE
-        depth[instr.name] = max((depth[n] for n in before), default=0) + (not cheap and instr.op not in SMALL)
+        depth[instr.name] = max((depth[n] for n in before), default=0) + (
+            not cheap and instr.op not in SMALL_REDUCTIONS
+        )
         oldest[instr.name] = min((oldest[n] for n in before), default=depth[instr.name])
         if not cheap or depth[instr.name] - oldest[instr.name] > reach:
             oldest[instr.name] = depth[instr.name]
@@ -262,7 +263,7 @@ def written_out(program: Program) -> Program:
     for instr in program.instrs:
         if not renamed.keys().isdisjoint(instr.refs):
             instr = replace(instr, args=map_refs(instr.args, now), refs=tuple(map(now, instr.refs)))
-        if instr.op not in WRITTEN_OUT or instr.name not in first:
+        if instr.op not in WRITTEN_OUT_OPS or instr.name not in first:
             out.append(instr)
             continue
         lines, ends = _lines(instr)

@@ -44,7 +44,7 @@ from laminar.ir.serial.codec import Ref
 from laminar.lower.boxing.overlap import drop_unused
 from laminar.lower.memory.planned_recompute import boundary_bytes, early
 
-SMALL_SHARE = 64
+STAYS_SHARE = 64
 """What is smaller than the block's largest value by this factor stays. Chosen, not measured."""
 BACK = "_back"
 """Ending of views that are made again of what came back."""
@@ -70,7 +70,7 @@ def offloaded(program: Program) -> Program:
     """The program with lines that send what its plan names to the host and bring it back; those it has are replaced."""
     if not (program.offload.blocks or program.offload.values):
         return program
-    program = drop_unused(without(program))
+    program = drop_unused(without_offload(program))
     blocks = _blocks(program)
     in_backward = sorted(blocks, key=lambda b: b.read)
     ahead: dict[str, int] = {}
@@ -113,7 +113,7 @@ def offloaded(program: Program) -> Program:
     return drop_unused(_rewired(program, first, away, behind, before))
 
 
-def without(program: Program) -> Program:
+def without_offload(program: Program) -> Program:
     """The program as if everything stayed on the device; it still says what its plan names."""
     source: dict[Ref, Ref] = {}
     out: list[Instr] = []
@@ -159,7 +159,7 @@ def offload_saving(program: Program) -> OffloadSaving:
         tensors=sum(len(i.outs) for i in sends),
         bytes=sent_bytes(program),
         kept_bytes=boundary_bytes(program),
-        whole_bytes=boundary_bytes(without(program)),
+        whole_bytes=boundary_bytes(without_offload(program)),
     )
 
 
@@ -187,7 +187,7 @@ def _blocks(program: Program) -> list[_Block]:
     size = {r: _bytes(program, at, r) for refs in found.values() for r in refs}
     out = []
     for name, refs in found.items():
-        least = max(size[r] for r in refs) / SMALL_SHARE
+        least = max(size[r] for r in refs) / STAYS_SHARE
         refs = sorted((r for r in refs if size[r] and size[r] >= least), key=lambda r: (at[r.name], r.index))
         while refs and min(read[r] for r in refs) <= at[refs[-1].name]:  # backward has begun before all is made
             refs.pop()

@@ -49,7 +49,7 @@ def early(program: Program) -> set[str]:
     return first
 
 
-def made_again(program: Program, picked: Picked) -> Program:
+def with_recompute(program: Program, picked: Picked) -> Program:
     """The program with what is inside of blocks made again for backward; lines must still be as the graph has them."""
     program = drop_unused(program)
     return drop_unused(_weights_once(run_again(program, lines_again(program, picked), ANEW)))

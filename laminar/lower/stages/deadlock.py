@@ -29,7 +29,7 @@ from heapq import heappop, heappush
 from laminar.errors import NetError
 from laminar.ir.net import Firing, Net
 
-STEPS = 2
+CHECKED_STEPS = 2
 _TRIES = 500_000  # firings that the search for the fewest registers may play; then it takes what is enough
 
 
@@ -56,7 +56,7 @@ class Wait:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class NetVerdict:
     """What is known about a net before it runs."""
 
     net: Net
@@ -83,16 +83,16 @@ class Verdict:
         return f"finishes; at most {max(self.bytes, default=0):,} bytes in registers on a rank"
 
 
-def check_net(net: Net, memory_bytes: int | None = None) -> Verdict:
+def check_net(net: Net, memory_bytes: int | None = None) -> NetVerdict:
     """Whether a net finishes every step under every timing, and what its registers need at most."""
     play = _Play(net)
     fired = play.run(play.registers)
     stuck = fired != play.last
     ring = tuple(play.ring(fired, play.registers)) if stuck else ()
-    return Verdict(net, not stuck, ring, _bytes(net), memory_bytes)
+    return NetVerdict(net, not stuck, ring, _bytes(net), memory_bytes)
 
 
-def refuse(net: Net, memory_bytes: int | None = None) -> Verdict:
+def refuse_deadlock(net: Net, memory_bytes: int | None = None) -> NetVerdict:
     """The verdict, if it is a good one; else an error that names who waits for whom, or what is too large."""
     verdict = check_net(net, memory_bytes)
     if not verdict.finishes:
@@ -150,7 +150,7 @@ class _Play:
         self.net = net
         number = {a.name: i for i, a in enumerate(net.actors)}
         self.registers = [q.registers for q in net.queues]
-        self.last = [a.fires * STEPS for a in net.actors]
+        self.last = [a.fires * CHECKED_STEPS for a in net.actors]
         self.home = [a.place for a in net.actors]
         self.orders = [[number[name] for name, _ in order] for order in net.orders]
         self.spots: list[list[int]] = [[0] * a.fires for a in net.actors]
@@ -185,7 +185,7 @@ class _Play:
             if not order:
                 continue
             length, at = len(order), first[p]
-            end = length * STEPS
+            end = length * CHECKED_STEPS
             going = True
             while going and at < end:
                 going = False
@@ -286,11 +286,12 @@ def fewest(net: Net, only: Container[str] | None = None) -> dict[str, int] | Non
     after those the smallest queue of each ring is enlarged until none is left, which is enough, perhaps not least.
     With `only`, the registers of other queues stay as they are.
     """
+    # Long because the search's small steps share the net, its queues and what is known of each of them.
     play, queues = _Play(net), net.queues
     registers = play.registers
     free = [only is None or q.name in only for q in queues]
     plenty = [
-        q.registers + may * (q.filled + STEPS * q.gives * net.by_name[q.producer].fires)
+        q.registers + may * (q.filled + CHECKED_STEPS * q.gives * net.by_name[q.producer].fires)
         for q, may in zip(queues, free, strict=True)
     ]
     if not play.finishes(plenty):

@@ -17,7 +17,7 @@ from dataclasses import replace
 from laminar.errors import NetError
 from laminar.ir.net import Actor, Firing, Net, Queue
 
-PARTS = ("forward", "backward", "input", "weight")
+PASS_KINDS = ("forward", "backward", "input", "weight")
 
 
 def with_loads(net: Net, batch_bytes: int, depth: int) -> Net:
@@ -27,7 +27,7 @@ def with_loads(net: Net, batch_bytes: int, depth: int) -> Net:
     places, orders = list(net.places), list(net.orders)
     actors, queues = list(net.actors), [*net.queues, *_meetings(net)]
     for p, place in enumerate(net.places):
-        readers = [a for a in net.actors if a.place == p and a.kind in PARTS]
+        readers = [a for a in net.actors if a.place == p and a.kind in PASS_KINDS]
         if not readers:
             continue
         name, many = f"load{p}", readers[0].fires

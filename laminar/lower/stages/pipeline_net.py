@@ -47,7 +47,7 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True)
-class Edge:
+class StageEdge:
     """What one stage makes and another reads, per micro-batch."""
 
     source: int
@@ -58,7 +58,7 @@ class Edge:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
+class StageLoader:
     """A loader: it brings stages what they read of each micro-batch."""
 
     place: int
@@ -73,15 +73,15 @@ class Layout:
     """Stages, where they are and what passes between them: all that a schedule has to know."""
 
     stages: tuple[Stage, ...]
-    edges: tuple[Edge, ...]
+    edges: tuple[StageEdge, ...]
     places: int
     micro_batches: int
     apart: bool = False
     """Whether gradients of inputs and of weights are separate firings."""
-    loads: tuple[Load, ...] = ()
+    loads: tuple[StageLoader, ...] = ()
     saves: tuple[int, ...] = ()
     """Places at which a saver reads the new weights of the stages there, once a step."""
-    tied: tuple[Edge, ...] = ()
+    tied: tuple[StageEdge, ...] = ()
     """Pairs of stages that use the same weights: each optimizer reads the other's sums of gradients as well."""
     decide: bool = False
     """Whether every optimizer waits for the reductions of all stages (clipping, overflow of half precision)."""
@@ -164,7 +164,7 @@ def chain(
     sizes = edge_bytes or [0] * (len(stages) - 1)
     if len(sizes) != len(stages) - 1:
         raise NetError(f"{len(sizes)} sizes for the {len(stages) - 1} edges of a chain")
-    edges = tuple(Edge(s, s + 1, size) for s, size in enumerate(sizes))
+    edges = tuple(StageEdge(s, s + 1, size) for s, size in enumerate(sizes))
     places = 1 + max(stage.place for stage in stages)
     return Layout(stages=tuple(stages), edges=edges, places=places, micro_batches=micro_batches, apart=apart)
 

@@ -118,7 +118,7 @@ def backward_first(layout: Layout, stash: float = 1.0) -> Orders:
     return by_priority(layout, _backward_first)
 
 
-Rule = Callable[[Layout, Item], tuple[int, ...]]
+Priority = Callable[[Layout, Item], tuple[int, ...]]
 """What comes first has the smaller value."""
 
 
@@ -145,7 +145,7 @@ def oldest_first(layout: Layout, item: Item) -> tuple[int, ...]:
     return (part == "W", k, "BFW".index(part), layout.depth[s])
 
 
-def by_priority(layout: Layout, rule: Rule) -> Orders:
+def by_priority(layout: Layout, rule: Priority) -> Orders:
     """All firings of a place sorted by a rule: an order for windows, hardly one to keep to the letter."""
     order: list[list[Item]] = [[] for _ in range(layout.places)]
     for s, stage in enumerate(layout.stages):
@@ -153,7 +153,7 @@ def by_priority(layout: Layout, rule: Rule) -> Orders:
     return _orders(layout, [sorted(items, key=lambda item: rule(layout, item)) for items in order])
 
 
-SCHEDULES: dict[str, Callable[[Layout, float], Orders]] = {
+SCHEDULE_ORDERS: dict[str, Callable[[Layout, float], Orders]] = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
     "interleaved": interleaved,
@@ -163,7 +163,7 @@ SCHEDULES: dict[str, Callable[[Layout, float], Orders]] = {
 }
 
 
-def _listed(layout: Layout, rule: Rule, stash: float, waiting: int = 0) -> Orders:
+def _listed(layout: Layout, rule: Priority, stash: float, waiting: int = 0) -> Orders:
     """How places act if whoever is ready goes, all parts take equally long, and stashes are as deep as their stages."""
     orders = by_priority(layout, rule)
     net = build(layout, dummy_places(layout.places), orders, None, _by_depth(layout, stash, waiting))
@@ -204,9 +204,9 @@ def dag_net(
 ) -> Net:
     """The whole net of a layout; `registers` sets queues by name."""
     if isinstance(schedule, str):
-        if schedule not in SCHEDULES:
-            raise NetError(f"no schedule is called {schedule!r}", allowed="  ".join(SCHEDULES))
-        orders = SCHEDULES[schedule](layout, stash)
+        if schedule not in SCHEDULE_ORDERS:
+            raise NetError(f"no schedule is called {schedule!r}", allowed="  ".join(SCHEDULE_ORDERS))
+        orders = SCHEDULE_ORDERS[schedule](layout, stash)
     else:
         orders = schedule
     counts = _by_depth(layout, stash)

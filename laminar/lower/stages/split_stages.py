@@ -57,7 +57,7 @@ class Edge:
 
 
 @dataclass(frozen=True)
-class Split:
+class StageSplit:
     """The stages of a graph."""
 
     graphs: tuple[Graph, ...]
@@ -70,7 +70,7 @@ class Split:
     """Parameters that several stages read, and which."""
 
 
-def split(graph: Graph, forward: Mapping[str, int], stages: int) -> Split:
+def split_graph(graph: Graph, forward: Mapping[str, int], stages: int) -> StageSplit:
     """Cut a graph by the stage of each forward op; light ops need none."""
     cutter = _Cutter(graph, dict(forward), stages)
     # Who plans and who lowers ask for the same cuts one after the other.
@@ -79,7 +79,7 @@ def split(graph: Graph, forward: Mapping[str, int], stages: int) -> Split:
         told = (dict(cutter.of), stages)
         found = cutter.split()
         graph.notes["split"] = (told, found)
-    cut: Split = found
+    cut: StageSplit = found
     return cut
 
 
@@ -256,7 +256,7 @@ class _Cutter:
             return self._terms(node.ins[0], (node, *chain))
         return [(ref, chain)]
 
-    def split(self) -> Split:
+    def split(self) -> StageSplit:
         """The stages, once it is known where forward ops are."""
         self._look_around()
         graph = self.graph
@@ -339,7 +339,7 @@ class _Cutter:
 
     # --- the pieces
 
-    def _built(self, outputs: list[list[Output]], extra: list[list[Node]], dropped: set[str]) -> Split:
+    def _built(self, outputs: list[list[Output]], extra: list[list[Node]], dropped: set[str]) -> StageSplit:
         graph = self.graph
         edges: dict[tuple[Ref, int], Edge] = {}
         needed = [self._needed(stage, names, outputs, extra) for stage, names in enumerate(self._by_stage())]
@@ -367,7 +367,7 @@ class _Cutter:
             for item in own.inputs:
                 readers.setdefault(item.name, []).append(s)
         tied = {i.name: tuple(where) for i in graph.of_kind("param") if len(where := readers.get(i.name, [])) > 1}
-        return Split(tuple(graphs), tuple(edges.values()), dict(self.of), dict(self.like), tied)
+        return StageSplit(tuple(graphs), tuple(edges.values()), dict(self.of), dict(self.like), tied)
 
     def _by_stage(self) -> list[list[int]]:
         """For each stage the numbers of its ops, in order, and those of light ones, which any may need."""

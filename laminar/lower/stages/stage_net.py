@@ -19,8 +19,8 @@ from laminar.errors import PlanError
 from laminar.ir.mesh import Place
 from laminar.ir.net import Net, Queue
 from laminar.ir.program import Placed
-from laminar.lower.stages.deadlock import refuse
-from laminar.lower.stages.pipeline_net import Edge, Layout, Stage
+from laminar.lower.stages.deadlock import refuse_deadlock
+from laminar.lower.stages.pipeline_net import Layout, Stage, StageEdge
 from laminar.lower.stages.schedules import dag_net
 from laminar.lower.stages.stage_programs import KEPT, Part, Stages, Wire
 
@@ -65,7 +65,7 @@ def together(sizes: Sequence[Stages], memory_bytes: int | None = None) -> list[P
     net = dag_net(
         layout, staged.places, staged.schedule, window=staged.window, stash=staged.stash, registers=staged.registers
     )
-    refuse(net, memory_bytes)
+    refuse_deadlock(net, memory_bytes)
     return [Piped(made, net, _known(net, carries), layout) for made, (_, carries) in zip(sizes, found, strict=True)]
 
 
@@ -84,11 +84,11 @@ def widest(layouts: Sequence[Layout]) -> Layout:
     for same in zip(*(layout.stages for layout in layouts), strict=True):
         most = {f.name: max(getattr(s, f.name) for s in same) for f in fields(Stage) if f.name.endswith("_bytes")}
         rows.append(replace(same[0], trained=any(s.trained for s in same), **most))
-    edges: dict[tuple[int, int], Edge] = {}
+    edges: dict[tuple[int, int], StageEdge] = {}
     for e in (e for layout in layouts for e in layout.edges):
         known = edges.setdefault((e.source, e.target), e)
         assert known.grad_bytes is not None and e.grad_bytes is not None
-        edges[e.source, e.target] = Edge(
+        edges[e.source, e.target] = StageEdge(
             e.source, e.target, max(known.bytes, e.bytes), max(known.grad_bytes, e.grad_bytes)
         )
     return replace(first, stages=tuple(rows), edges=tuple(edges[key] for key in sorted(edges)))
@@ -135,7 +135,7 @@ def layout_of(made: Stages) -> tuple[Layout, dict[str, tuple[str, ...]]]:
             carries[_queue_name(made, src, dst, phase)] = tuple(w.edge.name for w in here)
             mesh = staged.places[staged.stages[dst].place].mesh
             sizes[phase] = sum(w.dst.local(mesh).nbytes for w in here)
-        edges.append(Edge(a, b, sizes["forward"], sizes["backward"]))
+        edges.append(StageEdge(a, b, sizes["forward"], sizes["backward"]))
     layout = Layout(
         stages=tuple(rows),
         edges=tuple(edges),

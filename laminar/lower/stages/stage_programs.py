@@ -23,9 +23,9 @@ from laminar.ir.plans.staged import Staged
 from laminar.ir.program import Instr, Placed, Program, ProgramInput, ProgramOutput
 from laminar.ir.sbp import B, NdSbp, Partial
 from laminar.ir.serial.codec import Ref
-from laminar.lower.lower import arranged, written
+from laminar.lower.lower import scheduled, written
 from laminar.lower.memory.offload import refuse_stages
-from laminar.lower.stages.split_stages import Edge, Split, split, value_name
+from laminar.lower.stages.split_stages import Edge, StageSplit, split_graph, value_name
 
 KEPT = "kept"
 """The kind of values that one part of a stage keeps for a later one."""
@@ -70,7 +70,7 @@ class Stages:
     """Everything places need to know about a staged plan."""
 
     staged: Staged
-    cut: Split
+    cut: StageSplit
     parts: tuple[tuple[Part, ...], ...]
     """By stage, in the order in which a micro-batch passes through them."""
     wires: tuple[Wire, ...]
@@ -97,7 +97,7 @@ class Stages:
 def stages(graph: Graph, staged: Staged, like: Stages | None = None) -> Stages:
     """Lower a staged plan; sums over micro-batches lie as they do in `like`, where these have another size."""
     staged.fits(graph)
-    cut = split(graph, staged.of, len(staged.stages))
+    cut = split_graph(graph, staged.of, len(staged.stages))
     parts, made = [], []
     for s, (own, stage) in enumerate(zip(cut.graphs, staged.stages, strict=True)):
         if stage.plan.graph_hash != own.hash:
@@ -124,7 +124,7 @@ def stages(graph: Graph, staged: Staged, like: Stages | None = None) -> Stages:
 
 def in_other_precision(graph: Graph, staged: Staged) -> Staged:
     """The same plan for a graph that differs from its own in dtypes only."""
-    cut = split(graph, staged.of, len(staged.stages))
+    cut = split_graph(graph, staged.of, len(staged.stages))
     own = [replace(s, plan=replace(s.plan, graph_hash=g.hash)) for s, g in zip(staged.stages, cut.graphs, strict=True)]
     return replace(staged, graph_hash=graph.hash, stages=tuple(own))
 
@@ -225,7 +225,7 @@ def _part(
             return instr
         return replace(instr, args=map_refs(instr.args, now), refs=tuple(map(now, instr.refs)))
 
-    return arranged(
+    return scheduled(
         replace(
             program,
             inputs=(*(i for i in program.inputs if i.name in names), *kept.values()),

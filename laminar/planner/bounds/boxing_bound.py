@@ -46,13 +46,13 @@ VALUES, PARAMETERS, GRADIENTS = range(3)
 """What travels."""
 Pairs = tuple[np.ndarray, np.ndarray]
 """States before, and states behind."""
-Places = tuple[np.ndarray, np.ndarray]
+TablePlaces = tuple[np.ndarray, np.ndarray]
 """Of a table: rows, and columns."""
-Priced = dict[tuple[str, float, tuple[int, ...], bool], float]
+BoxingSeconds = dict[tuple[str, float, tuple[int, ...], bool], float]
 """Seconds by kind, bytes, axes, and whether it travels alone."""
 
 
-_PRICED: WeakKeyDictionary[Machine, dict[Mesh, Priced]] = WeakKeyDictionary()
+_PRICED: WeakKeyDictionary[Machine, dict[Mesh, BoxingSeconds]] = WeakKeyDictionary()
 """What exchanges cost on meshes, whatever a second of them counts."""
 
 
@@ -66,7 +66,7 @@ class Ways:
         self.states = list(itertools.product(range(STATES), repeat=len(self.axes)))
         self._known: dict[tuple[int, int, bool], np.ndarray] = {}
         self._rates: dict[tuple[str, tuple[int, ...]], float] = {}
-        self._priced: Priced = _PRICED.setdefault(machine, {}).setdefault(mesh, {})
+        self._priced: BoxingSeconds = _PRICED.setdefault(machine, {}).setdefault(mesh, {})
         self._counts: dict[tuple[int, ...], float] = {}
 
     def table(self, nbytes: int, pairs: Pairs, what: int = VALUES, shared: bool = True) -> np.ndarray:
@@ -116,7 +116,7 @@ class Ways:
         return ways
 
     @cached_property
-    def _single(self) -> tuple[Places, dict[tuple[str, float, tuple[int, ...]], Places]]:
+    def _single(self) -> tuple[TablePlaces, dict[tuple[str, float, tuple[int, ...]], TablePlaces]]:
         """Which moves are free, and which are exchanges, of a tensor cut into so many pieces: (from, to)."""
         sizes, at = self.mesh.sizes, {state: k for k, state in enumerate(self.states)}
         free: list[tuple[int, int]] = []
@@ -239,7 +239,7 @@ class Ways:
         return out
 
 
-def _places(moves: list[tuple[int, int]]) -> Places:
+def _places(moves: list[tuple[int, int]]) -> TablePlaces:
     rows, columns = zip(*moves, strict=True) if moves else ((), ())
     return np.array(rows, dtype=np.intp), np.array(columns, dtype=np.intp)
 

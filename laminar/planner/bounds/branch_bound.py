@@ -28,7 +28,7 @@ from laminar.lower.memory.mincut_recompute import written_out
 from laminar.lower.stages.stage_programs import Part, stages
 from laminar.placement import presets
 from laminar.planner.bounds.cell_bound import Bounds
-from laminar.planner.bounds.one_device import ONE_DEVICE, Kernel, kernel_s, kernels_of
+from laminar.planner.bounds.one_device import ONE_DEVICE, KernelShape, kernel_s, kernels_of
 from laminar.planner.bounds.piece_bound import per_element_s
 from laminar.planner.estimate.graphs_and_prices import Model
 from laminar.planner.space.cell import Cell
@@ -37,12 +37,12 @@ from laminar.staging.stage_plans import arranged
 
 
 @dataclass(frozen=True)
-class Least:
+class LeastOfPart:
     """What one part of a stage takes at least on one micro-batch."""
 
     calls_s: float
     work_s: float
-    kernels: tuple[Kernel, ...]
+    kernels: tuple[KernelShape, ...]
 
 
 class Floor:
@@ -59,7 +59,7 @@ class Floor:
         self.links = self._links()
         self.grads = [[own.specs[o.ref] for o in own.outputs if o.kind == "grad"] for own in self.made.cut.graphs]
 
-    def _least(self, part: Part) -> Least:
+    def _least(self, part: Part) -> LeastOfPart:
         machine, own = self.machine, self.made.cut.graphs[part.stage]
         calls, forward = calls_in(own), part.kind == "forward"
         nodes = [n for n in own.nodes if (n.phase == "forward") == forward and self._counted(n, own)]
@@ -68,7 +68,7 @@ class Floor:
         seconds = [machine.op(calls[n.name]).seconds for n in nodes]
         calls_s = sum(min(call_s, s) for s in seconds)
         kernels = kernels_of(written_out(part.program)) if machine.fused else []
-        return Least(calls_s, sum(seconds) - calls_s, tuple(kernels))
+        return LeastOfPart(calls_s, sum(seconds) - calls_s, tuple(kernels))
 
     def _counted(self, node: Node, graph: Graph) -> bool:
         """Whether an op has a price of its own, and one that placements do not lower, as one number read often does."""

@@ -44,18 +44,18 @@ from functools import cached_property
 import numpy as np
 
 from laminar.cost.machine import UPDATES, Machine
-from laminar.cost.sim.tasks import SCALE
+from laminar.cost.sim.tasks import FULL_SPEED
 from laminar.forecast.pipeline_step import MEETING_S
 from laminar.ir.graph import Graph, Node
 from laminar.ir.mesh import Mesh
 from laminar.ir.serial.codec import Ref
 from laminar.ir.tensor import TensorSpec
 from laminar.planner.bounds.boxing_bound import NO_LATENCY_BYTES, PARAMETERS, ROW, Ways, pairs_of
-from laminar.planner.bounds.memory_bound import Kept, held_s, starts
+from laminar.planner.bounds.memory_bound import KeptLayer, held_s, starts
 from laminar.planner.bounds.one_device import ONE_DEVICE, Alone, kernel_s
 from laminar.planner.bounds.piece_bound import Least, Weights, per_element_s
 from laminar.planner.bounds.pipeline_bound import Order, Row, RowOps, longest_row, stretch
-from laminar.planner.bounds.signatures import Piece, Placements, Prices
+from laminar.planner.bounds.signatures import Piece, Placements, SignaturePrices
 from laminar.planner.estimate.graphs_and_prices import Model
 from laminar.planner.estimate.score_placement import extrapolated
 from laminar.planner.space.cell import Cell
@@ -87,13 +87,13 @@ class Bounds:
         self._known: dict[Cell, Bound] = {}
         self._quick: dict[Cell, Bound] = {}
         trained = sum(model.graph.specs[o.ref].numel for o in model.graph.outputs if o.kind == "grad")
-        self._prices = Prices(trained // model.request.cluster.devices)
+        self._prices = SignaturePrices(trained // model.request.cluster.devices)
         self._pieces: dict[tuple[Mesh, int], list[tuple[Piece, int]]] = {}
         self._firsts: dict[Mesh, Piece] = {}
         self._lines: dict[tuple[object, ...], float] = {}
         self._rows: dict[tuple[Mesh, int], Row] = {}
         self._row_ops: dict[int, RowOps] = {}
-        self._layers: dict[int, Kept | None] = {}
+        self._layers: dict[int, KeptLayer | None] = {}
         self._ways: dict[tuple[Mesh, tuple[float, ...]], Ways] = {}
         self._norms: dict[Mesh, float] = {}
         self._ones: dict[bool, tuple[float, float]] = {}
@@ -232,10 +232,10 @@ class Bounds:
         room = cell.stages * self.model.request.room_bytes
         return stays + cell.micro_batches * most / cell.ranks > room
 
-    def _kept(self, micro_batches: int) -> Kept | None:
+    def _kept(self, micro_batches: int) -> KeptLayer | None:
         if micro_batches not in self._layers:
             keep, fold = self.model.keeps[-1], self.model.fold
-            self._layers[micro_batches] = Kept.of(self.model.small(micro_batches, keep), fold, keep)
+            self._layers[micro_batches] = KeptLayer.of(self.model.small(micro_batches, keep), fold, keep)
         return self._layers[micro_batches]
 
     def _in_memory(self, cell: Cell, shares: LevelWeights) -> Bound:
@@ -351,7 +351,7 @@ class Bounds:
         """What a second of an exchange costs at least."""
         if machine.cluster.backend == "shared":
             return 1.0
-        return min(1.0, (1 - machine.drag.compute / SCALE) / (machine.drag.transfer / SCALE))
+        return min(1.0, (1 - machine.drag.compute / FULL_SPEED) / (machine.drag.transfer / FULL_SPEED))
 
     def _shares(self, cell: Cell) -> list[LevelWeights]:
         """By level, what its exchanges count: all of them where one level has all."""

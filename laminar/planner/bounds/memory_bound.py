@@ -71,7 +71,7 @@ FLOW_UNITS = 1 << 30
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptLayer:
     """What one layer makes that backward may want: its ops, and the bytes of a micro-batch on all ranks together."""
 
     ops: tuple[Node, ...]
@@ -82,7 +82,7 @@ class Kept:
     """Those that backward reads."""
 
     @staticmethod
-    def of(graph: Graph, fold: Fold, keep: int) -> Kept | None:
+    def of(graph: Graph, fold: Fold, keep: int) -> KeptLayer | None:
         """Of a middle layer, where `fold` has folded a model to `keep`; None where layers don't stand by themselves.
 
         What a layer makes must be read in forward by itself and the next layer only, and backward ops that read it must
@@ -122,7 +122,7 @@ class Kept:
         if any(o.ref.name in mine for o in graph.outputs):
             return None
         made = tuple((ref, spec.nbytes) for ref, spec in graph.specs.items() if ref.name in mine)
-        return Kept(tuple(ops), made, frozenset(wanted))
+        return KeptLayer(tuple(ops), made, frozenset(wanted))
 
     def least(self, byte: float, again: Callable[[Node], float]) -> float:
         """The least of what is made again, `again` for each op, and of the bytes that are kept, `byte` for each."""
@@ -174,4 +174,4 @@ def held_s(stretch: float, lean_s: float, later_s: Sequence[float], layer_s: flo
     return best
 
 
-__all__ = ["Kept", "held_s", "starts"]
+__all__ = ["KeptLayer", "held_s", "starts"]

@@ -27,7 +27,7 @@ from laminar.cost.ops.families import COMPUTES, family_of
 from laminar.forecast.pipeline_step import MEETING_S
 from laminar.ir.graph import Graph
 from laminar.ir.ops import FREE
-from laminar.lower.stages.split_stages import split
+from laminar.lower.stages.split_stages import split_graph
 from laminar.planner.bounds.one_device import ONE_DEVICE, Alone, kernel_s
 from laminar.planner.estimate.mixed_pipelines import Shop, Sides
 from laminar.planner.estimate.score_placement import extrapolated
@@ -111,7 +111,7 @@ class SidesBounds:
 
         `graph` is that of a micro-batch at full depth; what a compiler may fuse is left out.
         """
-        stages = split(graph, balanced(graph, cell.stages), cell.stages).of
+        stages = split_graph(graph, balanced(graph, cell.stages), cell.stages).of
         fused, calls = self.shop.model.machine(ONE_DEVICE).fused, calls_in(graph)
         works = [0.0] * cell.stages
         for name, stage in stages.items():

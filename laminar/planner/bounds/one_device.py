@@ -27,7 +27,7 @@ from laminar.planner.estimate.score_placement import extrapolated
 from laminar.planner.space.cell import Cell
 from laminar.staging.stage_plans import pipeline
 
-Kernel = tuple[int, tuple[int, int, str] | None]
+KernelShape = tuple[int, tuple[int, int, str] | None]
 """Bytes that it moves; rows, columns and kind of what it reduces."""
 Again = tuple[str, ...]
 """Blocks that are made again, as patterns."""
@@ -40,7 +40,7 @@ class Alone:
     def __init__(self, model: Model) -> None:
         self.model = model
         self._lowered: dict[tuple[int, int, bool, Again], tuple[list[Program], float]] = {}
-        self._kernels: dict[tuple[int, int, bool, Again], list[Kernel]] = {}
+        self._kernels: dict[tuple[int, int, bool, Again], list[KernelShape]] = {}
         self._kept: dict[tuple[int, bool, bool], float] = {}
         self._seconds: dict[tuple[int, bool, Mesh, bool], float] = {}
 
@@ -79,7 +79,7 @@ class Alone:
         found = dict.fromkeys(inside.block_of(node.module) for node in self.model.graph.nodes)
         return [block for block in found if block is not None]
 
-    def kernels(self, cell: Cell, keep: int, again: Again = ()) -> list[Kernel]:
+    def kernels(self, cell: Cell, keep: int, again: Again = ()) -> list[KernelShape]:
         """Every kernel that a compiler writes, at a depth, with some blocks made again."""
         key = (cell.micro_batches, keep, cell.plain, again)
         if key not in self._kernels:
@@ -143,7 +143,7 @@ def kernel_s(machine: Machine, nbytes: int, shape: tuple[int, int, str] | None, 
     return min(machine.kernel(nbytes, way).seconds for way in ways)
 
 
-def kernels_of(program: Program) -> list[Kernel]:
+def kernels_of(program: Program) -> list[KernelShape]:
     """The kernels that a compiler writes for a program."""
     groups, forms = kernels(program), Forms(program)
     work = fused_work(forms, groups, 0)

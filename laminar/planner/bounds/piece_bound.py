@@ -36,7 +36,7 @@ from laminar.planner.bounds.boxing_bound import (
     Ways,
     pairs_of,
 )
-from laminar.planner.bounds.signatures import Exchange, Piece, Rows
+from laminar.planner.bounds.signatures import Piece, Rows, TensorExchange
 from laminar.planner.tuning import DOMINATED_SHARES, VALUE_WORTHS
 
 UPDATED_TENSORS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -207,7 +207,7 @@ class Least:
                     table = self._counted(between, ref, node, what, len(found))
                     factors.append(((var, other), (between.ones, between.others), table))
 
-    def _counted(self, between: Exchange, ref: Ref, reader: Node, what: int, readers: int) -> np.ndarray:
+    def _counted(self, between: TensorExchange, ref: Ref, reader: Node, what: int, readers: int) -> np.ndarray:
         """What readers have fetched serves the others: together they pay at least their mean.
 
         One that nothing runs beside is also waited for (`exposed`), but for what its reader does with its own
@@ -233,7 +233,7 @@ class Least:
         return max(0.0, self.weights.work - self.weights.hidden) * left
 
     def _table(
-        self, spec: TensorSpec, between: Exchange, what: int, shared: bool = True, ways: Ways | None = None
+        self, spec: TensorSpec, between: TensorExchange, what: int, shared: bool = True, ways: Ways | None = None
     ) -> np.ndarray:
         ways = ways or self.ways
         if spec.dtype == "bool" or ways is None:

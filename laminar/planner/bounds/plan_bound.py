@@ -24,7 +24,7 @@ from laminar.ir.sbp import NdSbp
 from laminar.planner.bounds.boxing_bound import number
 from laminar.planner.bounds.cell_bound import Bounds
 from laminar.planner.bounds.pipeline_bound import Order
-from laminar.planner.bounds.signatures import Placements, Prices, Rows
+from laminar.planner.bounds.signatures import Placements, Rows, SignaturePrices
 from laminar.planner.space.cell import Cell
 from laminar.planner.tuning import DOMINATED_SHARES, VALUE_WORTHS
 
@@ -110,7 +110,7 @@ class _Given(Placements):
 
     settled = True
 
-    def __init__(self, graph: Graph, machine: Machine, mesh: Mesh, prices: Prices, chosen: _Chosen) -> None:
+    def __init__(self, graph: Graph, machine: Machine, mesh: Mesh, prices: SignaturePrices, chosen: _Chosen) -> None:
         super().__init__(graph, machine, mesh, prices)
         self.chosen = chosen
         self._given: dict[str, Rows] = {}

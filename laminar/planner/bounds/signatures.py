@@ -59,7 +59,7 @@ class Rows(NamedTuple):
         return Rows(self.placed[which], self.seconds[which])
 
 
-class Exchange(NamedTuple):
+class TensorExchange(NamedTuple):
     """A tensor between one who has it and one who wants it, as far as they can tell placements apart."""
 
     ones: np.ndarray
@@ -70,7 +70,7 @@ class Exchange(NamedTuple):
     """From each class to each."""
 
 
-class Prices:
+class SignaturePrices:
     """Local calls of one model and what they cost, asked once for all meshes."""
 
     def __init__(self, updated: int = 0) -> None:
@@ -139,8 +139,8 @@ class Placements:
     settled = False
     """Whether it was somebody else who chose what ops do: then what nobody would choose counts as well."""
 
-    def __init__(self, graph: Graph, machine: Machine, mesh: Mesh, prices: Prices | None = None) -> None:
-        self.graph, self.machine, self.mesh, self.prices = graph, machine, mesh, prices or Prices()
+    def __init__(self, graph: Graph, machine: Machine, mesh: Mesh, prices: SignaturePrices | None = None) -> None:
+        self.graph, self.machine, self.mesh, self.prices = graph, machine, mesh, prices or SignaturePrices()
         self._rows: dict[str, Rows] = {}
 
     def rows(self, node: Node) -> Rows:
@@ -229,7 +229,7 @@ class Piece:
         """`loops`: of a layer, for each value that it reads from a neighbour, the one of its own that is like it."""
         self.placements, self.nodes, self.loops = placements, nodes, loops or {}
         self._kept: dict[float, dict[str, Rows]] = {}
-        self.exchanges: dict[tuple[object, ...], Exchange] = {}
+        self.exchanges: dict[tuple[object, ...], TensorExchange] = {}
         """What can be told apart on both sides of an exchange: for `least`, which asks again and again."""
         self._lies: dict[Ref, np.ndarray] = {}
         self._kinds: dict[tuple[object, ...], tuple[np.ndarray, np.ndarray]] = {}
@@ -254,14 +254,14 @@ class Piece:
             self._kept[far_s] = near if self.placements.settled else self._useful(near)
         return self._kept[far_s]
 
-    def exchange(self, key: tuple[object, ...], ones: np.ndarray, others: np.ndarray) -> Exchange:
+    def exchange(self, key: tuple[object, ...], ones: np.ndarray, others: np.ndarray) -> TensorExchange:
         """Between the placements of options on both sides; asked again by its key."""
         key = (*key, self.needed)
         found = self.exchanges.get(key)
         if found is None:
             one, here = told_apart(ones, others, ROW)
             other, there = told_apart(others, ones, COLUMN)
-            found = self.exchanges[key] = Exchange(one, other, pairs_of(here, there))
+            found = self.exchanges[key] = TensorExchange(one, other, pairs_of(here, there))
         return found
 
     def lies(self, own: Ref) -> np.ndarray:

@@ -35,18 +35,18 @@ from laminar.planner.space.styles import Style
 if TYPE_CHECKING:
     from laminar.planner.estimate.candidates import Score
     from laminar.planner.estimate.graphs_and_prices import Model
-from laminar.planner.estimate.block_mix import Mix, Ways
+from laminar.planner.estimate.block_mix import BlockMix, BlockWays
 from laminar.planner.tuning import ACTIVATION_MIXES, WORTH_SIMULATING
 
 
-def eased(model: Model, plan: Plan, style: Style, ways: Ways, mix: Mix) -> Plan:
+def eased(model: Model, plan: Plan, style: Style, ways: BlockWays, mix: BlockMix) -> Plan:
     """A plan with a mix."""
     whole, spared, away = ways.placed(mix)
     again = model.patterns(whole, style) + model.patterns(spared, replace(style, keep_products="all"))
     return replace(plan, recompute=again, offload=model.patterns(away))
 
 
-def ways_of(model: Model, kept: Score, whole: Score | None) -> Ways:
+def ways_of(model: Model, kept: Score, whole: Score | None) -> BlockWays:
     """Of a placement that was scored with all blocks kept, and with all made again."""
     assert kept.plan is not None
     style, blocks, request = kept.style, len(model.block_names), model.request
@@ -77,7 +77,7 @@ def ways_of(model: Model, kept: Score, whole: Score | None) -> Ways:
         seconds, held, _, _ = run(replace(plan, recompute=model.patterns(range(few), style, of=depth)))
         return max(0.0, seconds - kept_s) / few, max(0.0, kept_bytes - held) / few
 
-    found = Ways(blocks, kept.seconds, kept.peak_bytes, None, None)
+    found = BlockWays(blocks, kept.seconds, kept.peak_bytes, None, None)
     if request.recomputes:
         each = way(style)
         if whole is not None:  # at both depths, and so without what only the shallow model has
@@ -104,10 +104,12 @@ def ways_of(model: Model, kept: Score, whole: Score | None) -> Ways:
     return found
 
 
-def tried(model: Model, score: Score, plan: Plan, ways: Ways, best_s: float) -> Iterator[tuple[Mix, Plan, Prediction]]:
+def tried_mixes(
+    model: Model, score: Score, plan: Plan, ways: BlockWays, best_s: float
+) -> Iterator[tuple[BlockMix, Plan, Prediction]]:
     """Mixes at full depth, each expected to fit and to be faster than `best_s` and all before it that did fit."""
     request, off_s, off_bytes = model.request, 0.0, 0.0
-    done: set[Mix] = set()
+    done: set[BlockMix] = set()
     for _ in range(ACTIVATION_MIXES):
         found = next((m for m in ways.front if m[0] not in done and m[2] + off_bytes <= request.room_bytes), None)
         if found is None or found[1] + off_s > WORTH_SIMULATING * best_s:

@@ -13,7 +13,7 @@ import numpy as np
 
 
 @dataclass(frozen=True, order=True)
-class Mix:
+class BlockMix:
     """How many blocks, and of what kind."""
 
     whole: int = 0
@@ -30,7 +30,7 @@ class Mix:
 
 
 @dataclass(frozen=True)
-class Ways:
+class BlockWays:
     """What a block takes and saves, by what becomes of it; and a step in which all are kept."""
 
     blocks: int
@@ -77,7 +77,7 @@ class Ways:
         return max(0.0, self.copy_s - blocks * self.forward_s) + max(0.0, self.copy_s - 2 * blocks * self.forward_s)
 
     @cached_property
-    def front(self) -> tuple[tuple[Mix, float, float], ...]:
+    def front(self) -> tuple[tuple[BlockMix, float, float], ...]:
         """Mixes that no other beats in seconds and bytes, with both; the fastest first."""
         every = np.arange(self.blocks + 1)
         sizes = [every if way else every[:1] for way in (self.whole, self.spared, self.sent_bytes > 0)]
@@ -95,7 +95,7 @@ class Ways:
         for k in np.lexsort((held, seconds)):
             if held[k] < least and math.isfinite(seconds[k]):
                 least = float(held[k])
-                out.append((Mix(int(whole[k]), int(spared[k]), int(away[k])), float(seconds[k]), least))
+                out.append((BlockMix(int(whole[k]), int(spared[k]), int(away[k])), float(seconds[k]), least))
         return tuple(out)
 
     @property
@@ -103,11 +103,11 @@ class Ways:
         """What is held with all blocks made again, whole."""
         return self.kept_bytes - self.blocks * (self.whole[1] if self.whole else 0.0)
 
-    def within(self, room: float) -> tuple[Mix, float, float] | None:
+    def within(self, room: float) -> tuple[BlockMix, float, float] | None:
         """The fastest of them that should fit."""
         return next((m for m in self.front if m[2] <= room), None)
 
-    def placed(self, mix: Mix) -> tuple[list[int], list[int], list[int]]:
+    def placed(self, mix: BlockMix) -> tuple[list[int], list[int], list[int]]:
         """Which blocks are made again, which without their products, and which leave."""
         apart = self.spread[mix.away][0]
         left = self.blocks - 1 - self.behind - (mix.away - 1) * apart

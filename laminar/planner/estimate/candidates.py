@@ -115,7 +115,7 @@ class Final:
         """For `explain`."""
         score, cell = self.score, self.score.cell
         return SimulatedPlan(
-            plan=described(score),
+            plan=described_candidate(score),
             step_s=self.seconds,
             peak_bytes=self.peak_bytes,
             stages=cell.stages,
@@ -160,7 +160,7 @@ class Nothing:
     """Whether it ended for another reason than time."""
 
 
-def described(score: Score) -> str:
+def described_candidate(score: Score) -> str:
     """A plan in a few words."""
     names = {
         "data": "data parallel",

@@ -12,7 +12,7 @@ from laminar.planner.space.styles import Style
 
 
 @dataclass(frozen=True)
-class Line:
+class DepthLine:
     """A quantity by depth: so much for the ends of a model, and so much for each layer."""
 
     ends: float
@@ -22,9 +22,9 @@ class Line:
         """For so many layers, and the ends."""
         return self.ends + layers * self.each
 
-    def times(self, factor: float) -> Line:
+    def times(self, factor: float) -> DepthLine:
         """In proportion."""
-        return Line(self.ends * factor, self.each * factor)
+        return DepthLine(self.ends * factor, self.each * factor)
 
 
 @dataclass(frozen=True)
@@ -52,21 +52,21 @@ class Parts:
 
     share: Share
     """Whose parts they are, or those are that they follow from."""
-    forward_s: Line
-    backward_s: Line
-    kept_bytes: Line
+    forward_s: DepthLine
+    backward_s: DepthLine
+    kept_bytes: DepthLine
     """By forward, for backward."""
-    works_bytes: Line
+    works_bytes: DepthLine
     """While a part runs."""
-    hop_bytes: Line
+    hop_bytes: DepthLine
     """From one layer to the next."""
-    weight_bytes: Line
-    grad_bytes: Line
-    sums_bytes: Line
+    weight_bytes: DepthLine
+    grad_bytes: DepthLine
+    sums_bytes: DepthLine
     """Of gradients, those that the ranks beside have yet to add up."""
-    elements: Line
+    elements: DepthLine
     """Of gradients."""
-    update_s: Line
+    update_s: DepthLine
 
     def scaled(self, factor: float) -> Parts:
         """For so many times as many samples: roughly."""
@@ -74,4 +74,4 @@ class Parts:
         return replace(self, **{name: getattr(self, name).times(factor) for name in grown})
 
 
-NAMES = tuple(f.name for f in fields(Parts) if f.name != "share")
+PART_NAMES = tuple(f.name for f in fields(Parts) if f.name != "share")

@@ -24,7 +24,7 @@ from laminar.ir.plans.plan import Plan
 from laminar.ir.sbp import local_spec
 from laminar.placement.fold import Fold, fold
 from laminar.placement.micro_batch import micro
-from laminar.planner.estimate.block_mix import Ways
+from laminar.planner.estimate.block_mix import BlockWays
 from laminar.planner.estimate.candidates import Score
 from laminar.planner.estimate.cost_by_depth import Parts, Share
 from laminar.planner.space.cell import Cell
@@ -34,7 +34,7 @@ from laminar.planner.tuning import SCORED_DEPTHS
 from laminar.rules.samples import samples_of
 from laminar.staging.balance import cuttable
 
-KEPT = 3
+FOLDED_LAYERS = 3
 """Layers of the folded graph on which placements are decided."""
 
 
@@ -60,7 +60,7 @@ class Model:
         """By place, bytes by which the estimate of a pipeline was found to be too low."""
         self.shallow: dict[tuple[Cell, Style, int], Score] = {}
         """Scores of steps without micro-batches in which nothing or everything is made again."""
-        self.ways: dict[tuple[Cell, Style, int], Ways] = {}
+        self.ways: dict[tuple[Cell, Style, int], BlockWays] = {}
         """And what else may become of their blocks."""
 
     @cached_property
@@ -103,7 +103,7 @@ class Model:
     @property
     def keeps(self) -> tuple[int, ...]:
         """Depths between which everything that is a sum over layers is known."""
-        return (KEPT - 1, KEPT) if self.fold.layers > KEPT else (self.layers,)
+        return (FOLDED_LAYERS - 1, FOLDED_LAYERS) if self.fold.layers > FOLDED_LAYERS else (self.layers,)
 
     @property
     def depths(self) -> tuple[int, ...]:
@@ -199,7 +199,7 @@ class Model:
         if not blocks or self.blocks is None:
             return ()
         every = len(blocks) == (len(self.block_names) if of is None else of)
-        text = self.blocks if every else pattern(self.blocks, [self.block_names[b] for b in sorted(blocks)])
+        text = self.blocks if every else members_pattern(self.blocks, [self.block_names[b] for b in sorted(blocks)])
         style = style or Style()
         if style.keep_products == "all":
             text += WITHOUT_PRODUCTS
@@ -237,7 +237,7 @@ class Model:
         return found if len(self.keeps) > 1 else replace(found, graph_hash=graph.hash)
 
 
-def pattern(family: str, numbers: Sequence[str]) -> str:
+def members_pattern(family: str, numbers: Sequence[str]) -> str:
     """Members of a family of modules, `blocks.*`, by number: `blocks\\.(0|2)`."""
     before, after = family.split("*", 1)
     return f"{re.escape(before)}({'|'.join(numbers)}){re.escape(after)}"

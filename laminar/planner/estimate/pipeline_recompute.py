@@ -30,8 +30,8 @@ from laminar.forecast.step import Prediction, predict
 from laminar.ir.graph import Graph
 from laminar.ir.plans.plan import Plan
 from laminar.ir.plans.staged import Staged, StagePlan
-from laminar.planner.estimate.activation_mix import tried
-from laminar.planner.estimate.block_mix import Mix, Ways
+from laminar.planner.estimate.activation_mix import tried_mixes
+from laminar.planner.estimate.block_mix import BlockMix, BlockWays
 from laminar.planner.estimate.cost_by_depth import Parts, Share
 from laminar.planner.estimate.stage_cost import (
     HOPS_HELD,
@@ -203,12 +203,12 @@ class Places:
 def places(model: Model, cell: Cell, style: Style, zero: int, more: int = 0) -> Places:
     """Of a cell in a style."""
     share = share_of(model, cell, style, zero)
-    found = Places(model, cell, parts_of(model, without(share, style)), parts_of(model, share), zero, more)
+    found = Places(model, cell, parts_of(model, without_whole(share, style)), parts_of(model, share), zero, more)
     found.off += model.off.get((cell, style, zero), 0.0)
     return found
 
 
-def without(share: Share, style: Style) -> Share:
+def without_whole(share: Share, style: Style) -> Share:
     """The share of blocks that are not made again as a whole."""
     if style.keep_products == "some":
         return replace(share, style=replace(share.style, keep_products="all"))
@@ -236,7 +236,9 @@ def held_bytes(model: Model, cell: Cell, parts: Parts, zero: int) -> float:
     return float(here.bare_bytes(layers[:, None]).max())
 
 
-def guessed(model: Model, cell: Cell, bare: Parts, again: Parts, zero: int, room: float) -> tuple[bool, float]:
+def guessed_recompute(
+    model: Model, cell: Cell, bare: Parts, again: Parts, zero: int, room: float
+) -> tuple[bool, float]:
     """Whether too little fits even if all blocks are made again; and seconds, with as few as fit."""
     if not cell.plain:
         found = Places(model, cell, bare, again, zero).spread()
@@ -259,13 +261,13 @@ def some(model: Model) -> bool:
 # --- at full depth
 
 
-Ran = tuple[Staged, StagedPrediction, tuple[int, ...]]
+SimulatedRun = tuple[Staged, StagedPrediction, tuple[int, ...]]
 """A plan with stages, simulated; and how many blocks each place makes again."""
 
 
 def pipelined(
     model: Model, score: Score, deep: Graph, plan: Plan, cut: Cut = "stages", worth_s: float = math.inf
-) -> Ran:
+) -> SimulatedRun:
     """A score's plan with stages, simulated; and how many blocks each place makes again.
 
     What is too large and takes longer than `worth_s` is not tried with more. Where places have several stages, they
@@ -292,11 +294,13 @@ def first_cut(model: Model, score: Score, deep: Graph, cut_by: Cut = "stages") -
     if score.again:
         here = places(model, cell, score.style, score.zero)
         if (spread := here.spread()) is not None:
-            work = _work(model, here, spread, work_by_op(model, without(share, score.style), deep), work)
+            work = _work(model, here, spread, work_by_op(model, without_whole(share, score.style), deep), work)
     return balanced(deep, cell.stages, None if cut_by == "sent" else [work] * cell.stages)
 
 
-def _pipelined(model: Model, score: Score, deep: Graph, plan: Plan, cut_by: Cut, worth_s: float, more: int) -> Ran:
+def _pipelined(
+    model: Model, score: Score, deep: Graph, plan: Plan, cut_by: Cut, worth_s: float, more: int
+) -> SimulatedRun:
     """With so many more micro-batches under way at each place."""
     cell, request = score.cell, model.request
     share = share_of(model, cell, score.style, score.zero)
@@ -319,10 +323,10 @@ def _pipelined(model: Model, score: Score, deep: Graph, plan: Plan, cut_by: Cut,
         made = run(plan, work_by_op(model, share, deep))
         return made, predict_staged(deep, made, request.cluster, optimizer=request.optimizer), ()
     here = places(model, cell, score.style, score.zero, more)
-    bare, whole = work_by_op(model, without(share, score.style), deep), work_by_op(model, share, deep)
+    bare, whole = work_by_op(model, without_whole(share, score.style), deep), work_by_op(model, share, deep)
     plan = replace(plan, recompute=())
-    best: Ran | None = None
-    last: Ran | None = None
+    best: SimulatedRun | None = None
+    last: SimulatedRun | None = None
     spread, least = here.spread(), [0] * cell.stages
     cut = run(plan, _work(model, here, spread, bare, whole)) if spread else None
     for _ in range(RECOMPUTE_TRIES):
@@ -426,14 +430,14 @@ def _inside(model: Model, here: Places, staged: Staged, bare: Mapping[str, float
     return [{b: scale * s / (total[b] or 1.0) for b, s in sorted(blocks.items())} for blocks in inside]
 
 
-def plain(model: Model, score: Score, plan: Plan, worth_s: float = math.inf) -> tuple[Plan, Prediction, Mix]:
+def plain(model: Model, score: Score, plan: Plan, worth_s: float = math.inf) -> tuple[Plan, Prediction, BlockMix]:
     """A score's plan without stages, simulated; and what becomes of its blocks.
 
     As few made again as fit; then mixes that are expected to be faster (`planner/estimate/activation_mix.py`).
     """
     request = model.request
     if not score.again:
-        return plan, predict(model.graph, plan, request.cluster, optimizer=request.optimizer), Mix()
+        return plan, predict(model.graph, plan, request.cluster, optimizer=request.optimizer), BlockMix()
     ways = model.ways.get((score.cell, score.style, score.zero))
     best = None
     if request.recomputes and (ways is None or ways.least_bytes <= MEMORY_DOUBT * request.room_bytes):
@@ -441,7 +445,7 @@ def plain(model: Model, score: Score, plan: Plan, worth_s: float = math.inf) -> 
     fits = best is not None and best[1].memory.peak_bytes <= request.room_bytes
     if ways is not None:
         best_s = min(worth_s, best[1].seconds) if best is not None and fits else worth_s
-        for mix, made, ran in tried(model, score, plan, ways, best_s):
+        for mix, made, ran in tried_mixes(model, score, plan, ways, best_s):
             fitting = ran.memory.peak_bytes <= request.room_bytes
             if best is None or (fitting, -ran.seconds) > (fits, -best[1].seconds):
                 best, fits = (made, ran, mix), fitting
@@ -450,7 +454,9 @@ def plain(model: Model, score: Score, plan: Plan, worth_s: float = math.inf) -> 
     return best
 
 
-def _fewest(model: Model, score: Score, plan: Plan, ways: Ways | None, worth_s: float) -> tuple[Plan, Prediction, Mix]:
+def _fewest(
+    model: Model, score: Score, plan: Plan, ways: BlockWays | None, worth_s: float
+) -> tuple[Plan, Prediction, BlockMix]:
     """With as few blocks made again as fit, whole ones."""
     request, room = model.request, model.request.room_bytes
     found: dict[int, tuple[Plan, Prediction]] = {}
@@ -482,4 +488,4 @@ def _fewest(model: Model, score: Score, plan: Plan, ways: Ways | None, worth_s: 
         count = min(max(wanted, most + 1), least - 1)
     fitting = [n for n, size in held.items() if size <= room]
     best = min(fitting) if fitting else max(held)
-    return *found[best], Mix(best)
+    return *found[best], BlockMix(best)

@@ -19,7 +19,7 @@ from laminar.ir.plans.plan import Plan
 from laminar.planner.estimate.candidates import Final, Score
 from laminar.planner.estimate.cost_by_depth import Parts, Share
 from laminar.planner.estimate.graphs_and_prices import Model
-from laminar.planner.estimate.pipeline_recompute import Cut, guessed, held_bytes, learned, some
+from laminar.planner.estimate.pipeline_recompute import Cut, guessed_recompute, held_bytes, learned, some
 from laminar.planner.estimate.score_placement import feasible, scored
 from laminar.planner.estimate.stage_cost import hop_s, parts_of, pipelined_s, plain_bytes, plain_s, share_of, unit
 from laminar.planner.space.cell import Cell, divisors
@@ -230,7 +230,7 @@ class CellScorer:
                 bare = self._parts(cell, replace(style, keep_products="all"))
             else:
                 bare = self._parts(replace(cell, recompute=False), style)
-            found = [guessed(self.model, cell, bare, parts, z, room) for z in stages]
+            found = [guessed_recompute(self.model, cell, bare, parts, z, room) for z in stages]
         else:
             found = [(held(self.model, cell, parts, z) > room, seconds(self.model, cell, parts, z)) for z in stages]
         cramped, least_s = min(found)

@@ -36,7 +36,7 @@ from laminar.staging.stage_plans import pipeline
 
 if TYPE_CHECKING:
     from laminar.planner.estimate.graphs_and_prices import Model
-from laminar.planner.estimate.cost_by_depth import NAMES, Line, Parts, Share
+from laminar.planner.estimate.cost_by_depth import PART_NAMES, DepthLine, Parts, Share
 from laminar.planner.tuning import FUSED_KEPT, HIDDEN_BY_STEP
 
 HOPS_HELD = 5
@@ -79,24 +79,24 @@ def parts_of(model: Model, share: Share) -> Parts:
             graph = model.small(share.micro_batches, keep)
             rows[keep], model.modules[share] = _measured(model, graph, model.deepened(plan, graph), share)
         rows[model.keeps[0]]["hop_bytes"] = rows[model.keeps[-1]]["hop_bytes"]  # between layers, of which two are few
-        found = model.parts[share] = Parts(share, **{name: _line(rows, name) for name in NAMES})
+        found = model.parts[share] = Parts(share, **{name: _line(rows, name) for name in PART_NAMES})
     return found
 
 
-def _line(rows: Mapping[int, Mapping[str, float]], name: str) -> Line:
+def _line(rows: Mapping[int, Mapping[str, float]], name: str) -> DepthLine:
     depths = sorted(rows)
     if len(depths) == 1:
-        return Line(rows[depths[0]][name], 0.0)
+        return DepthLine(rows[depths[0]][name], 0.0)
     low, high = depths
     each = (rows[high][name] - rows[low][name]) / (high - low)
-    return Line(rows[high][name] - high * each, each)
+    return DepthLine(rows[high][name] - high * each, each)
 
 
 def _measured(model: Model, graph: Graph, plan: Plan, share: Share) -> tuple[dict[str, float], dict[str, float]]:
     """A micro-batch through a shallow model on one stage's ranks; and the seconds of its modules, by name."""
     cluster, prices, mesh = model.request.cluster, model.inside, share.mesh
     made = stages(graph, pipeline(graph, 1, share.micro_batches, 1, plan, couple="microbatch"))
-    out = dict.fromkeys(NAMES, 0.0)
+    out = dict.fromkeys(PART_NAMES, 0.0)
     weights: dict[str, int] = {}
     modules: dict[str, float] = {}
     for part in made.parts[0]:

@@ -42,7 +42,7 @@ MOVABLE_INPUTS = ("param", "buffer", "batch")
 
 
 @dataclass(frozen=True, slots=True)
-class Option:
+class SiteOption:
     """One way of a site, placements by number: what it reads, what it makes, its own seconds."""
 
     ins: tuple[int, ...]
@@ -51,27 +51,27 @@ class Option:
 
 
 @dataclass(frozen=True)
-class Table:
+class SiteTable:
     """All options of a site; equal ops share one."""
 
-    options: tuple[Option, ...]
+    options: tuple[SiteOption, ...]
     number: Mapping[tuple[tuple[int, ...], tuple[int, ...]], int]
     """Which option it is that reads and makes so."""
     fitting: tuple[Mapping[int, tuple[int, ...]], ...]
     """By tensor, those read before those made: the options that have it in a placement."""
 
     @staticmethod
-    def of(found: Iterable[Option]) -> Table:
+    def of(found: Iterable[SiteOption]) -> SiteTable:
         """A table of options, each once."""
         rows = tuple({(o.ins, o.outs): o for o in found}.values())
         fitting: list[dict[int, tuple[int, ...]]] = [{} for _ in (*rows[0].ins, *rows[0].outs)]
         for k, o in enumerate(rows):
             for i, nd in enumerate((*o.ins, *o.outs)):
                 fitting[i][nd] = (*fitting[i].get(nd, ()), k)
-        return Table(rows, {(o.ins, o.outs): k for k, o in enumerate(rows)}, tuple(fitting))
+        return SiteTable(rows, {(o.ins, o.outs): k for k, o in enumerate(rows)}, tuple(fitting))
 
 
-Move = Sequence[tuple[int, int]]
+SiteMove = Sequence[tuple[int, int]]
 """Sites, each once, and their new options."""
 Change = list[tuple[int, int, tuple[int, ...], float]]
 """Values that a move touches: how they are then made and read, and what they then cost."""
@@ -90,9 +90,9 @@ class Additive:
         """Placements by number."""
         self._number: dict[NdSbp, int] = {}
         self._spreads: dict[Any, dict[Any, float]] = {}
-        self._tables: dict[Any, Table] = {}
+        self._tables: dict[Any, SiteTable] = {}
         self.names: list[str] = []
-        self.tables: list[Table] = []
+        self.tables: list[SiteTable] = []
         self.at: list[int] = []
         self.weight: list[float] = []
         self.site: dict[str, int] = {}
@@ -110,10 +110,10 @@ class Additive:
         alike: dict[Any, list[Node]] = {}
         for node in graph.nodes:
             alike.setdefault((calls[node.name], probed.get(node.name, ())), []).append(node)
-        by_op: dict[str, Table] = {}
+        by_op: dict[str, SiteTable] = {}
         for (call, extra), nodes in alike.items():
             chosen = dict.fromkeys((plan.ops[n.name].ins, plan.ops[n.name].outs) for n in nodes)
-            table = Table.of(self._op_options(call, self.blocks, extra, chosen, nodes[0]))
+            table = SiteTable.of(self._op_options(call, self.blocks, extra, chosen, nodes[0]))
             by_op.update({n.name: table for n in nodes})
         grads = {o.name: o.ref for o in graph.outputs if o.kind == "grad"}
         inputs = self._input_tables(by_op, set(grads))
@@ -131,7 +131,7 @@ class Additive:
     def _written(self, name: str) -> bool:
         return any(o.kind == "buffer" and o.name == name for o in self.graph.outputs)
 
-    def _add(self, name: str, table: Table, ins: Sequence[NdSbp], outs: Sequence[NdSbp]) -> int:
+    def _add(self, name: str, table: SiteTable, ins: Sequence[NdSbp], outs: Sequence[NdSbp]) -> int:
         self.site[name] = len(self.names)
         self.names.append(name)
         self.tables.append(table)
@@ -208,7 +208,7 @@ class Additive:
 
     def _op_options(
         self, call: Call, blocks: Blocks, probed: Probed, chosen: Iterable[Any], node: Node
-    ) -> Iterable[Option]:
+    ) -> Iterable[SiteOption]:
         """All signatures on all axes that the rules have, and those of the plan."""
         asked = [resolve(call, ins, outs, self.mesh, node, probed) for ins, outs in chosen]
         for signed in dict.fromkeys([*self.prices.ways(call, blocks, probed), *asked]):
@@ -216,12 +216,12 @@ class Additive:
             outs = tuple(tuple(s.outs[i] for s in signed) for i in range(len(call.outs)))
             pairs = [*zip(call.ins, ins, strict=True), *zip(call.outs, outs, strict=True)]
             if all(spec is None or self.prices.legal(spec, nd) for spec, nd in pairs):
-                yield Option(tuple(map(self.nd, ins)), tuple(map(self.nd, outs)), self.prices.op_s(call, signed))
+                yield SiteOption(tuple(map(self.nd, ins)), tuple(map(self.nd, outs)), self.prices.op_s(call, signed))
 
-    def _input_tables(self, by_op: Mapping[str, Table], trained: set[str]) -> dict[str, Table]:
+    def _input_tables(self, by_op: Mapping[str, SiteTable], trained: set[str]) -> dict[str, SiteTable]:
         """Where inputs may be stored: whole, as some reader has them, or as the plan has one like it."""
         graph, plan = self.graph, self.plan
-        found: dict[str, Table] = {}
+        found: dict[str, SiteTable] = {}
         given: dict[Any, dict[tuple[NdSbp, NdSbp], None]] = {}
         for item in graph.inputs:
             pair = (plan.inputs[item.name], plan.state.get(item.name, plan.inputs[item.name]))
@@ -247,8 +247,8 @@ class Additive:
             how = "state" if item.name in trained else "same" if self._written(item.name) else ""
             key = (item.spec, item.kind, how, tuple(sorted(pairs, key=str)))
             if key not in self._tables:
-                self._tables[key] = Table.of(
-                    Option((self.nd(state if how == "state" else nd),) if how else (), (self.nd(nd),), s)
+                self._tables[key] = SiteTable.of(
+                    SiteOption((self.nd(state if how == "state" else nd),) if how else (), (self.nd(nd),), s)
                     for nd, state in key[-1]
                     for s in [self._stored_s(item.spec, nd, state) if how == "state" else 0.0]
                 )
@@ -305,7 +305,7 @@ class Additive:
         values = zip(range(len(self.refs)), self.made, self.wants, self.value_weight, strict=True)
         return own + sum(w * self._value_s(v, made, wants) for v, made, wants, w in values)
 
-    def move_s(self, move: Move) -> tuple[float, Change]:
+    def move_s(self, move: SiteMove) -> tuple[float, Change]:
         """What a move adds to the cost, and what there is to be remembered if it is made."""
         touched: dict[int, tuple[int, list[int]]] = {}
         total = 0.0
@@ -342,7 +342,7 @@ class Additive:
             change.append((v, made, wants, after))
         return total, change
 
-    def make(self, move: Move, delta_s: float, change: Change) -> None:
+    def make(self, move: SiteMove, delta_s: float, change: Change) -> None:
         """Make a move that `move_s` has answered for."""
         for site, k in move:
             self.at[site] = k

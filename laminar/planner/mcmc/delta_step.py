@@ -33,7 +33,7 @@ BEFORE_UPDATE = ("norm", "optimizer")
 
 
 @dataclass(frozen=True)
-class Step:
+class SimulatedStep:
     """A plan's simulated step, and, where it is one load, what it was simulated from."""
 
     seconds: float
@@ -53,7 +53,11 @@ class Edited:
     """The load of one step, to be edited again and again."""
 
     def __init__(
-        self, step: Step, cost: Additive, state: Sequence[int], copies: Mapping[str, Sequence[str]] | None = None
+        self,
+        step: SimulatedStep,
+        cost: Additive,
+        state: Sequence[int],
+        copies: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
         """`state` is that of the step's plan; `cost` stands anywhere. `copies` are the names in the step's graph of
         what stands in the graph of `cost` but once."""
@@ -88,7 +92,7 @@ class Edited:
         """The copies of what is called so."""
         return self.copies.get(name, (name,))
 
-    def _computes(self, step: Step, index: dict[str, int]) -> dict[str, int]:
+    def _computes(self, step: SimulatedStep, index: dict[str, int]) -> dict[str, int]:
         """By op, the task in which its result is made; what was written out counts as the op it was."""
         assert step.program is not None
         instrs = step.program.instrs

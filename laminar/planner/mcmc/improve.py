@@ -28,7 +28,7 @@ from laminar.ir.plans.plan import Plan
 from laminar.lower.step import step_programs
 from laminar.planner.estimate.graphs_and_prices import Model
 from laminar.planner.mcmc.additive_cost import Additive, classes
-from laminar.planner.mcmc.delta_step import Edited, Step
+from laminar.planner.mcmc.delta_step import Edited, SimulatedStep
 from laminar.planner.mcmc.metropolis import Chain
 from laminar.planner.space.cell import Cell
 from laminar.staging.stage_plans import pipeline
@@ -89,7 +89,7 @@ class _Best:
     seconds: float
     cost_s: float
     """Its sum, as much hidden as the round has it."""
-    step: Step | None
+    step: SimulatedStep | None
     edited: Edited | None = None
 
 
@@ -268,33 +268,33 @@ class _Improving:
             self.best = _Best(state, plan, found.seconds, 0.0, found)
         return found.seconds
 
-    def fits(self, step: Step) -> bool:
+    def fits(self, step: SimulatedStep) -> bool:
         """Whether it holds no more than it may, or than the plan that was given does."""
         held = step.peak_bytes()
         return held <= self.model.request.room_bytes or held <= self.first.peak_bytes()
 
-    def simulated(self, plan: Plan) -> Step | None:
+    def simulated(self, plan: Plan) -> SimulatedStep | None:
         """A plan lowered and simulated; nothing if it can't be written after all."""
         try:
             return self.ran(plan)
         except LaminarError:
             return None
 
-    def ran(self, plan: Plan) -> Step:
+    def ran(self, plan: Plan) -> SimulatedStep:
         """The same of a plan that can be written."""
         model, cell, request = self.model, self.cell, self.model.request
         self.lowered += 1
         if not cell.plain:
             staged = pipeline(self.deep, cell.stages, cell.micro_batches, cell.virtual, plan)
             piped = predict_staged(self.deep, staged, request.cluster, optimizer=request.optimizer)
-            return Step(piped.seconds, lambda: max(piped.peaks))
+            return SimulatedStep(piped.seconds, lambda: max(piped.peaks))
         prices = model.machine(plan.mesh)
         program, groups, made, times = timed(*step_programs(self.deep, plan), request.cluster, prices)
 
         def peak() -> int:
             return held_by(program, groups, request.cluster, prices.optimizer).peak_bytes
 
-        return Step(times.step / 1e9, peak, program, groups, made, times)
+        return SimulatedStep(times.step / 1e9, peak, program, groups, made, times)
 
 
 def copies(model: Model, graph: Graph, deep: Graph) -> dict[str, list[str]]:

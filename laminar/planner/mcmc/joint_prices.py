@@ -14,7 +14,7 @@ from typing import Any
 
 from laminar.errors import PlacementError
 from laminar.ir.mesh import Mesh
-from laminar.ir.sbp import NdSbp, Partial, Sbp, Split, check, local_spec
+from laminar.ir.sbp import NdSbp, Partial, Sbp, Split, check_placement, local_spec
 from laminar.ir.tensor import TensorSpec
 from laminar.lower.boxing.buckets import BUCKET_BYTES
 from laminar.placement.complete import STEP_S
@@ -48,7 +48,7 @@ class Joint:
     def legal(self, spec: TensorSpec, nd: NdSbp) -> bool:
         """Whether a tensor can lie so."""
         try:
-            check(spec, nd, self.mesh.sizes, "")
+            check_placement(spec, nd, self.mesh.sizes, "")
         except PlacementError:
             return False
         return True

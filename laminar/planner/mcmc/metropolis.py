@@ -22,7 +22,7 @@ from bisect import bisect
 from collections.abc import Sequence
 from itertools import accumulate
 
-from laminar.planner.mcmc.additive_cost import Additive, Move, Table
+from laminar.planner.mcmc.additive_cost import Additive, SiteMove, SiteTable
 
 FOLLOW_NEIGHBOUR = 0.9
 """How often a single move follows a neighbour."""
@@ -49,7 +49,7 @@ class Chain:
         self.accepted = self.proposals = 0
         self.free = [s for s, t in enumerate(cost.tables) if len(t.options) > 1]
         self._drawn: dict[int, tuple[list[float], list[float]]] = {}
-        self._tables: list[Table] = []
+        self._tables: list[SiteTable] = []
         self.neighbours = [self._around(s) for s in range(len(cost.tables))]
 
     # --- proposals
@@ -114,7 +114,7 @@ class Chain:
         chances, added = self.weights(site)
         return min(bisect(added, rng.random()), len(chances) - 1)
 
-    def propose(self) -> tuple[Move, float]:
+    def propose(self) -> tuple[SiteMove, float]:
         """A move, and the Hastings factor: the chance of the way back over that of the way there. Empty: stay."""
         rng, cost = self.rng, self.cost
         if self.share and rng.random() < self.share:
@@ -134,7 +134,7 @@ class Chain:
         """The chance of a single move's way back over that of the way there."""
         return self.chance(site, self.cost.at[site]) / self.chance(site, option)
 
-    def back_together(self, move: Move) -> float:
+    def back_together(self, move: SiteMove) -> float:
         """The same of a class: either of the two options may be the first member's, the other one is drawn."""
         site, b = move[0]
         a = self.cost.at[site]

@@ -27,19 +27,19 @@ from laminar.ir.plans.plan import Plan
 from laminar.ir.plans.planned import Planned
 from laminar.ir.plans.staged import Staged
 from laminar.ir.sbp import B, NdSbp, Partial, Sbp, Split, local_spec
-from laminar.lower.stages.split_stages import split
+from laminar.lower.stages.split_stages import split_graph
 from laminar.placement.micro_batch import micro
 from laminar.placement.presets import residual_stream
 from laminar.rewrite.variants import rewritten
 from laminar.rules.samples import samples_of
 
-PRODUCTS = {"aten.mm": (0, 1), "aten.addmm": (1, 2)}
+WEIGHT_PRODUCTS = {"aten.mm": (0, 1), "aten.addmm": (1, 2)}
 """Products with a weight, and where they read the input and the weight."""
 SHOWN = 3
 """Tensors that an obstacle names."""
 
 
-def placed(plan: Planned, graph: Graph) -> tuple[Graph, Plan]:
+def placed_graph(plan: Planned, graph: Graph) -> tuple[Graph, Plan]:
     """The graph that a plan places, from that of the batch, and one plan for it: that of all stages together."""
     if isinstance(plan, Plan):
         return rewritten(graph, plan), plan
@@ -52,7 +52,7 @@ def placed(plan: Planned, graph: Graph) -> tuple[Graph, Plan]:
             f"stages are spread over different meshes: {', '.join(sorted(map(str, meshes)))}",
             next="ask about one stage: plan.stages[k].plan",
         )
-    cut = split(part, plan.of, len(plan.stages))
+    cut = split_graph(part, plan.of, len(plan.stages))
     ops = {
         cut.like.get(n.name, n.name): s.plan.ops[n.name]
         for s, own in zip(plan.stages, cut.graphs, strict=True)
@@ -96,7 +96,7 @@ def block_of(module: str) -> str:
     return "" if number is None else ".".join(parts[: number + 1])
 
 
-def made_again(graph: Graph, plan: Planned) -> list[tuple[list[str], list[str]]]:
+def recomputed_blocks(graph: Graph, plan: Planned) -> list[tuple[list[str], list[str]]]:
     """By stage, the blocks that it makes again as a whole, and all that it has; `graph` is the one that is placed.
 
     A block that is cut between stages counts once: at the first that makes it again, or else at the first that has some
@@ -134,7 +134,7 @@ def used(graph: Graph, plan: Plan) -> dict[str, NdSbp]:
 
 def form(plan: Planned, graph: Graph) -> ParallelForm:
     """What a plan does. `graph` is that of the whole batch, or of a micro-batch where that is what the plan places."""
-    part, whole = placed(plan, graph)
+    part, whole = placed_graph(plan, graph)
     staged = plan if isinstance(plan, Staged) else None
     micro_batches = staged.micro_batches if staged else 1
     about = _Reading(part, whole)
@@ -142,7 +142,7 @@ def form(plan: Planned, graph: Graph) -> ParallelForm:
     if staged:
         about.stages(staged)
     zero, pieces = about.zero()
-    made = made_again(part, plan) if whole.recompute else []
+    made = recomputed_blocks(part, plan) if whole.recompute else []
     some = made if any(len(mine) < len(blocks) for mine, blocks in made) else []
     return ParallelForm(
         ranks=places * whole.mesh.ranks,
@@ -218,7 +218,7 @@ class _Reading:
             column = x == B and isinstance(w, Split) and w.dim == 1 and isinstance(out, Split)
             row = isinstance(x, Split) and isinstance(w, Split) and w.dim == 0 and isinstance(out, Partial)
             if not column and not row:
-                features = self.graph.specs[node.ins[PRODUCTS[node.op][1]]].shape[1]
+                features = self.graph.specs[node.ins[WEIGHT_PRODUCTS[node.op][1]]].shape[1]
                 if features in rows:
                     self.notes.append(f"{weight} is not split by vocabulary on {name}; it would be there")
                 else:
@@ -253,8 +253,8 @@ class _Reading:
                 continue
             if len(node.ins) == 1 and node.ins[0].name in of and (node.op in FREE or node.op == "aten._to_copy"):
                 of[node.name] = of[node.ins[0].name]
-            if node.op in PRODUCTS:
-                x, w = PRODUCTS[node.op]
+            if node.op in WEIGHT_PRODUCTS:
+                x, w = WEIGHT_PRODUCTS[node.op]
                 if node.ins[w].name in of:
                     choice = self.plan.ops[node.name]
                     yield node, of[node.ins[w].name], choice.ins[x][axis], choice.ins[w][axis], choice.outs[0][axis]
@@ -346,4 +346,4 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:SHOWN]) + more
 
 
-__all__ = ["ParallelForm", "form", "local_bytes", "made_again", "placed", "unpieced", "used", "zero_of"]
+__all__ = ["ParallelForm", "form", "local_bytes", "placed_graph", "recomputed_blocks", "unpieced", "used", "zero_of"]

@@ -23,7 +23,7 @@ from laminar.ir.plans.staged import Staged
 from laminar.ir.sbp import NdSbp, show
 from laminar.ir.serial.codec import Ref
 from laminar.placement.fold import fold
-from laminar.planner.report.classify import placed
+from laminar.planner.report.classify import placed_graph
 from laminar.rules.boxing.boxing import boxing
 from laminar.rules.notation import Signature, call_of, localise
 
@@ -31,7 +31,7 @@ LOOKS = FREE | {"aten._to_copy", "aten.clone"}
 """Ops that are drawn as part of the arrow."""
 MERGED = 3
 """Ops that the title of a box names."""
-MOST = 400
+MOST_BOXES = 400
 """Boxes above which a picture would not be legible."""
 
 
@@ -107,7 +107,7 @@ class Sketch:
 
 def sketched(plan: Planned, graph: Graph, cluster: Cluster) -> Sketch:
     """The boxes and arrows of a plan."""
-    part, whole = placed(plan, graph)
+    part, whole = placed_graph(plan, graph)
     return _Sketching(plan, part, whole, machine(cluster, whole.mesh)).sketch()
 
 
@@ -162,10 +162,10 @@ class _Sketching:
                 arrows.setdefault((into.get(maker, maker), into[node.name]), []).extend(moves)
                 if self._batch(maker) and maker not in out.boxes:
                     out.boxes[maker] = Box(maker, maker, [], show(self.whole.inputs[maker]), [], 0.0, 0.0, False)
-        if len(out.boxes) > MOST:
+        if len(out.boxes) > MOST_BOXES:
             raise LaminarError(
                 f"{len(out.boxes)} ops would be drawn",
-                allowed=f"up to {MOST}",
+                allowed=f"up to {MOST_BOXES}",
                 next="--dot, and a tool for large graphs",
             )
         out.arrows = [Arrow(a, b, ", ".join(dict.fromkeys(moves))) for (a, b), moves in arrows.items()]

@@ -25,9 +25,9 @@ from laminar.ir.plans.staged import Staged
 from laminar.planner.report.diagram import Arrow, Box, Sketch, sketched
 from laminar.planner.report.graph_of_plan import cluster_for, graph_for
 
-WIDE, GAP = 2.9, 0.34
+BOX_WIDTH, GAP = 2.9, 0.34
 """Of a box and between rows, in inches."""
-PALE, DARK, WIRE, FRAME = (0.93, 0.96, 0.98), (0.28, 0.52, 0.69), "#d9702b", "#8a8f98"
+PALE, DARK, WIRE_COLOR, FRAME_COLOR = (0.93, 0.96, 0.98), (0.28, 0.52, 0.69), "#d9702b", "#8a8f98"
 LEGEND = (
     "each op: how its result lies; its time alone on one rank, forward (backward); darker: more of the work. "
     "Arrows: what is read; orange: ranks exchange in forward, and how. Dashed: layers alike, drawn once"
@@ -45,11 +45,11 @@ def dot(plan: Planned, *, graph: Graph | None = None, cluster: Cluster | str | N
     lines.append('  edge [fontname="Helvetica", fontsize=9, color="#555555"];')
     inside = [_dot_box(b, sketch) for b in sketch.boxes.values() if b.layer]
     if inside:
-        lines += ["  subgraph cluster_layer {", f'    label="x{sketch.layers}"; style=dashed; color="{FRAME}";']
+        lines += ["  subgraph cluster_layer {", f'    label="x{sketch.layers}"; style=dashed; color="{FRAME_COLOR}";']
         lines += [f"  {text}" for text in inside] + ["  }"]
     lines += [_dot_box(b, sketch) for b in sketch.boxes.values() if not b.layer]
     for a in sketch.arrows:
-        how = f' [label="{_quoted(a.label)}", color="{WIRE}", fontcolor="{WIRE}"]' if a.label else ""
+        how = f' [label="{_quoted(a.label)}", color="{WIRE_COLOR}", fontcolor="{WIRE_COLOR}"]' if a.label else ""
         lines.append(f'  "{_quoted(a.src)}" -> "{_quoted(a.dst)}"{how};')
     if stages := stage_lines(plan):
         text = "\\l".join(_quoted(line) for line in stages)
@@ -84,7 +84,7 @@ def draw(plan: Planned, path: str | Path, *, graph: Graph | None = None, cluster
     sketch = sketched(plan, graph_for(plan, graph), cluster_for(plan, cluster))
     boxes = list(sketch.boxes.values())
     left, right = min(b.column for b in boxes), max(b.column for b in boxes)
-    step = WIDE + 0.7
+    step = BOX_WIDTH + 0.7
     width = max(7.0, (right - left + 1) * step + 1.2)
     title, legend = _wrapped(sketch.title, width, TITLE_PT), _wrapped(LEGEND, width, SMALL_PT)
     below = [line for text in stage_lines(plan) for line in _wrapped(text, width, SMALL_PT)]
@@ -112,8 +112,8 @@ def draw(plan: Planned, path: str | Path, *, graph: Graph | None = None, cluster
         x, y, tall = at[b.name]
         axis.add_patch(
             FancyBboxPatch(
-                (x - WIDE / 2, y),
-                WIDE,
+                (x - BOX_WIDTH / 2, y),
+                BOX_WIDTH,
                 tall,
                 boxstyle="round,pad=0.02,rounding_size=0.08",
                 facecolor=_colour(b, sketch),
@@ -162,7 +162,7 @@ def _tops(boxes: Sequence[Box], head: float) -> tuple[dict[int, float], float]:
 
 
 def _frame(axis: Any, places: list[tuple[float, float, float]], layers: int, patch: Any) -> None:
-    x0, x1 = min(p[0] for p in places) - WIDE / 2 - 0.7, max(p[0] for p in places) + WIDE / 2 + 0.7
+    x0, x1 = min(p[0] for p in places) - BOX_WIDTH / 2 - 0.7, max(p[0] for p in places) + BOX_WIDTH / 2 + 0.7
     y0, y1 = min(p[1] for p in places) - 0.12, max(p[1] + p[2] for p in places) + 0.12
     axis.add_patch(
         patch(
@@ -171,13 +171,15 @@ def _frame(axis: Any, places: list[tuple[float, float, float]], layers: int, pat
             y1 - y0,
             boxstyle="round,pad=0.02,rounding_size=0.1",
             fill=False,
-            edgecolor=FRAME,
+            edgecolor=FRAME_COLOR,
             linestyle="--",
             linewidth=1.2,
             zorder=1,
         )
     )
-    axis.text(x1 - 0.08, y0 + 0.16, f"x{layers}", ha="right", va="center", fontsize=13, color=FRAME, weight="bold")
+    axis.text(
+        x1 - 0.08, y0 + 0.16, f"x{layers}", ha="right", va="center", fontsize=13, color=FRAME_COLOR, weight="bold"
+    )
 
 
 def _arrow(axis: Any, at: dict[str, tuple[float, float, float]], arrow: Arrow, sketch: Sketch) -> None:
@@ -185,10 +187,10 @@ def _arrow(axis: Any, at: dict[str, tuple[float, float, float]], arrow: Arrow, s
     (x0, y0, tall), (x1, y1, _) = at[arrow.src], at[arrow.dst]
     start, end = (x0, y0 + tall + 0.02), (x1, y1 - 0.02)
     apart = sketch.boxes[arrow.dst].row - sketch.boxes[arrow.src].row
-    colour = WIRE if arrow.label else "#555555"
+    colour = WIRE_COLOR if arrow.label else "#555555"
     bend = 0.0
     if apart > 1:
-        start, end = (x0 - WIDE / 2 - 0.02, y0 + tall / 2), (x1 - WIDE / 2 - 0.02, y1 + 0.15)
+        start, end = (x0 - BOX_WIDTH / 2 - 0.02, y0 + tall / 2), (x1 - BOX_WIDTH / 2 - 0.02, y1 + 0.15)
         bend = min(0.5, 0.9 / max(0.5, y1 - y0))
     axis.annotate(
         "",
@@ -207,6 +209,6 @@ def _arrow(axis: Any, at: dict[str, tuple[float, float, float]], arrow: Arrow, s
     if arrow.label:
         x, y = ((start[0] + end[0]) / 2, (start[1] + end[1]) / 2)
         if bend:
-            axis.text(x - 0.5, y, arrow.label, fontsize=7.5, color=WIRE, rotation=90, ha="center", va="center")
+            axis.text(x - 0.5, y, arrow.label, fontsize=7.5, color=WIRE_COLOR, rotation=90, ha="center", va="center")
         else:
-            axis.text(x + 0.06, y, arrow.label, fontsize=7.5, color=WIRE, ha="left", va="center")
+            axis.text(x + 0.06, y, arrow.label, fontsize=7.5, color=WIRE_COLOR, ha="left", va="center")

@@ -24,7 +24,7 @@ def explain(plan: Planned, price: float | None = None) -> str:
     account = plan.account
     if account.step is not None:
         lines += ["", forecast(plan)]
-    lines += searched(account, price)
+    lines += search_lines(account, price)
     if account.completion is not None and account.completion.unsplit and isinstance(plan, Plan):
         lines += ["", "computed whole on every rank, because nothing says how to split them"]
         for row in account.completion.unsplit:
@@ -140,7 +140,7 @@ def forecast(plan: Planned) -> str:
 # --- what a search has to say
 
 
-def searched(account: Account, price: float | None = None) -> list[str]:
+def search_lines(account: Account, price: float | None = None) -> list[str]:
     """What a search has proved, what a step spends its time on, and why other plans lost."""
     lines = _proved(account) + _batches(account) + _binding(account) + _lost(account) + _measured(account)
     return lines + costs(account, price)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from laminar.cost.ops.eager import as_they_are, shown
+from laminar.cost.ops.eager import as_they_are, shown_part
 from laminar.ir.graph import Graph
 from laminar.ir.plans.patterns import pick
 from laminar.ir.plans.plan import Plan
@@ -20,7 +20,7 @@ def with_traffic(graph: Graph, plan: Plan) -> Plan:
     program = lower(graph, plan)
     account = replace(plan.account, traffic=program.traffic())
     if parts := as_they_are(graph):
-        account = replace(account, eager=tuple(shown(row) for row in parts))
+        account = replace(account, eager=tuple(shown_part(row) for row in parts))
     if plan.recompute:
         without = lower(graph, replace(plan, recompute=()))
         account = replace(account, recompute=recompute_saving(without, program, pick(graph, plan.recompute)))

@@ -8,7 +8,7 @@ them lost.
 of one model on one machine share their errors: if products are slower than believed, they are so in all plans. So each
 part gets one unknown factor, the same for every plan and independent of other parts', as wide as the interval of the
 whole step; a bubble is as wrong as the work it waits for. What plans spend alike then cancels, what they spend
-differently does not. On top, every plan has a small error of its own (`OWN`).
+differently does not. On top, every plan has a small error of its own (`OWN_SIGMA`).
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from laminar.ir.plans.account import BindingLimit
 from laminar.ir.timeline import KINDS, Span, Timeline
 from laminar.rules.samples import samples_of
 
-DRAWS = 20_000
-OWN = 0.01
+CHANCE_DRAWS = 20_000
+OWN_SIGMA = 0.01
 """Standard error of log(seconds) that is one plan's own, whatever it shares with others. Assumed."""
 BUBBLE, EXCHANGE, TRANSFERS = "bubble", "exposed exchange", "transfers between stages"
 BINDS = {
@@ -176,21 +176,21 @@ def chances(rows: Sequence[Mapping[str, float]], sigma: float) -> list[float]:
         return [1.0] * len(rows)
     names = sorted({name for row in rows for name in row if name != BUBBLE})
     draw = np.random.default_rng(0).standard_normal
-    factors = np.exp(sigma * draw((DRAWS, len(names))))
+    factors = np.exp(sigma * draw((CHANCE_DRAWS, len(names))))
     seconds = np.array([[row.get(name, 0.0) for name in names] for row in rows])
     work = factors @ seconds.T
     idle = np.array([row.get(BUBBLE, 0.0) for row in rows])
-    total = work * (1 + idle / np.maximum(seconds.sum(1), 1e-12)) * np.exp(OWN * draw((DRAWS, len(rows))))
+    total = work * (1 + idle / np.maximum(seconds.sum(1), 1e-12)) * np.exp(OWN_SIGMA * draw((CHANCE_DRAWS, len(rows))))
     best = np.bincount(np.argmin(total, 1), minlength=len(rows))
-    return [float(n) / DRAWS for n in best]
+    return [float(n) / CHANCE_DRAWS for n in best]
 
 
-def assumed(sigma: float) -> str:
+def assumption(sigma: float) -> str:
     """What `chances` takes for granted, in words."""
     wide = 100 * (float(np.exp(HALF_90 * sigma)) - 1)
     return (
         f"each part of a step may be off by {wide:.0f} % (90 %), alike in all plans and independent of other parts, "
-        f"and each plan by {100 * (float(np.exp(HALF_90 * OWN)) - 1):.1f} % of its own"
+        f"and each plan by {100 * (float(np.exp(HALF_90 * OWN_SIGMA)) - 1):.1f} % of its own"
     )
 
 
@@ -203,7 +203,7 @@ class BatchCount:
     """In a model with attention."""
 
 
-def counted(graph: Graph) -> BatchCount:
+def counted_times(graph: Graph) -> BatchCount:
     """Samples of a batch and, in a model with attention, its tokens."""
     samples = samples_of(graph)
     whole = [i.spec for i in graph.of_kind("batch") if i.spec.shape[:1] == (samples,) and len(i.spec.shape) == 2]

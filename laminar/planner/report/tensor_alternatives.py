@@ -23,26 +23,26 @@ from laminar.forecast.step import machine, predict
 from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.graph import Graph, Node
 from laminar.ir.plans.account import Account, SearchOptions
-from laminar.ir.plans.patterns import known, pick
+from laminar.ir.plans.patterns import known_patterns, pick
 from laminar.ir.plans.plan import Plan
 from laminar.ir.plans.planned import Planned
 from laminar.ir.plans.staged import Staged, StagePlan
-from laminar.ir.sbp import B, NdSbp, Partial, Sbp, Split, check, local_spec, show
+from laminar.ir.sbp import B, NdSbp, Partial, Sbp, Split, check_placement, local_spec, show
 from laminar.ir.serial.codec import Ref
-from laminar.lower.stages.split_stages import split
+from laminar.lower.stages.split_stages import split_graph
 from laminar.placement import presets
 from laminar.placement.complete import Pins, completed
 from laminar.placement.fold import fold
-from laminar.planner.report.classify import made_again, placed, unpieced, used, zero_of
+from laminar.planner.report.classify import placed_graph, recomputed_blocks, unpieced, used, zero_of
 from laminar.planner.report.graph_of_plan import cluster_for, graph_for
 from laminar.planner.report.words import sized
 from laminar.planner.space.axis_prices import PricedAxis
-from laminar.planner.space.pins import alike, closest
+from laminar.planner.space.pins import alike, closest_names
 from laminar.rules.notation import call_of
 from laminar.rules.signing import blocks_in, options, probed_signatures
 from laminar.staging.stage_plans import stage_plan
 
-KEPT = 3
+ALTERNATIVE_LAYERS = 3
 """Layers on which alternatives are placed."""
 DEPTHS = (4, 6)
 """Depths that are simulated where a model is deeper."""
@@ -53,7 +53,7 @@ PATTERNS = 8
 
 
 @dataclass(frozen=True)
-class Option:
+class Alternative:
     """A placement that a tensor could have."""
 
     placement: str
@@ -71,8 +71,8 @@ class Why:
 
     name: str
     spec: str
-    chosen: Option
-    options: tuple[Option, ...]
+    chosen: Alternative
+    options: tuple[Alternative, ...]
     """Others, fastest first; those that can't be come last."""
     used: str
     """How ops read it."""
@@ -124,7 +124,7 @@ class Why:
         }
 
 
-def _row(option: Option) -> dict[str, Any]:
+def _row(option: Alternative) -> dict[str, Any]:
     row = {"placement": option.placement}
     if option.reason:
         return {**row, "reason": option.reason}
@@ -139,13 +139,13 @@ def why(plan: Planned, name: str, *, graph: Graph | None = None, cluster: Cluste
 class _Asking:
     def __init__(self, plan: Planned, name: str, graph: Graph, cluster: Cluster) -> None:
         self.plan, self.cluster = plan, cluster
-        self.graph, self.whole = placed(plan, graph)
+        self.graph, self.whole = placed_graph(plan, graph)
         self.name = _known(self.graph, name)
         self.value = Ref(self.name[1:]) if self.name.startswith("%") else None
         self.mesh = self.whole.mesh
         self.optimizer = (plan.account.options or SearchOptions()).optimizer
         self.layers = fold(self.graph)
-        self.small = self.layers.small(KEPT)
+        self.small = self.layers.small(ALTERNATIVE_LAYERS)
         if self.value is None:
             here = {i.name for i in self.small.inputs}
             self.alike = alike(self.layers).get(self.name, {self.name})
@@ -169,7 +169,7 @@ class _Asking:
     def answer(self) -> Why:
         lies = self.whole.ops[self.value.name].outs[0] if self.value else self.whole.inputs[self.name]
         chosen = self.scored(self.base, show(lies), "")
-        found: dict[NdSbp, Option] = {}
+        found: dict[NdSbp, Alternative] = {}
         for nd in self.others(lies):
             one = self.tried(nd)
             # Blocks that make no difference are not told.
@@ -222,19 +222,19 @@ class _Asking:
                 if way != lies[axis]:
                     yield (*lies[:axis], way, *lies[axis + 1 :])
 
-    def tried(self, nd: NdSbp) -> Option:
+    def tried(self, nd: NdSbp) -> Alternative:
         """One of them, with the best of the ways to place the rest."""
         reason, best = "", None
         for rest, make in self.ways(nd).items():
             try:
-                check(self.spec, nd, self.mesh.sizes, self.name)
+                check_placement(self.spec, nd, self.mesh.sizes, self.name)
                 found = self.scored(make(), show(nd), rest)
             except LaminarError as error:
                 reason = reason or str(error).splitlines()[0]
                 continue
             if best is None or found.step_s < best.step_s:
                 best = found
-        return best or Option(show(nd), reason=reason)
+        return best or Alternative(show(nd), reason=reason)
 
     def ways(self, nd: NdSbp) -> dict[str, Callable[[], Plan]]:
         """What may become of the rest; a value is made by its op, so that ops can't stay as they are."""
@@ -285,7 +285,7 @@ class _Asking:
 
     # --- what a step takes
 
-    def scored(self, plan: Plan, placement: str, rest: str) -> Option:
+    def scored(self, plan: Plan, placement: str, rest: str) -> Alternative:
         """Seconds and bytes of a placement of the shallow graph, at the model's own depth."""
         if isinstance(self.plan, Staged):
             return self._staged(self.plan, plan, placement, rest)
@@ -296,19 +296,19 @@ class _Asking:
             at: list[tuple[float, float]] = []
             for depth in depths:
                 graph = self.layers.small(depth) if self.layers.layers else self.graph
-                deep = _fitted(replace(self.layers.unfold(plan, KEPT, graph), recompute=patterns), graph)
+                deep = _fitted(replace(self.layers.unfold(plan, ALTERNATIVE_LAYERS, graph), recompute=patterns), graph)
                 ran = predict(graph, deep, self.cluster, optimizer=self.optimizer)
                 at.append((ran.seconds, float(ran.memory.peak_bytes)))
             low, high = at[0], at[-1]
             step_s += share * (high[0] + more * (high[0] - low[0]))
             peak += share * (high[1] + more * (high[1] - low[1]))
-        return Option(placement, step_s, round(peak), rest)
+        return Alternative(placement, step_s, round(peak), rest)
 
     @cached_property
     def shares(self) -> list[tuple[float, tuple[str, ...]]]:
         """What is made again: where that is some blocks of many, shares of none and of all stand for it."""
         patterns = self.whole.recompute
-        made, blocks = made_again(self.graph, self.whole)[0]
+        made, blocks = recomputed_blocks(self.graph, self.whole)[0]
         picked = pick(self.graph, patterns)
         family = {b.rpartition(".")[0] for b in blocks}
         if len(made) in (0, len(blocks)) or len(family) > 1 or picked.values or len(picked.blocks) != len(made):
@@ -317,9 +317,9 @@ class _Asking:
         share = len(made) / len(blocks)
         return [(1 - share, ()), (share, (every,))]
 
-    def _staged(self, staged: Staged, plan: Plan, placement: str, rest: str) -> Option:
-        deep = _fitted(self.layers.unfold(plan, KEPT, self.graph), self.graph)
-        cut = split(self.graph, staged.of, len(staged.stages))
+    def _staged(self, staged: Staged, plan: Plan, placement: str, rest: str) -> Alternative:
+        deep = _fitted(self.layers.unfold(plan, ALTERNATIVE_LAYERS, self.graph), self.graph)
+        cut = split_graph(self.graph, staged.of, len(staged.stages))
         own = tuple(
             StagePlan(
                 stage.place,
@@ -329,7 +329,7 @@ class _Asking:
         )
         made = replace(staged, graph_hash=self.graph.hash, stages=own, rewrites=(), captured_hash="")
         ran = predict_staged(self.graph, made, self.cluster, optimizer=self.optimizer)
-        return Option(placement, ran.seconds, max(ran.peaks), rest)
+        return Alternative(placement, ran.seconds, max(ran.peaks), rest)
 
     # --- what is allowed
 
@@ -369,7 +369,7 @@ def _known(graph: Graph, name: str) -> str:
     if name not in names:
         raise PlanError(
             f"the model has no {'value' if name.startswith('%') else 'tensor'} {name!r}",
-            closest=", ".join(closest(name, names)),
+            closest=", ".join(closest_names(name, names)),
             next="`laminar capture --report` lists all names, `laminar plan --program` all values",
         )
     return names[name]
@@ -377,7 +377,7 @@ def _known(graph: Graph, name: str) -> str:
 
 def _fitted(plan: Plan, graph: Graph) -> Plan:
     """A plan for a graph that has some of its layers."""
-    again, away = known(graph, plan.recompute), known(graph, plan.offload)
+    again, away = known_patterns(graph, plan.recompute), known_patterns(graph, plan.offload)
     return replace(plan, graph_hash=graph.hash, recompute=again, offload=away)
 
 

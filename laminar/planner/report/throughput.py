@@ -16,7 +16,7 @@ from laminar.ir.graph import Graph
 from laminar.ir.plans.account import Account, ModelWork
 from laminar.rules.notation import call_of
 
-PRODUCTS = (
+COUNTED_PRODUCTS = (
     "mm",
     "bmm",
     "_scaled_mm",
@@ -30,23 +30,23 @@ PRODUCTS = (
     "lstm",
     "lstm_backward",
 )
-NAMES = {"f32": "float32", "f64": "float64", "bf16": "bfloat16", "f16": "float16"}
+TORCH_DTYPE_NAMES = {"f32": "float32", "f64": "float64", "bf16": "bfloat16", "f16": "float16"}
 DAY_S = 86400.0
 
 
 def with_work(account: Account, graph: Graph, precision: str, cluster: Cluster | None, times: int = 1) -> Account:
     """An account that knows what a step of such a graph, run `times` times, computes; and of which samples."""
-    from laminar.planner.report.step_breakdown import counted  # and scipy with it, which takes a while to load
+    from laminar.planner.report.step_breakdown import counted_times  # and scipy with it, which takes a while to load
 
     by: dict[str, float] = {}
     for node in graph.nodes:
         name = node.op.split(".")[1]
-        if node.phase != "recompute" and (name in PRODUCTS or name.startswith("grouped_")):
+        if node.phase != "recompute" and (name in COUNTED_PRODUCTS or name.startswith("grouped_")):
             call = call_of(node, graph.specs)
             dtype = next((s.dtype for s in call.ins if s.is_float and len(s.shape) > 1), "f32")
             by[dtype] = by.get(dtype, 0.0) + times * flops(call)
     dtype = max(by, key=by.__getitem__, default="f32")
-    size = counted(graph)
+    size = counted_times(graph)
     work = ModelWork(precision=precision, products=dtype, flops=sum(by.values(), 0.0))
     account = replace(account, work=work, samples=times * size.samples)
     if size.tokens:
@@ -83,7 +83,7 @@ def rate_lines(account: Account, amount: float | None = None, price: float | Non
     what = "as the model is" if how == "f32" else f"--precision {how}"
     lines = [
         "",
-        f"precision: {what}, products in {NAMES.get(products, products)}"
+        f"precision: {what}, products in {TORCH_DTYPE_NAMES.get(products, products)}"
         + ("; --precision bf16 prices autocast" if how == "f32" and products == "f32" else ""),
     ]
     found = rates(account, amount, price)
@@ -91,7 +91,7 @@ def rate_lines(account: Account, amount: float | None = None, price: float | Non
     if found:
         text = f"  {found[f'{unit}_per_s']:,.0f} {unit} a second on {account.devices or '?'} devices"
         if "mfu" in found:
-            text += f", MFU {found['mfu']:.1%} of the peak in {NAMES.get(products, products)}"
+            text += f", MFU {found['mfu']:.1%} of the peak in {TORCH_DTYPE_NAMES.get(products, products)}"
         lines.append(text)
     if "days" in found:
         days = found["days"]

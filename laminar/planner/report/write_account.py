@@ -9,12 +9,12 @@ from laminar.errors import LaminarError
 from laminar.ir.graph import Graph
 from laminar.ir.plans.account import ChanceToWin, EstimatedPlan, KeptOutPlan, SearchOptions, SimulatedPlan
 from laminar.ir.plans.plan import Plan
-from laminar.ir.plans.planned import Origin
+from laminar.ir.plans.planned import PlanOrigin
 from laminar.ir.plans.staged import Staged
-from laminar.planner.estimate.candidates import Final, Found, described
+from laminar.planner.estimate.candidates import Final, Found, described_candidate
 from laminar.planner.report.classify import form
 from laminar.planner.report.program_traffic import with_traffic
-from laminar.planner.report.step_breakdown import assumed, binding, chances, counted, held, spent
+from laminar.planner.report.step_breakdown import assumption, binding, chances, counted_times, held, spent
 from laminar.planner.space.request import Request
 
 ESTIMATES_KEPT = 40
@@ -25,7 +25,7 @@ EXPLAINED = 4
 
 def explained(graph: Graph, request: Request, found: Found) -> Plan | Staged:
     """The plan of a search, with an account of it."""
-    plan, size = found.plan, counted(graph)
+    plan, size = found.plan, counted_times(graph)
     mine = next((f for f in found.finals if f.plan.hash == plan.hash), None)
     others = [f for f in found.finals if f is not mine]
     rows = [simulated_row(f) for f in others[:EXPLAINED]]
@@ -42,11 +42,11 @@ def explained(graph: Graph, request: Request, found: Found) -> Plan | Staged:
         )
         if rows:
             each = chances([choice.spent, *(row.spent for row in rows)], mine.ran.sigma)
-            wins = ChanceToWin(share=each[0], each=tuple(each), assumed=assumed(mine.ran.sigma))
+            wins = ChanceToWin(share=each[0], each=tuple(each), assumed=assumption(mine.ran.sigma))
             account = replace(account, wins=wins)
     looked_at = (
         EstimatedPlan(
-            plan=described(s),
+            plan=described_candidate(s),
             step_s=s.seconds,
             peak_bytes=s.peak_bytes if math.isfinite(s.peak_bytes) else None,
             fits=not s.peak_bytes > request.room_bytes,  # what is too slow is not asked how much it holds
@@ -54,7 +54,7 @@ def explained(graph: Graph, request: Request, found: Found) -> Plan | Staged:
         for s in found.scores[:ESTIMATES_KEPT]
     )
     account = replace(account, looked_at=tuple(looked_at), options=asked(request))
-    origin = Origin(graph, request.cluster, asked(request), tuple(f.plan for f in others))
+    origin = PlanOrigin(graph, request.cluster, asked(request), tuple(f.plan for f in others))
     plan = replace(plan, account=account, origin=origin)
     try:
         account = replace(account, form=form(plan, graph))
@@ -74,7 +74,7 @@ def _kept_out(found: Found, request: Request) -> KeptOutPlan | None:
     if not scores:
         return None
     fastest = min(scores, key=lambda s: s.seconds)
-    return KeptOutPlan(plan=described(fastest), step_s=fastest.seconds, peak_bytes=fastest.peak_bytes)
+    return KeptOutPlan(plan=described_candidate(fastest), step_s=fastest.seconds, peak_bytes=fastest.peak_bytes)
 
 
 def simulated_row(final: Final) -> SimulatedPlan:

@@ -31,7 +31,7 @@ REMEMBERED_PLANS = 4
 """Plans that are remembered of one graph on one cluster, the latest."""
 REMEMBERED_GRAPHS = 8
 """Graphs on clusters of which any are, the latest."""
-COUNTS = ("again", "blocks", "saves_bytes", "spared", "away", "apart", "behind_s")
+SCORE_COUNTS = ("again", "blocks", "saves_bytes", "spared", "away", "apart", "behind_s")
 """What a score says besides, as it is."""
 
 _FOUND: dict[tuple[str, str, str], list[tuple[Score, Plan | Staged]]] = {}
@@ -71,7 +71,7 @@ def across_commands(graph: Graph, cluster: str, optimizer: str = "adamw") -> Ite
 
 def _to_json(score: Score, plan: Plan | Staged) -> dict[str, Any]:
     cell = score.cell
-    figures = {name: getattr(score, name) for name in ("zero", "seconds", "peak_bytes", *COUNTS)}
+    figures = {name: getattr(score, name) for name in ("zero", "seconds", "peak_bytes", *SCORE_COUNTS)}
     told = {"style": score.style.words, **figures}
     place = [cell.stages, cell.micro_batches, cell.virtual, cell.dp, cell.tp, cell.recompute]
     return {"cell": place, "score": told, "plan": plan.to_json()}

@@ -24,7 +24,7 @@ from laminar.forecast.step import Prediction, predict
 from laminar.ir.mesh import Mesh
 from laminar.ir.plans.account import Account, MeasuredPlan, MeasuredPlans, PlanLeftOut, SimulatedPlan
 from laminar.ir.plans.plan import Plan, runs_ddp
-from laminar.ir.plans.planned import Origin
+from laminar.ir.plans.planned import PlanOrigin
 from laminar.ir.plans.staged import Staged, plan_of
 from laminar.placement import presets
 from laminar.placement.micro_batch import micro
@@ -99,7 +99,7 @@ def finalists(plan: Plan | Staged) -> list[Finalist]:
     return sides
 
 
-def _named(origin: Origin) -> Iterator[Finalist]:
+def _named(origin: PlanOrigin) -> Iterator[Finalist]:
     """Plans by name that there are for this model, as they are predicted."""
     ranks, graph = origin.cluster.devices, origin.graph
     dp, tp = Mesh({"dp": ranks}), Mesh({"tp": ranks})
@@ -129,7 +129,7 @@ def as_ddp(plan: Plan | Staged) -> Finalist | None:
     return None
 
 
-def measured(rows: Sequence[Sequence[float] | str]) -> list[Measured | str]:
+def summed_up(rows: Sequence[Sequence[float] | str]) -> list[Measured | str]:
     """Seconds of a step by round, summed up; of a plan that is out, why."""
     first = next((row for row in rows if not isinstance(row, str)), ())
     return [row if isinstance(row, str) else _summed(row, first) for row in rows]
@@ -229,7 +229,7 @@ def _instead(plan: Plan | Staged, taken: Finalist, told: MeasuredPlans) -> Plan 
     return replace(taken.plan, name="ddp" if runs_ddp(taken.plan) else "measured", account=other, origin=plan.origin)
 
 
-def _simulated(plan: Plan | Staged, origin: Origin) -> Prediction | StagedPrediction:
+def _simulated(plan: Plan | Staged, origin: PlanOrigin) -> Prediction | StagedPrediction:
     """What a plan is predicted to take."""
     optimizer = origin.asked.optimizer
     if isinstance(plan, Staged):

@@ -26,12 +26,12 @@ from laminar.ir.graph import Graph
 from laminar.ir.plans.account import PartUsed, SimulatedPlan
 from laminar.ir.plans.certificate import Certificate, Contradiction
 from laminar.ir.plans.plan import Plan
-from laminar.ir.plans.planned import Origin
+from laminar.ir.plans.planned import PlanOrigin
 from laminar.ir.plans.staged import Staged
 from laminar.planner.bounds.mixed_bound import SidesBounds
 from laminar.planner.estimate.candidates import Found
 from laminar.planner.estimate.mixed_pipelines import Guess, Priced, Shop, Side, Sides, all_sides, guessed, room_bytes
-from laminar.planner.report.step_breakdown import binding, counted, held, spent
+from laminar.planner.report.step_breakdown import binding, counted_times, held, spent
 from laminar.planner.report.write_account import asked, explained
 from laminar.planner.search.best_first.search import find
 from laminar.planner.search.named_over_parts import NamedOverParts, named_over_parts, typed
@@ -63,7 +63,7 @@ MIXED_ZERO_STAGES = (0, 1)
 
 
 @dataclass(frozen=True)
-class Piped:
+class SimulatedPipeline:
     """A pipeline over all parts, simulated in full."""
 
     cell: Sides
@@ -107,7 +107,7 @@ class MixedSearch:
         self.at = {cell: self.bounds.of(cell) for cell in self.cells}
         self.guesses: list[Guess] = []
         self.looked_at: set[Sides] = set()
-        self.finals: list[Piped] = []
+        self.finals: list[SimulatedPipeline] = []
         self.contradictions: list[Contradiction | None] = []
         """Pipelines against what was proved of them."""
         self.parts: dict[int, Found] = {}
@@ -213,13 +213,13 @@ class MixedSearch:
             if found is not None:
                 self.keep(found)
 
-    def keep(self, found: Piped) -> None:
+    def keep(self, found: SimulatedPipeline) -> None:
         """One that fits, simulated in full."""
         if found.ran.seconds < self.best_s:
             self.progress(f"{found.ran.seconds * 1e3:.3f} ms: {found.row().plan}")
         self.finals.append(found)
 
-    def piped(self, guess: Guess) -> Piped | None:
+    def piped(self, guess: Guess) -> SimulatedPipeline | None:
         """A guess at full depth, cut again with what was found until stages are level and fit."""
         cell, shop = guess.cell, self.shop
         deep = shop.model.whole(cell.micro_batches)
@@ -231,7 +231,7 @@ class MixedSearch:
         stages = range(cell.stages)
         slow, full = [1.0] * cell.stages, [1.0] * cell.stages  # by stage: what prices were off by; what is to leave it
         rooms = [self.rooms[k] for k in cell.each]
-        best: Piped | None = None
+        best: SimulatedPipeline | None = None
         for _ in range(RECUTS):
             speeds = [_times(seconds[k], slow[s] * full[s]) for s, k in enumerate(cell.each)]
             try:
@@ -244,7 +244,7 @@ class MixedSearch:
             if max(over) <= 1:
                 if best is not None and ran.seconds >= best.ran.seconds:
                     return best
-                best = Piped(cell, max(p.zero for p in guess.priced), staged, ran)
+                best = SimulatedPipeline(cell, max(p.zero for p in guess.priced), staged, ran)
                 if max(works) <= LEVEL_STAGES * sum(works) / len(works):
                     return best
             said = [sum(speeds[s].get(n, 0.0) for n, at in staged.of.items() if at == s) / full[s] for s in stages]
@@ -282,7 +282,7 @@ class MixedSearch:
                 return
             if all(peak <= self.rooms[k] for peak, k in zip(ran.peaks, cell.each, strict=True)):
                 if ran.seconds < self.best_s:
-                    self.keep(Piped(again, 0, staged, ran))
+                    self.keep(SimulatedPipeline(again, 0, staged, ran))
                 return
 
     # --- parts alone, and the end
@@ -423,8 +423,8 @@ def best_mixed(graph: Graph, request: Request, progress: Callable[[str], None] |
             memory=held(ran),
             binding=binding(rows[0].spent),
         )
-        origin = Origin(graph, request.cluster, asked(request), tuple(f.plan for f in finals[1:]))
-    size = counted(graph)
+        origin = PlanOrigin(graph, request.cluster, asked(request), tuple(f.plan for f in finals[1:]))
+    size = counted_times(graph)
     account = replace(
         account,
         samples=size.samples,

@@ -47,7 +47,7 @@ def typed(graph: Graph, cluster: Cluster, cell: Sides, by_speed: bool, again: st
     """As `laminar.plans` makes it of the graph of a micro-batch, with blocks of a pattern made `again`."""
     inner = inner_plan(graph, cell.sides[0].mesh)
     if again is not None:
-        inner = presets.again(graph, inner, (again,))
+        inner = presets.recomputing(graph, inner, (again,))
     made = (
         pipeline_on(graph, cluster, cell.stages, cell.micro_batches, 1, inner, couple="microbatch")
         if by_speed

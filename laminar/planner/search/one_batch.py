@@ -26,9 +26,9 @@ def tried(
 ) -> Plan | Staged | Nothing:
     """The fastest plan for one batch, or what is known where there is none; `below_s` is what it has to beat."""
     from laminar.planner.search.mixed_cluster import best_mixed
-    from laminar.planner.search.replan import arranged, outside
+    from laminar.planner.search.replan import arrangement, outside
 
-    other = arranged(graph, request)
+    other = arrangement(graph, request)
     found: Plan | Staged | Nothing
     try:
         if len(request.cluster.parts) > 1:

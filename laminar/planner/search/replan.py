@@ -33,12 +33,12 @@ from laminar.ir.graph import Graph
 from laminar.ir.plans.account import PartUsed, PlannedAnew, SimulatedPlan
 from laminar.ir.plans.certificate import Certificate
 from laminar.ir.plans.plan import Plan
-from laminar.ir.plans.planned import Origin
+from laminar.ir.plans.planned import PlanOrigin
 from laminar.ir.plans.staged import Staged
-from laminar.planner.estimate.candidates import Score, described
+from laminar.planner.estimate.candidates import Score, described_candidate
 from laminar.planner.estimate.mixed_pipelines import Guess, Priced, Shop, Side, Sides, guessed, room_bytes
 from laminar.planner.estimate.stage_cost import ends_s, parts_of, share_of
-from laminar.planner.report.step_breakdown import counted
+from laminar.planner.report.step_breakdown import counted_times
 from laminar.planner.report.write_account import asked
 from laminar.planner.search.mixed_cluster import MixedSearch, cut
 from laminar.planner.space.cell import MOST_MICRO_BATCHES, Cell, divisors
@@ -79,7 +79,7 @@ class Former:
 
 
 @dataclass(frozen=True)
-class Option:
+class Arrangement:
     """An arrangement of some of the devices, and what it is expected to take."""
 
     seconds: float
@@ -90,13 +90,13 @@ class Option:
     guess: Guess | None = None
 
 
-def replan(graph: Graph, plan: Plan | Staged, request: Request) -> Plan | Staged:
+def replanned(graph: Graph, plan: Plan | Staged, request: Request) -> Plan | Staged:
     """A plan for `request.cluster` that goes on as the former one did; the cluster is what is left of its own."""
     with uncollected():
         return Replan(graph, plan, request).run()
 
 
-def arranged(graph: Graph, request: Request) -> Plan | Staged | None:
+def arrangement(graph: Graph, request: Request) -> Plan | Staged | None:
     """The same without a former plan, for devices that a batch can't be shared by: nothing where they are of use.
 
     A search has stages of equal meshes that use all devices; arrangements that leave some idle, or halve meshes from
@@ -163,7 +163,7 @@ class Replan:
         """The best of a few."""
         if not self.alike:
             return self.finished(*self.mixed())
-        best: tuple[Plan | Staged, Prediction | StagedPrediction, str, Option] | None = None
+        best: tuple[Plan | Staged, Prediction | StagedPrediction, str, Arrangement] | None = None
         for option in sorted(self.options(), key=lambda o: o.seconds):
             late = time.process_time() - self.began > SECOND_PLAN_S
             if best is not None and (option.seconds >= best[1].seconds or late):
@@ -181,7 +181,7 @@ class Replan:
 
     # --- arrangements
 
-    def options(self) -> list[Option]:
+    def options(self) -> list[Arrangement]:
         """All arrangements, with what they are expected to take."""
         found = list(self.alone())
         if self.request.allows("pipeline"):
@@ -193,7 +193,7 @@ class Replan:
                 pass
         return found
 
-    def alone(self) -> Iterator[Option]:
+    def alone(self) -> Iterator[Arrangement]:
         """One mesh of as many ranks as divide the batch, on the largest part."""
         part, samples, tp = self.request.cluster.parts[self.k], self.model.samples, self.former.tp
         dp = max((d for d in divisors(samples) if d * tp <= part.devices), default=0)
@@ -207,9 +207,9 @@ class Replan:
             if one is None:
                 return
             seconds = one.work_s + one.ends_s
-        yield Option(seconds, part, cell.ranks, cell)
+        yield Arrangement(seconds, part, cell.ranks, cell)
 
-    def staged(self) -> Iterator[Option]:
+    def staged(self) -> Iterator[Arrangement]:
         """Stages of equal meshes on the largest part, and of falling ones on all."""
         samples, layers = self.model.samples, self.model.cuts
         for used, cluster, sides in self.sides():
@@ -224,7 +224,7 @@ class Replan:
                     continue
                 guess = self.guess(Sides(tuple(sides), micro, self.former.recompute), cluster)
                 if guess is not None:
-                    yield Option(guess.seconds, cluster, used, None, guess)
+                    yield Arrangement(guess.seconds, cluster, used, None, guess)
 
     def sides(self) -> Iterator[tuple[int, Cluster, list[Side]]]:
         """Devices that are used, the cluster they are numbered in, and meshes."""
@@ -275,14 +275,14 @@ class Replan:
 
     # --- in full
 
-    def simulated(self, option: Option) -> tuple[Plan | Staged, Prediction | StagedPrediction, str] | None:
+    def simulated(self, option: Arrangement) -> tuple[Plan | Staged, Prediction | StagedPrediction, str] | None:
         """An arrangement at full depth, if it fits."""
         try:
             return self.whole(option) if option.cell is not None else self.piped(option)
         except PlanError:
             return None
 
-    def whole(self, option: Option) -> tuple[Plan, Prediction, str] | None:
+    def whole(self, option: Arrangement) -> tuple[Plan, Prediction, str] | None:
         """Without stages; ZeRO as before, and more of it where it has to be."""
         cell, room = option.cell, room_bytes(self.request, option.cluster)
         assert cell is not None
@@ -292,10 +292,10 @@ class Replan:
             plan = self.model.unfolded(score)
             found = predict(self.graph, plan, option.cluster, optimizer=self.request.optimizer)
             if found.memory.peak_bytes <= room:
-                return plan, found, described(score)
+                return plan, found, described_candidate(score)
         return None
 
-    def piped(self, option: Option) -> tuple[Staged, StagedPrediction, str] | None:
+    def piped(self, option: Arrangement) -> tuple[Staged, StagedPrediction, str] | None:
         """With stages, cut by what was measured."""
         guess, model = option.guess, self.model
         assert guess is not None
@@ -318,7 +318,7 @@ class Replan:
         words = ", then ".join(str(side) for side in cell.sides)
         return staged, ran, f"{words}, {cell.micro_batches} micro-batches"
 
-    def mixed(self) -> tuple[Plan | Staged, StagedPrediction, str, Option]:
+    def mixed(self) -> tuple[Plan | Staged, StagedPrediction, str, Arrangement]:
         """On several kinds: a few pipelines of the search for such clusters, with the former tensor parallel ranks."""
         search = MixedSearch(self.graph, self.request)
         former = self.plan.micro_batches if isinstance(self.plan, Staged) else 0
@@ -333,7 +333,7 @@ class Replan:
             self.tried += 1
             found = search.piped(guess)
             if found is not None:
-                option = Option(guess.seconds, self.request.cluster, self.request.cluster.devices, None, guess)
+                option = Arrangement(guess.seconds, self.request.cluster, self.request.cluster.devices, None, guess)
                 return found.plan, found.ran, found.row().plan, option
         raise PlanError(
             f"nothing like the former plan fits on {self.request.cluster.name}",
@@ -341,7 +341,7 @@ class Replan:
         )
 
     def finished(
-        self, plan: Plan | Staged, ran: Prediction | StagedPrediction, words: str, option: Option
+        self, plan: Plan | Staged, ran: Prediction | StagedPrediction, words: str, option: Arrangement
     ) -> Plan | Staged:
         """With an account of it."""
         cluster = self.request.cluster
@@ -353,7 +353,7 @@ class Replan:
         )
         says = f"{near}: nothing is proved about it"
         says += f"; {idle} of {cluster.devices} devices stay idle" if idle else ""
-        size = counted(self.graph)
+        size = counted_times(self.graph)
         account = replace(
             plan.account,
             step=ran.figures(),
@@ -373,7 +373,7 @@ class Replan:
         if idle:
             uses = PartUsed(cluster=option.cluster.name, of=cluster.name, idle=idle, says=says)
             account = replace(account, uses=uses)
-        origin = Origin(self.graph, option.cluster, asked(self.request))
+        origin = PlanOrigin(self.graph, option.cluster, asked(self.request))
         return replace(plan, account=account, origin=origin)
 
 

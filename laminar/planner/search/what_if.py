@@ -24,7 +24,7 @@ from laminar.ir.graph import Graph
 from laminar.ir.plans.account import SimulatedPlan
 from laminar.ir.plans.plan import Plan
 from laminar.ir.plans.staged import Staged
-from laminar.planner.report.classify import placed
+from laminar.planner.report.classify import placed_graph
 from laminar.planner.report.graph_of_plan import cluster_for, cluster_named, graph_for
 from laminar.planner.report.step_breakdown import spent
 from laminar.planner.report.words import difference, sized
@@ -178,7 +178,7 @@ def _predicted(plan: Plan | Staged, graph: Graph, cluster: Cluster) -> Plan | St
         return plan
     ran: Prediction | StagedPrediction
     if isinstance(plan, Staged):
-        ran = predict_staged(placed(plan, graph)[0], replace(plan, rewrites=()), cluster)
+        ran = predict_staged(placed_graph(plan, graph)[0], replace(plan, rewrites=()), cluster)
     else:
         ran = predict(graph, plan, cluster)
     choice = SimulatedPlan(plan=plan.name, step_s=ran.seconds, peak_bytes=ran.peak_bytes, spent=spent(ran))

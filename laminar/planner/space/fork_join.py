@@ -25,7 +25,7 @@ from laminar.lower.stages.split_stages import light_ops
 BEGINNING = ""
 """The fork of a region whose branches read inputs only."""
 
-Reads = Mapping[str, Sequence[str]]
+OpReads = Mapping[str, Sequence[str]]
 """For each op, in an order in which they can run, the ops that it reads."""
 
 
@@ -59,7 +59,7 @@ def forward_reads(graph: Graph) -> dict[str, list[str]]:
     }
 
 
-def regions(reads: Reads) -> list[Region]:
+def regions(reads: OpReads) -> list[Region]:
     """All regions of a graph with two branches or more, in the order of their joins; the last op is the end of all."""
     if not reads:
         return []

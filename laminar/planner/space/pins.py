@@ -20,7 +20,7 @@ from functools import lru_cache
 from laminar.errors import PlanError
 from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh
-from laminar.ir.sbp import Partial, Sbp, Split, check, parse
+from laminar.ir.sbp import Partial, Sbp, Split, check_placement, parse
 from laminar.placement.fold import Fold
 
 WRITE = "write 'S(0)', or 'tp:S(0)', or 'dp:B;tp:S(0)'"
@@ -82,13 +82,13 @@ def checked(graph: Graph, layers: Fold, place: Mapping[str, str]) -> None:
         if not found:
             raise PlanError(
                 f"pin {text!r} names no tensor of the model",
-                closest=", ".join(closest(text, names)),
+                closest=", ".join(closest_names(text, names)),
                 next="`laminar capture --report` lists all names; `*` stands for one part of a path",
             )
         for name in found:
             for _, sbp in parsed(placement):
                 if isinstance(sbp, Split):
-                    check(graph.input(name).spec, (sbp,), (1,), f"pin {name}")
+                    check_placement(graph.input(name).spec, (sbp,), (1,), f"pin {name}")
             missing = sorted(groups.get(name, set()) - set(found))
             if missing:
                 raise PlanError(
@@ -108,7 +108,7 @@ def alike(layers: Fold) -> dict[str, set[str]]:
     return {name: group for group in groups.values() for name in group}
 
 
-def closest(text: str, names: Mapping[str, str] | Sequence[str], most: int = 3) -> list[str]:
+def closest_names(text: str, names: Mapping[str, str] | Sequence[str], most: int = 3) -> list[str]:
     """Names that are nearly what was written."""
     known = list(names)
     near = get_close_matches(text, known, most, 0.3)
@@ -118,4 +118,4 @@ def closest(text: str, names: Mapping[str, str] | Sequence[str], most: int = 3) 
     return sorted(known, key=lambda n: -len(words & set(re.findall(r"[A-Za-z]+", n))))[:most]
 
 
-__all__ = ["alike", "axes_named", "checked", "closest", "matching", "parsed", "pinned"]
+__all__ = ["alike", "axes_named", "checked", "closest_names", "matching", "parsed", "pinned"]

@@ -14,7 +14,7 @@ from typing import Any
 from laminar.cost.machine import UPDATES
 from laminar.errors import PlanError
 from laminar.ir.clusters.cluster import Cluster
-from laminar.rewrite.apply import Rule
+from laminar.rewrite.apply import Rewrite
 
 DIMENSIONS = ("data", "tensor", "pipeline", "zero", "recompute", "offload", "rewrite")
 """`data`: the batch in parts. `tensor`: any other split of tensors. `pipeline`: stages and micro-batches. `zero`:
@@ -51,7 +51,7 @@ class Request:
     all."""
     batch: str = "fixed"
     """See `BATCHES`."""
-    rules: tuple[Rule, ...] = ()
+    rules: tuple[Rewrite, ...] = ()
     """Rewrite rules of a file, searched with beside Laminar's own."""
 
     def __post_init__(self) -> None:
@@ -112,7 +112,7 @@ class Request:
         return self.allows("offload") and self.pin.get("offload", 1) > 0 and self.cluster.device.kind == "gpu"
 
 
-def texts(rules: Iterable[Rule]) -> list[list[str]]:
+def texts(rules: Iterable[Rewrite]) -> list[list[str]]:
     """Rules of a file as plain data: name and text."""
     return [[rule.name, rule.text] for rule in rules]
 
@@ -139,13 +139,13 @@ def asking(
     proposals: int = 0,
     margin: float | None = None,
     batch: str = "fixed",
-    rules: Iterable[Rule | Sequence[str]] = (),
+    rules: Iterable[Rewrite | Sequence[str]] = (),
 ) -> Request:
     """A request from what users write: pins of numbers and of tensors in one table, dimensions in one text.
 
     Rules may be given as pairs of name and text, as `texts` gives them.
     """
-    read = tuple(r if isinstance(r, Rule) else Rule.of_file(*r) for r in rules)
+    read = tuple(r if isinstance(r, Rewrite) else Rewrite.of_file(*r) for r in rules)
     known = {*PINNABLE, *STORED_PINS.values()}
     place = {k: v for k, v in stored_pins(pin).items() if k not in known and isinstance(v, str)}
     numbers = {k: v for k, v in stored_pins(pin).items() if k not in place}

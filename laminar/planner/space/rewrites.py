@@ -40,12 +40,12 @@ from laminar.planner.tuning import (
     VARIANT_OP_S,
     VARIANTS_BUDGET,
 )
-from laminar.rewrite.apply import Rule
-from laminar.rewrite.rules import RULES
+from laminar.rewrite.apply import Rewrite
+from laminar.rewrite.rules import REWRITE_RULES
 from laminar.rewrite.variants import replayed, variants
 from laminar.rules.samples import samples_of
 
-KEPT = 3
+VARIANT_LAYERS = 3
 """Layers of the model on which variants are compared: the first, the last and one that is like all others."""
 
 
@@ -59,7 +59,7 @@ class Candidate:
     """Seconds of a shallow model, data parallel, as a multiple of those of the graph as captured."""
 
 
-class Variants:
+class SearchedVariants:
     """The graphs to search for a model on a cluster, the best expected first; the captured one is always there."""
 
     def __init__(self, graph: Graph, request: Request, given: int = SEARCHED_VARIANTS) -> None:
@@ -67,11 +67,11 @@ class Variants:
         """Moves that were seen, and variants that were made, and are not among what is given."""
         self.found = [Candidate((), graph, 1.0)]
         folded = fold(graph)
-        shallow = folded.small(KEPT)
+        shallow = folded.small(VARIANT_LAYERS)
         price = _Price(graph, request)
         room = int(VARIANTS_BUDGET * request.budget_s / VARIANT_OP_S / max(1, len(shallow.nodes)))
         limit = max(1, min(SIMULATED_VARIANTS, room)) if request.allows("rewrite") else 1
-        rules = (*RULES, *request.rules)
+        rules = (*REWRITE_RULES, *request.rules)
         moves = variants(shallow, rules, limit=limit, apart=False)
         small = list(moves)
         whole_s = price(shallow) if small[1:] else 1.0
@@ -96,7 +96,7 @@ class Variants:
         return len(self.found)
 
 
-def _needed(shallow: Graph, applied: Steps, rules: Sequence[Rule], price: _Price, seconds: float) -> Steps:
+def _needed(shallow: Graph, applied: Steps, rules: Sequence[Rewrite], price: _Price, seconds: float) -> Steps:
     """Merging and splitting alone, if tidying up beforehand saves nothing: a compiler may do the same by itself."""
     kinds = {r.name: r.kind for r in rules}
     bare = tuple(s for s in applied if kinds[s.rule])

@@ -78,10 +78,10 @@ def chain_s(steps: tuple[Step, ...], spec: TensorSpec, sizes: tuple[int, ...], l
 
 
 # A state has one code per axis: the number of the place it owns, or one of these:
-WHOLE, TERM, OTHER = -1, -2, -3
+HELD_WHOLE, PARTIAL_AS_BEFORE, PARTIAL_AS_AFTER = -1, -2, -3
 """Broadcast; partial as at the start; partial as at the end, where that is another kind."""
-State = tuple[int, ...]
-Pieces = list[tuple[int, int]]
+BoxingState = tuple[int, ...]
+DimPieces = list[tuple[int, int]]
 """The factors of a dim as (size, owner), major first; -1 owns nothing."""
 
 
@@ -113,7 +113,7 @@ class _Board:
     lumps: dict[int, Sbp]
     """Axes that cut a dim alike before and after, though unevenly: nobody touches them."""
 
-    def placement(self, state: State, kinds: dict[int, str]) -> NdSbp:
+    def placement(self, state: BoxingState, kinds: dict[int, str]) -> NdSbp:
         """The placement a state stands for."""
         out: list[Sbp] = []
         earlier = 0
@@ -125,15 +125,15 @@ class _Board:
                 out.append(Split(place.dim, self._before(place, earlier)))
                 earlier |= place.mask
             else:
-                out.append(B if code == WHOLE else Partial(kinds[code]))
+                out.append(B if code == HELD_WHOLE else Partial(kinds[code]))
         return tuple(out)
 
-    def local(self, state: State, a: int, code: int) -> tuple[int, int]:
+    def local(self, state: BoxingState, a: int, code: int) -> tuple[int, int]:
         """(dim, blocks) of the local tensor at which an axis opens or cuts, the other axes being where they are."""
         place = self.places[code]
         return place.dim, self._before(place, self.taken(state, a))
 
-    def taken(self, state: State, a: int) -> int:
+    def taken(self, state: BoxingState, a: int) -> int:
         """The slots of all axes but one."""
         out = 0
         for other, code in enumerate(state):
@@ -141,7 +141,7 @@ class _Board:
                 out |= self.places[code].mask
         return out
 
-    def says(self, state: State) -> bool:
+    def says(self, state: BoxingState) -> bool:
         """Whether the notation has a placement for a state."""
         earlier = 0
         for code in state:
@@ -159,14 +159,14 @@ class _Board:
         )
 
 
-def _cuts(size: int, nd: NdSbp, dim: int, sizes: tuple[int, ...]) -> Pieces | None:
+def _cuts(size: int, nd: NdSbp, dim: int, sizes: tuple[int, ...]) -> DimPieces | None:
     """The factors of a dim under a placement; None if they don't divide."""
-    pieces: Pieces = [(size, -1)]
+    pieces: DimPieces = [(size, -1)]
     for axis, placement in enumerate(nd):
         if not isinstance(placement, Split) or placement.dim != dim or sizes[axis] == 1:
             continue
         skip, want = placement.blocks, sizes[axis]
-        out: Pieces = []
+        out: DimPieces = []
         for n, owner in pieces:
             if owner >= 0:
                 out.append((n, owner))
@@ -191,7 +191,7 @@ def _cuts(size: int, nd: NdSbp, dim: int, sizes: tuple[int, ...]) -> Pieces | No
     return pieces
 
 
-def _refine(size: int, sides: list[Pieces]) -> tuple[list[int], list[list[int]]] | None:
+def _refine(size: int, sides: list[DimPieces]) -> tuple[list[int], list[list[int]]] | None:
     """Common slots of several factorings of one dim, and who owns them in each."""
     bounds = [list(itertools.accumulate((n for n, _ in side), operator.mul)) for side in sides]
     steps = sorted({1, size}.union(*bounds))
@@ -273,8 +273,8 @@ def boxing(spec: TensorSpec, src: NdSbp, dst: NdSbp, sizes: tuple[int, ...], lin
                 after.append((a, d, p.blocks))
     path = _search(board, spec, tuple(begin), tuple(end), link)
     kinds = {
-        TERM: next((p.op for p in src if isinstance(p, Partial)), "sum"),
-        OTHER: next((p.op for p in dst if isinstance(p, Partial)), "sum"),
+        PARTIAL_AS_BEFORE: next((p.op for p in src if isinstance(p, Partial)), "sum"),
+        PARTIAL_AS_AFTER: next((p.op for p in dst if isinstance(p, Partial)), "sum"),
     }
     chain = list(before)
     now = src
@@ -313,8 +313,10 @@ def _direct(src: NdSbp, dst: NdSbp) -> Step | None:
 def _codes(src: NdSbp, dst: NdSbp) -> tuple[list[int], list[int]]:
     """Begin and end, with places still to be filled in."""
     kind = next((p.op for p in src if isinstance(p, Partial)), None)
-    begin = [TERM if isinstance(p, Partial) else WHOLE for p in src]
-    end = [(TERM if p.op == kind else OTHER) if isinstance(p, Partial) else WHOLE for p in dst]
+    begin = [PARTIAL_AS_BEFORE if isinstance(p, Partial) else HELD_WHOLE for p in src]
+    end = [
+        (PARTIAL_AS_BEFORE if p.op == kind else PARTIAL_AS_AFTER) if isinstance(p, Partial) else HELD_WHOLE for p in dst
+    ]
     return begin, end
 
 
@@ -353,23 +355,23 @@ def _alone(board: _Board, dim: int, nd: NdSbp, axes: list[int], codes: list[int]
         codes[a] = board.places.index(place)
 
 
-def _step(board: _Board, old: State, new: State, src: NdSbp, dst: NdSbp, kinds: dict[int, str]) -> Step:
+def _step(board: _Board, old: BoxingState, new: BoxingState, src: NdSbp, dst: NdSbp, kinds: dict[int, str]) -> Step:
     """The move between two neighbouring states, on the local tensor."""
     axes = tuple(a for a, (x, y) in enumerate(zip(old, new, strict=True)) if x != y)
     a = axes[0]
     x, y = old[a], new[a]
     give = board.local(old, a, x) if x >= 0 else (0, 1)
     take = board.local(old, a, y) if y >= 0 else (0, 1)
-    if x in (TERM, OTHER):
-        return Step("all_reduce" if y == WHOLE else "reduce_scatter", axes, src, dst, give, take, kinds[x])
-    if y in (TERM, OTHER):
+    if x in (PARTIAL_AS_BEFORE, PARTIAL_AS_AFTER):
+        return Step("all_reduce" if y == HELD_WHOLE else "reduce_scatter", axes, src, dst, give, take, kinds[x])
+    if y in (PARTIAL_AS_BEFORE, PARTIAL_AS_AFTER):
         return Step("pad", axes, src, dst, give if x >= 0 else (-1, 1), take, kinds[y])
     if x >= 0:
-        return Step("all_gather" if y == WHOLE else "all_to_all", axes, src, dst, give, take)
+        return Step("all_gather" if y == HELD_WHOLE else "all_to_all", axes, src, dst, give, take)
     return Step("slice", axes, src, dst, give, take)
 
 
-def _search(board: _Board, spec: TensorSpec, begin: State, end: State, link: Link) -> list[State]:
+def _search(board: _Board, spec: TensorSpec, begin: BoxingState, end: BoxingState, link: Link) -> list[BoxingState]:
     """States from `begin` to `end` at least cost; ties go to fewer steps."""
     sizes, places = board.sizes, board.places
     axes = [a for a in range(len(sizes)) if sizes[a] > 1 and a not in board.lumps]
@@ -377,9 +379,9 @@ def _search(board: _Board, spec: TensorSpec, begin: State, end: State, link: Lin
     whole = math.prod(local_shape(spec.shape, lump, sizes, (0,) * len(sizes))) * ITEM_BYTES[spec.dtype]
     fits = {a: [i for i, p in enumerate(places) if p.parts == sizes[a] and p.alone[0] in (-1, a)] for a in axes}
     gaps = any(p.gaps for p in places)
-    heap: list[tuple[float, int, State]] = [(0.0, 0, begin)]
-    best: dict[State, tuple[float, int]] = {begin: (0.0, 0)}
-    came: dict[State, State] = {}
+    heap: list[tuple[float, int, BoxingState]] = [(0.0, 0, begin)]
+    best: dict[BoxingState, tuple[float, int]] = {begin: (0.0, 0)}
+    came: dict[BoxingState, BoxingState] = {}
     while heap:
         cost, hops, state = heapq.heappop(heap)
         if state == end:
@@ -387,25 +389,31 @@ def _search(board: _Board, spec: TensorSpec, begin: State, end: State, link: Lin
         if best[state] < (cost, hops):
             continue
         local = whole / math.prod(sizes[a] for a in axes if state[a] >= 0)
-        moves: list[tuple[float, State]] = []
-        terms = [a for a in axes if state[a] <= TERM]
+        moves: list[tuple[float, BoxingState]] = []
+        terms = [a for a in axes if state[a] <= PARTIAL_AS_BEFORE]
         for mask in range(1, 1 << len(terms)):
             some = [a for i, a in enumerate(terms) if mask >> i & 1]
             p = math.prod(sizes[a] for a in some)
-            nxt = tuple(WHOLE if a in some else c for a, c in enumerate(state))
+            nxt = tuple(HELD_WHOLE if a in some else c for a, c in enumerate(state))
             moves.append((link.latency_s + 2 * (p - 1) / p * local * _dear(min(some)) / link.bytes_per_s, nxt))
         for a in axes:
             code, p = state[a], sizes[a]
             if code >= 0:
-                moves.append((link.latency_s + (p - 1) * local * _dear(a) / link.bytes_per_s, _set(state, a, WHOLE)))
-            cheap = 0.0 if code == WHOLE else link.latency_s + (p - 1) / p * local * _dear(a) / link.bytes_per_s
+                moves.append(
+                    (link.latency_s + (p - 1) * local * _dear(a) / link.bytes_per_s, _set(state, a, HELD_WHOLE))
+                )
+            cheap = 0.0 if code == HELD_WHOLE else link.latency_s + (p - 1) / p * local * _dear(a) / link.bytes_per_s
             taken = board.taken(state, a)
             open_ = [i for i in fits[a] if i != code and not places[i].mask & taken]
             # One free place is as good as another, and better than one where somebody else belongs. The
             # first and the last are both tried, so that a larger axis finds its slots side by side.
             free = [i for i in open_ if places[i].free]
             moves += [(cheap, _set(state, a, i)) for i in open_ if not free or i in (free[0], free[-1], end[a])]
-            if code >= WHOLE and end[a] <= TERM and all(c > TERM or c == end[a] for c in state):
+            if (
+                code >= HELD_WHOLE
+                and end[a] <= PARTIAL_AS_BEFORE
+                and all(c > PARTIAL_AS_BEFORE or c == end[a] for c in state)
+            ):
                 moves.append((0.0, _set(state, a, end[a])))
         for price, nxt in moves:
             key = (cost + price, hops + 1)
@@ -424,5 +432,5 @@ def _dear(a: int) -> float:
     return 1 + 1e-6 / (1 + a)
 
 
-def _set(state: State, a: int, code: int) -> State:
+def _set(state: BoxingState, a: int, code: int) -> BoxingState:
     return (*state[:a], code, *state[a + 1 :])

@@ -31,11 +31,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from laminar.ir.mesh import Link, Place
-from laminar.ir.sbp import B, NdSbp, check, local_shape, show
+from laminar.ir.sbp import B, NdSbp, check_placement, local_shape, show
 from laminar.ir.tensor import ITEM_BYTES, TensorSpec
 from laminar.rules.boxing.boxing import WIRE, Step
 from laminar.rules.boxing.reduced import received, reduced
-from laminar.rules.boxing.regions import Goal, Key, Part, Region, Shard, Source
+from laminar.rules.boxing.regions import CommonPart, Goal, IndexRegion, Key, Shard, Source
 
 GRAIN_BYTES = 1 << 17
 """A holder may send this much more than its share before a region is cut: the message that a cut adds costs about as
@@ -48,11 +48,11 @@ class Transfer:
 
     src: int
     dst: int
-    index: Region
+    index: IndexRegion
     """Indices of the whole tensor."""
-    at_src: Region
+    at_src: IndexRegion
     """Where they are in the sender's local tensor (after `before`)."""
-    at_dst: Region
+    at_dst: IndexRegion
     """Where they belong in the receiver's."""
     size: int
     """How many elements."""
@@ -140,8 +140,8 @@ def crossing(
     `link` decides between chains of collectives where a partial source is reduced; `grain_bytes` is what a holder may
     send beyond its share before regions are cut into more messages.
     """
-    check(spec, src_nd, src.mesh.sizes, "source of a crossing")
-    check(spec, dst_nd, dst.mesh.sizes, "destination of a crossing")
+    check_placement(spec, src_nd, src.mesh.sizes, "source of a crossing")
+    check_placement(spec, dst_nd, dst.mesh.sizes, "destination of a crossing")
     begin, end = _plain(src_nd, src), _plain(dst_nd, dst)
     goal = Goal(spec, dst, end)
     mid, before = reduced(spec, src, begin, goal, link)
@@ -182,7 +182,7 @@ class _Job:
     """A region that a rank lacks."""
 
     dst: int
-    parts: tuple[Part, ...]
+    parts: tuple[CommonPart, ...]
     size: int
 
     def sent(self, src: int) -> Transfer:

@@ -19,12 +19,12 @@ from collections.abc import Iterator
 
 from laminar.errors import PlacementError
 from laminar.ir.mesh import Link, Place
-from laminar.ir.sbp import B, NdSbp, Partial, Sbp, Split, check, chunk, local_shape
+from laminar.ir.sbp import B, NdSbp, Partial, Sbp, Split, check_placement, chunk, local_shape
 from laminar.ir.tensor import TensorSpec
 from laminar.rules.boxing.boxing import Step, boxing
 from laminar.rules.boxing.regions import Goal, Source, coords_of
 
-TRIED = 6
+REDUCTIONS_TRIED = 6
 """Ways to reduce a partial source that are worked out exactly, of those that look cheapest."""
 
 
@@ -41,7 +41,7 @@ def reduced(spec: TensorSpec, src: Place, begin: NdSbp, goal: Goal, link: Link) 
         moved, messages = _outlook(source, goal)
         ways.append((_estimate(spec, src.mesh.sizes, begin, mid) + moved, messages, order, mid, moved))
     best: tuple[tuple[int, int, int, int], NdSbp, tuple[Step, ...]] | None = None
-    for _, messages, order, mid, moved in sorted(ways)[:TRIED]:
+    for _, messages, order, mid, moved in sorted(ways)[:REDUCTIONS_TRIED]:
         steps = boxing(spec, begin, mid, src.mesh.sizes, link)
         total = moved + sum(received(steps, spec, src, rank) for rank in src.ranks)
         key = (total, sum(s.moves for s in steps) + (messages > 0), messages, order)
@@ -83,7 +83,7 @@ def _ways(spec: TensorSpec, src: Place, begin: NdSbp, goal: Goal) -> Iterator[Nd
 def _reachable(spec: TensorSpec, begin: NdSbp, mid: NdSbp, sizes: tuple[int, ...]) -> bool:
     """Whether a tensor can lie so, and collectives lead there directly: axes join in cutting a dim if it divides."""
     try:
-        check(spec, mid, sizes, "a crossing")
+        check_placement(spec, mid, sizes, "a crossing")
     except PlacementError:
         return False
     for d, n in enumerate(spec.shape):

@@ -20,7 +20,7 @@ from laminar.ir.tensor import TensorSpec
 
 Intervals = tuple[tuple[int, int], ...]
 """Indices of one dim as (start, stop), ascending, with gaps between them."""
-Region = tuple[Intervals, ...]
+IndexRegion = tuple[Intervals, ...]
 """Intervals of every dim: the indices that are in all of them."""
 Key = tuple[int, ...]
 """Coordinates on the axes that cut a dim: they say which of its sets a rank holds."""
@@ -29,7 +29,7 @@ Cuts = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class CommonPart:
     """Indices of a dim that a source and a destination rank have in common."""
 
     index: Intervals
@@ -41,10 +41,10 @@ class Part:
     size: int
     """How many."""
 
-    def rows(self, start: int, stop: int) -> Part:
+    def rows(self, start: int, stop: int) -> CommonPart:
         """Some of them, counted in order."""
         index, at_src, at_dst = (take(held, start, stop) for held in (self.index, self.at_src, self.at_dst))
-        return Part(index, at_src, at_dst, stop - start)
+        return CommonPart(index, at_src, at_dst, stop - start)
 
 
 def cuts_of(shape: tuple[int, ...], nd: NdSbp, sizes: tuple[int, ...]) -> tuple[list[list[int]], list[Cuts]]:
@@ -89,7 +89,7 @@ def sets(n: int, cuts: Cuts) -> dict[Key, Intervals]:
 
 
 @lru_cache(maxsize=1 << 12)
-def meet(n: int, src: Cuts, dst: Cuts) -> dict[Key, dict[Key, Part]]:
+def meet(n: int, src: Cuts, dst: Cuts) -> dict[Key, dict[Key, CommonPart]]:
     """For each set of the destination, the sets of the source that it meets, and where."""
     left, right = (
         sorted((a, b, b - done, key) for key, held in sets(n, cuts).items() for a, b, done in _counted(held))
@@ -105,12 +105,12 @@ def meet(n: int, src: Cuts, dst: Cuts) -> dict[Key, dict[Key, Part]]:
     return {want: {key: _part(row[key]) for key in sorted(row)} for want, row in pieces.items()}
 
 
-def _part(found: list[tuple[int, int, int, int]]) -> Part:
+def _part(found: list[tuple[int, int, int, int]]) -> CommonPart:
     """Stretches of a dim, as (start, stop, shift from the sender's, shift from the receiver's)."""
     if len(found) == 1:  # by far the most
         ((low, high, shift, other),) = found
-        return Part(((low, high),), ((low - shift, high - shift),), ((low - other, high - other),), high - low)
-    return Part(
+        return CommonPart(((low, high),), ((low - shift, high - shift),), ((low - other, high - other),), high - low)
+    return CommonPart(
         _joined((low, high) for low, high, _, _ in found),
         _joined((low - shift, high - shift) for low, high, shift, _ in found),
         _joined((low - shift, high - shift) for low, high, _, shift in found),
@@ -196,7 +196,7 @@ class Source:
         parts = [sets.get(w, {}).get(k) for sets, k, w in zip(self.meets, keys, want, strict=True)]
         return math.prod(part.size if part else 0 for part in parts)
 
-    def regions(self, want: tuple[Key, ...]) -> Iterator[tuple[tuple[Key, ...], tuple[Part, ...]]]:
+    def regions(self, want: tuple[Key, ...]) -> Iterator[tuple[tuple[Key, ...], tuple[CommonPart, ...]]]:
         """The shards that a group wants something of, and what."""
         for found in itertools.product(*(sets.get(w, {}).items() for sets, w in zip(self.meets, want, strict=True))):
             yield tuple(k for k, _ in found), tuple(part for _, part in found)

@@ -21,13 +21,13 @@ def _by_samples(specs: Sequence[TensorSpec | None], split: Collection[int]) -> l
     ]
 
 
-def eager(call: Call) -> Rule:
+def eager_rule(call: Call) -> Rule:
     """eager(given, key, name, site, ins, outs, flops, rows): whole tensors, or samples where that is declared."""
     ins = _by_samples(call.ins, call.args[4])
     return Rule(text(call, ins, _by_samples(call.outs, call.args[5])))
 
 
-def eager_backward(call: Call) -> Rule:
+def eager_backward_rule(call: Call) -> Rule:
     """eager_backward(grads, given, key, name, site, needs, ins, outs, flops, rows); what is whole gets a sum."""
     grads, needs, split = len(call.args[0]), call.args[5], call.args[6]
     given = [i for i, need in enumerate(needs) if need]

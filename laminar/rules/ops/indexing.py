@@ -206,7 +206,7 @@ def _sizes(call: Call, x: list[str], at: list[list[str]], picked: list[str]) -> 
     return {n: sizes.get(n, 1) for n in picked}
 
 
-def take(call: Call) -> Rule:
+def take_rule(call: Call) -> Rule:
     """take(x, index): x flat and whole."""
     at = letters(len(call.ins[1].shape), "i")
     return Rule(text(call, [["."] * len(call.ins[0].shape), at], [at]), linear="0")

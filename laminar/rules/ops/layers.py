@@ -225,7 +225,7 @@ def group_norm_backward(call: Call) -> Rule:
     return Rule(text(call, ins, outs), sizes={"g": groups}, linear="0")
 
 
-def batch_norm(call: Call) -> Rule:
+def batch_norm_rule(call: Call) -> Rule:
     """(x, weight, bias, eps) -> y, mean, rstd, with the statistics of the whole batch."""
     over = ["n", *letters(len(call.ins[0].shape) - 2)]
     full = ["n", "c", *over[1:]]
@@ -233,7 +233,7 @@ def batch_norm(call: Call) -> Rule:
     return Rule(text(call, ins, [full, ["c"], ["c"]]), expand=dict.fromkeys(over, "SBB"))
 
 
-def batch_norm_backward(call: Call) -> Rule:
+def batch_norm_backward_rule(call: Call) -> Rule:
     """(grad, x, weight, mean, rstd) -> dx, dweight, dbias."""
     over = ["n", *letters(len(call.ins[0].shape) - 2)]
     full = ["n", "c", *over[1:]]
@@ -241,25 +241,25 @@ def batch_norm_backward(call: Call) -> Rule:
     return Rule(text(call, ins, [full, ["c"], ["c"]]), linear="0", expand=dict.fromkeys(over, "SBB"))
 
 
-def batch_norm_apply(call: Call) -> Rule:
+def batch_norm_apply_rule(call: Call) -> Rule:
     """(x, weight, bias, mean, var, eps): statistics given, so every dim splits."""
     full = ["n", "c", *letters(len(call.ins[0].shape) - 2)]
     return Rule(text(call, [full] + [["c"]] * (len(call.ins) - 1), [full]))
 
 
-def batch_norm_moments(call: Call) -> Rule:
+def batch_norm_moments_rule(call: Call) -> Rule:
     """(x) -> sum, sum of squares per channel."""
     full = ["n", "c", *letters(len(call.ins[0].shape) - 2)]
     return Rule(text(call, [full], [["c"], ["c"]]))
 
 
-def batch_norm_sums(call: Call) -> Rule:
+def batch_norm_sums_rule(call: Call) -> Rule:
     """(dy, x, mean, rstd) -> dweight, dbias."""
     full = ["n", "c", *letters(len(call.ins[0].shape) - 2)]
     return Rule(text(call, [full, full, ["c"], ["c"]], [["c"], ["c"]]), linear="0")
 
 
-def batch_norm_grad(call: Call) -> Rule:
+def batch_norm_grad_rule(call: Call) -> Rule:
     """(dy, x, weight, mean, rstd, dweight, dbias, n): linear in the gradients together, every dim splits."""
     full = ["n", "c", *letters(len(call.ins[0].shape) - 2)]
     last = len(call.ins) - 1
@@ -288,7 +288,7 @@ def _mask(call: Call, position: int, heads: str) -> list[list[str]]:
     return [out]
 
 
-def attention(call: Call) -> Rule:
+def attention_rule(call: Call) -> Rule:
     """(q, k, v, mask, causal, scale) -> out, logsumexp. Causal or not, queries split by row; keys stay whole."""
     hq, hk, sizes = _heads(call.ins[0].shape, call.ins[1].shape)
     query, key = ["b", hq, "t", "."], ["b", hk, ".", "."]
@@ -297,7 +297,7 @@ def attention(call: Call) -> Rule:
     return Rule(text(call, ins, [query, query[:3]]), sizes=sizes, local=local, several="t")
 
 
-def attention_backward(call: Call) -> Rule:
+def attention_backward_rule(call: Call) -> Rule:
     """(dout, q, k, v, mask, out, lse, causal, scale) -> dq, dk, dv."""
     hq, hk, sizes = _heads(call.ins[1].shape, call.ins[2].shape)
     query, key = ["b", hq, "t", "."], ["b", hk, ".", "."]
@@ -307,7 +307,7 @@ def attention_backward(call: Call) -> Rule:
     return Rule(text(call, ins, [query, key, key]), sizes=sizes, linear="0", local=local, several="t")
 
 
-def lstm(call: Call) -> Rule:
+def lstm_rule(call: Call) -> Rule:
     """(x, h0, c0, w_ih, w_hh, bias, reverse) -> y, h, c, gates, cells: only the batch splits."""
     ins = [[".", "n", "."], ["n", "."], ["n", "."], [".", "."], [".", "."]]
     if call.at(5) is not None:
@@ -315,19 +315,19 @@ def lstm(call: Call) -> Rule:
     return Rule(text(call, ins, [[".", "n", "."], ["n", "."], ["n", "."], [".", "n", "."], [".", "n", "."]]))
 
 
-def lstm_backward(call: Call) -> Rule:
+def lstm_backward_rule(call: Call) -> Rule:
     """(dy, dh, dc, x, h0, c0, w_ih, w_hh, y, gates, cells, reverse) -> dx, dh0, dc0, dw_ih, dw_hh, dbias."""
     seq, state = [".", "n", "."], ["n", "."]
     ins = [seq, state, state, seq, state, state, [".", "."], [".", "."], seq, seq, seq]
     return Rule(text(call, ins, [seq, state, state, [".", "."], [".", "."], ["."]]), linear="012")
 
 
-def ctc_loss(call: Call) -> Rule:
+def ctc_loss_rule(call: Call) -> Rule:
     """(log_probs, targets, input_lengths, target_lengths, ...) -> nll, alpha: only the batch splits."""
     return Rule(text(call, [[".", "n", "."], ["n", "."], ["n"], ["n"]], [["n"], ["n", ".", "."]]))
 
 
-def ctc_loss_backward(call: Call) -> Rule:
+def ctc_loss_backward_rule(call: Call) -> Rule:
     """(grad, log_probs, targets, input_lengths, target_lengths, nll, alpha, ...) -> dlog_probs."""
     seq = [".", "n", "."]
     return Rule(text(call, [["n"], seq, ["n", "."], ["n"], ["n"], ["n"], ["n", ".", "."]], [seq]), linear="0")

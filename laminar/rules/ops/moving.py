@@ -10,7 +10,7 @@ from laminar.rules.notation import Call, Rule, RuleFn
 from laminar.rules.ops.families import letters, pointwise, text
 
 
-def moved(words: str, sizes: Mapping[str, int] | None = None) -> Rule:
+def moving_rule(words: str, sizes: Mapping[str, int] | None = None) -> Rule:
     """A rule of an op that only moves elements of its one input: sums and extremes pass."""
     return Rule(words, sizes=sizes or {}, linear="0", through="0")
 
@@ -40,13 +40,13 @@ def permute(call: Call) -> Rule:
     """Dims in another order."""
     rank = len(call.ins[0].shape)
     names = letters(rank)
-    return moved(text(call, [names], [[names[d % rank] for d in call.arg(1)]]))
+    return moving_rule(text(call, [names], [[names[d % rank] for d in call.arg(1)]]))
 
 
 def transpose_2d(call: Call) -> Rule:
     """`t`: at most two dims."""
     names = letters(len(call.ins[0].shape))
-    return moved(text(call, [names], [names[::-1]]))
+    return moving_rule(text(call, [names], [names[::-1]]))
 
 
 def transpose(call: Call) -> Rule:
@@ -57,10 +57,10 @@ def transpose(call: Call) -> Rule:
     if rank:
         a, b = call.arg(1) % rank, call.arg(2) % rank
         out[a], out[b] = out[b], out[a]
-    return moved(text(call, [names], [out]))
+    return moving_rule(text(call, [names], [out]))
 
 
-def expand(call: Call) -> Rule:
+def expand_rule(call: Call) -> Rule:
     """Stretched dims may be split though the input has nothing to split there."""
     return pointwise("0", through=True)(call)
 
@@ -77,7 +77,7 @@ def repeat(call: Call) -> Rule:
     for name, n, m in zip(names, source, target[offset:], strict=True):
         out.append(name if n == m else f"({m // n} {name})")
         sizes[name] = n
-    return moved(text(call, [names], [out]), sizes)
+    return moving_rule(text(call, [names], [out]), sizes)
 
 
 def _blocks(n: int, part: int, name: str) -> str:
@@ -110,7 +110,7 @@ def stack(call: Call) -> Rule:
     return Rule(text(call, [names] * len(call.ins), [[*names[:d], ".", *names[d:]]]), linear=group, through=group)
 
 
-def split(call: Call) -> Rule:
+def split_rule(call: Call) -> Rule:
     """Equal parts are blocks of the dim."""
     rank = len(call.ins[0].shape)
     d = (call.arg(2) or 0) % rank
@@ -120,7 +120,7 @@ def split(call: Call) -> Rule:
     source, out = list(names), list(names)
     source[d] = _blocks(call.ins[0].shape[d], part, names[d]) if same else "."
     out[d] = names[d] if same else "."
-    return moved(text(call, [source], [out] * len(call.outs)))
+    return moving_rule(text(call, [source], [out] * len(call.outs)))
 
 
 def unbind(call: Call) -> Rule:
@@ -129,7 +129,7 @@ def unbind(call: Call) -> Rule:
     d = (call.arg(1) or 0) % rank
     names = letters(rank)
     source = [*names[:d], ".", *names[d + 1 :]]
-    return moved(text(call, [source], [[*names[:d], *names[d + 1 :]]] * len(call.outs)))
+    return moving_rule(text(call, [source], [[*names[:d], *names[d + 1 :]]] * len(call.outs)))
 
 
 def _cut(n: int, part: int, start: int, step: int, name: str) -> tuple[str, str]:
@@ -154,7 +154,7 @@ def slice_(call: Call) -> Rule:
     names = letters(rank)
     source, out = list(names), list(names)
     source[d], out[d] = _cut(n, part, _start(call.arg(2), n), call.arg(4) or 1, names[d])
-    return moved(text(call, [source], [out]))
+    return moving_rule(text(call, [source], [out]))
 
 
 def slice_backward(call: Call) -> Rule:
@@ -165,7 +165,7 @@ def slice_backward(call: Call) -> Rule:
     source, out = list(names), list(names)
     n, part = call.out.shape[d], call.ins[0].shape[d]
     out[d], source[d] = _cut(n, part, _start(call.arg(3), n), call.arg(5), names[d])
-    return moved(text(call, [source], [out]))
+    return moving_rule(text(call, [source], [out]))
 
 
 def slice_scatter(call: Call) -> Rule:
@@ -185,7 +185,7 @@ def select(call: Call) -> Rule:
     d = call.arg(1) % rank
     names = letters(rank)
     source = [*names[:d], ".", *names[d + 1 :]]
-    return moved(text(call, [source], [[*names[:d], *names[d + 1 :]]]))
+    return moving_rule(text(call, [source], [[*names[:d], *names[d + 1 :]]]))
 
 
 def select_backward(call: Call) -> Rule:
@@ -194,7 +194,7 @@ def select_backward(call: Call) -> Rule:
     d = call.arg(2) % rank
     names = letters(rank)
     out = [*names[:d], ".", *names[d + 1 :]]
-    return moved(text(call, [[*names[:d], *names[d + 1 :]]], [out]))
+    return moving_rule(text(call, [[*names[:d], *names[d + 1 :]]], [out]))
 
 
 def select_scatter(call: Call) -> Rule:
@@ -213,7 +213,7 @@ def diagonal(call: Call) -> Rule:
     b = (call.arg(3) if call.arg(3) is not None else 1) % rank
     names = letters(rank)
     source = ["." if i in (a, b) else n for i, n in enumerate(names)]
-    return moved(text(call, [source], [[n for n in source if n != "."] + ["."]]))
+    return moving_rule(text(call, [source], [[n for n in source if n != "."] + ["."]]))
 
 
 def diagonal_back(first: int) -> RuleFn:
@@ -252,7 +252,7 @@ def unfold(call: Call) -> Rule:
     names = letters(rank)
     if rank:
         names[call.arg(1) % rank] = "."
-    return moved(text(call, [names], [[*names, "."]]))
+    return moving_rule(text(call, [names], [[*names, "."]]))
 
 
 def unfold_backward(call: Call) -> Rule:

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from laminar.capture import torch_private
 from laminar.capture.canonical.canonical import HANDLERS, Canonical, body_of
 from laminar.capture.canonical.rewritten_functions import WRITTEN_OUT
-from laminar.capture.capture import read_loss
 from laminar.capture.eager.eager_search import keyed
+from laminar.capture.model.losses import read_loss
 from laminar.capture.model.model_tensors import Slot, slots_of, swapped
 from laminar.capture.tracing.origins import canonical_again
 from laminar.runtime.pipeline.loader import LOADER

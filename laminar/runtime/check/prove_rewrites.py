@@ -31,8 +31,8 @@ from laminar.ir.plans.staged import Staged
 from laminar.ir.serial.codec import Ref
 from laminar.placement.fold import fold
 from laminar.placement.micro_batch import micro
-from laminar.rewrite.apply import Rule, work_of
-from laminar.rewrite.rules import RULES
+from laminar.rewrite.apply import Rewrite, work_of
+from laminar.rewrite.rules import REWRITE_RULES
 from laminar.rewrite.standalone import stage
 from laminar.rewrite.variants import replayed
 from laminar.rules.samples import samples_of
@@ -40,11 +40,11 @@ from laminar.runtime.check.one_device import constants_of, run_graph
 from laminar.runtime.check.rounding import TermSizes
 from laminar.runtime.check.verify import judged, widened
 
-TOLERANCE = 1e-12
+PROOF_TOLERANCE = 1e-12
 """What rounding in float64 may amount to, relative to the largest element of a result."""
 MOST_FLOPS, MOST_BYTES = 1e10, 2e9
 """What one run of a model may cost to be run for a proof: about a second on one core."""
-KEPT = 3
+PROOF_LAYERS = 3
 """Layers of a model that is run for a proof: the first, the last, and one that is like all others."""
 
 
@@ -60,7 +60,7 @@ class Proof:
     @property
     def holds(self) -> bool:
         """Whether all of it is rounding."""
-        return all(error <= TOLERANCE for error in (*self.rules.values(), self.model or 0.0))
+        return all(error <= PROOF_TOLERANCE for error in (*self.rules.values(), self.model or 0.0))
 
     def __str__(self) -> str:
         worst = max((*self.rules.values(), self.model or 0.0))
@@ -76,7 +76,7 @@ def proof(captured: Graph, plan: Plan | Staged, of_file: Mapping[str, float] | N
     known = of_file or {}
     names = dict.fromkeys(s.rule for s in plan.rewrites)
     rules = {name: known[name] if name in known else alone(name) for name in names}
-    small = fold(captured).small(KEPT)
+    small = fold(captured).small(PROOF_LAYERS)
     with contextlib.suppress(LaminarError):  # whose samples need each other: all of them
         small = micro(small, samples_of(small))
     work = work_of(small)
@@ -93,11 +93,11 @@ def proof(captured: Graph, plan: Plan | Staged, of_file: Mapping[str, float] | N
 @cache
 def alone(name: str) -> float:
     """The worst error of a rule of the table on a graph that is its own left side, see `error_on`."""
-    rule = next(r for r in RULES if r.name == name)
+    rule = next(r for r in REWRITE_RULES if r.name == name)
     return error_on(rule, stage(rule))
 
 
-def error_on(rule: Rule, graph: Graph) -> float:
+def error_on(rule: Rewrite, graph: Graph) -> float:
     """The worst error that a rule makes in a graph that is its own left side; infinite if it does not find itself."""
     sites = rule.find(graph)
     return prove(graph, rule.apply(graph, sites[0])) if sites else math.inf
@@ -122,7 +122,7 @@ def prove(
     got = run_graph(other, fed, constants_of(other, wide))
     sized = TermSizes(one, fed, constants_of(one, wide))
     errors = [
-        judged(k, got[k], w, TOLERANCE if wide else 0.0, sized) if got[k].dtype == w.dtype else math.inf
+        judged(k, got[k], w, PROOF_TOLERANCE if wide else 0.0, sized) if got[k].dtype == w.dtype else math.inf
         for k, w in want.items()
     ]
     return max(errors, default=0.0)

@@ -24,11 +24,11 @@ import torch
 from laminar.cache import kept
 from laminar.errors import RuleError
 from laminar.ir.plans.account import FileRules
-from laminar.rewrite.apply import Rule
+from laminar.rewrite.apply import Rewrite
 from laminar.rewrite.implied import implied
 from laminar.rewrite.rule_files import FAILS, NOT_LOADED, entries, load
 from laminar.rewrite.standalone import stage
-from laminar.runtime.check.prove_rewrites import TOLERANCE, error_on
+from laminar.runtime.check.prove_rewrites import PROOF_TOLERANCE, error_on
 
 IN_TABLE = "in Laminar's table already"
 NO_PLACE = "nowhere to be found in a graph"
@@ -36,7 +36,7 @@ NO_PLACE = "nowhere to be found in a graph"
 
 
 @dataclass(frozen=True)
-class Verdict:
+class RuleVerdict:
     """What became of one rule of a file."""
 
     name: str
@@ -63,10 +63,10 @@ class Verdict:
         }
 
     @staticmethod
-    def from_json(data: Mapping[str, Any]) -> Verdict:
+    def from_json(data: Mapping[str, Any]) -> RuleVerdict:
         """A verdict from `to_json`'s data."""
         rules = tuple((name, text, error) for name, text, error in data["rules"])
-        return Verdict(data["name"], data["reason"], data["proved"], rules)
+        return RuleVerdict(data["name"], data["reason"], data["proved"], rules)
 
 
 @dataclass(frozen=True)
@@ -76,12 +76,12 @@ class ProvedRules:
     file: str
     content: str
     """Its hash."""
-    verdicts: tuple[Verdict, ...]
+    verdicts: tuple[RuleVerdict, ...]
 
     @property
-    def new(self) -> tuple[Rule, ...]:
+    def new(self) -> tuple[Rewrite, ...]:
         """What a search is given."""
-        return tuple(Rule.of_file(name, text) for v in self.verdicts for name, text, _ in v.rules)
+        return tuple(Rewrite.of_file(name, text) for v in self.verdicts for name, text, _ in v.rules)
 
     @property
     def errors(self) -> dict[str, float]:
@@ -127,17 +127,17 @@ def proved_rules(path: str | Path, progress: Callable[[int, int], None] | None =
         {"content": content},
         lambda: _verdicts(path, progress),
         lambda made: [v.to_json() for v in made],
-        lambda data: tuple(map(Verdict.from_json, data)),
+        lambda data: tuple(map(RuleVerdict.from_json, data)),
     )
     return ProvedRules(str(path), content, verdicts)
 
 
-def _verdicts(path: str | Path, progress: Callable[[int, int], None] | None) -> tuple[Verdict, ...]:
+def _verdicts(path: str | Path, progress: Callable[[int, int], None] | None) -> tuple[RuleVerdict, ...]:
     loaded = load(path)
-    made: dict[str, list[Rule]] = {}
+    made: dict[str, list[Rewrite]] = {}
     for rule in loaded.rules:
         made.setdefault(loaded.origins[rule.name], []).append(rule)
-    out: list[Verdict] = []
+    out: list[RuleVerdict] = []
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # these are tensors of a few dozen numbers
     try:
@@ -147,13 +147,13 @@ def _verdicts(path: str | Path, progress: Callable[[int, int], None] | None) -> 
                 if progress is not None:
                     progress(sum(v.name in made for v in out), len(made))
             else:
-                out.append(Verdict(entry.name, loaded.rejected[entry.name], entry.name in loaded.holds))
+                out.append(RuleVerdict(entry.name, loaded.rejected[entry.name], entry.name in loaded.holds))
     finally:
         torch.set_num_threads(threads)
     return tuple(out)
 
 
-def _verdict(name: str, rules: list[Rule], shapes: Mapping[str, Mapping[str, tuple[int, ...]]]) -> Verdict:
+def _verdict(name: str, rules: list[Rewrite], shapes: Mapping[str, Mapping[str, tuple[int, ...]]]) -> RuleVerdict:
     """What becomes of a rule of the file that these rewrite rules were made of, for matrices and for batches."""
     found, reason = [], NO_PLACE
     for rule in rules:
@@ -161,10 +161,10 @@ def _verdict(name: str, rules: list[Rule], shapes: Mapping[str, Mapping[str, tup
         if not rule.find(graph):
             continue
         error = error_on(rule, graph)
-        if error > TOLERANCE:
-            return Verdict(name, FAILS, False)
+        if error > PROOF_TOLERANCE:
+            return RuleVerdict(name, FAILS, False)
         if implied(rule, graph):
             reason = IN_TABLE
         else:
             found.append((rule.name, rule.text, error))
-    return Verdict(name, "" if found else reason, True, tuple(found))
+    return RuleVerdict(name, "" if found else reason, True, tuple(found))

@@ -35,7 +35,7 @@ from laminar.runtime.check.processes import run_processes
 from laminar.runtime.check.rounding import TermSizes, sizes
 from laminar.runtime.comm.shards import assemble
 
-TOLERANCE = {"f64": 1e-9, "f32": 1e-5}
+VERIFY_TOLERANCE = {"f64": 1e-9, "f32": 1e-5}
 
 
 @dataclass
@@ -128,7 +128,7 @@ def verify_program(
     `text`: in process, write and compile the code of every rank instead of calling its lines one by one.
     """
     wide = dtype == "f64"
-    tol = TOLERANCE[dtype] if tolerance is None else tolerance
+    tol = VERIFY_TOLERANCE[dtype] if tolerance is None else tolerance
     subject, placed = widen(graph) if wide else graph, rewritten(graph, plan)
     plan.fits(placed)
     placed = widen(placed) if wide else placed
@@ -175,7 +175,7 @@ def verify_stages(
     `batches` and `micro` their inputs. Where ops may see one micro-batch at a time, one device runs the same
     micro-batches. If the loss is a total over a weight, gradients of micro-batches are those of totals (`scaled`).
     """
-    wide, tol = dtype == "f64", TOLERANCE[dtype] if tolerance is None else tolerance
+    wide, tol = dtype == "f64", VERIFY_TOLERANCE[dtype] if tolerance is None else tolerance
     one, staged = widen(whole) if wide else whole, parts[0][1]
     made: dict[str, tuple[Graph, Stages]] = {}
     for graph, plan in parts:
@@ -250,6 +250,7 @@ def first_difference(
             want = values.get(ref)
             if placed is None or want is None:
                 continue
+            line = f"%{instr.name} = {instr.op}: {placed.spec} {show(placed.nd)}"
             try:
                 got = assemble([r[i] for r in results], placed.spec.shape, placed.nd, program.mesh).to(want.dtype)
                 error = relative_error(got, want, 1e-300)
@@ -258,15 +259,11 @@ def first_difference(
                         sized.update(sizes(graph, inputs, constants, values.keys()))
                     error = relative_error(got, want, sized[ref])
             except (RuntimeError, ValueError, IndexError) as broken:
-                found.append(
-                    f"%{instr.name} = {instr.op}: {placed.spec} {show(placed.nd)} can't be put together: {broken}"
-                )
+                found.append(f"{line} can't be put together: {broken}")
                 return
             if error > max(tol, 1e-12) * 10:
                 where = f"\n    at {instr.where}" if instr.where else ""
-                found.append(
-                    f"%{instr.name} = {instr.op}: {placed.spec} {show(placed.nd)} is off by {error:.1e}{where}"
-                )
+                found.append(f"{line} is off by {error:.1e}{where}")
                 return
 
     outs = lockstep.run_lockstep(program, inputs, constants, look)

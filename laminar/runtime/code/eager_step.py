@@ -22,11 +22,11 @@ from laminar.ir.program import Instr, Program
 from laminar.ir.sbp import local_shape
 from laminar.ir.serial.codec import Ref
 from laminar.runtime.code.call_list import Calls
-from laminar.runtime.code.fused_lstm import FORWARD, FUSED, paired
+from laminar.runtime.code.fused_lstm import FUSED, LSTM_FORWARD, paired
 from laminar.runtime.code.host_copies import exchange_of
 from laminar.runtime.code.local_op import prepare
 from laminar.runtime.comm.aliases import result_may_alias
-from laminar.runtime.comm.boxing_ops import Box
+from laminar.runtime.comm.boxing_ops import LocalBoxing
 from laminar.runtime.comm.transport import PASSING, Bucket, Groups, Null
 from laminar.runtime.trace.tape import Recordable, stamped
 
@@ -212,7 +212,7 @@ class _Build:
             for ref in instr.refs:
                 self._await(ref)
             if instr.kind in ("slice", "pad"):
-                box = Box.of(instr, self.mesh, self.rank)
+                box = LocalBoxing.of(instr, self.mesh, self.rank)
                 holder = self.keep(f"{instr.name}_box", box)
                 self._name(self.graph.call_method(instr.kind, (holder, self.env[instr.refs[0]])), instr)
             elif instr.hosts:
@@ -249,7 +249,7 @@ class _Build:
                 target, kwargs = OUT_VARIANTS[instr.op], {**kwargs, "out": out}
         if instr.name in self.recurrent:
             target = FUSED[instr.op]
-            kwargs = {"keeps": self.recurrent[instr.name]} if instr.op == FORWARD else {}
+            kwargs = {"keeps": self.recurrent[instr.name]} if instr.op == LSTM_FORWARD else {}
         range_node = self._range(instr)
         node = self.graph.call_function(target, filled, kwargs)
         self._name(node, instr)

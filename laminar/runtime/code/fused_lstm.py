@@ -22,7 +22,7 @@ from laminar.capture.ops import kernels
 from laminar.ir.program import Program
 from laminar.ir.serial.codec import Ref
 
-FORWARD, BACKWARD = "laminar.lstm", "laminar.lstm_backward"
+LSTM_FORWARD, LSTM_BACKWARD = "laminar.lstm", "laminar.lstm_backward"
 GATES, CELLS = 3, 4
 """Which results of a forward line these are; a backward line takes them as its tenth and eleventh argument."""
 LSTM = 2
@@ -41,7 +41,7 @@ class Workspace:
 
 def paired(program: Program) -> dict[str, bool]:
     """Lines that may run fused, backward ones with the forward ones they belong to; and whether anything is kept."""
-    makers = {i.name: i for i in program.instrs if i.op == FORWARD and i.ins[0].spec.dtype == "f32"}
+    makers = {i.name: i for i in program.instrs if i.op == LSTM_FORWARD and i.ins[0].spec.dtype == "f32"}
     readers: dict[str, list[str]] = {name: [] for name in makers}
     others: set[str] = {o.ref.name for o in program.outputs if o.ref.index in (GATES, CELLS)}
     for line in program.instrs:
@@ -49,7 +49,7 @@ def paired(program: Program) -> dict[str, bool]:
             if ref.name in makers and ref.index in (GATES, CELLS):
                 both = (Ref(ref.name, GATES), Ref(ref.name, CELLS))
                 made = makers[ref.name]
-                if line.op == BACKWARD and line.args[9:11] == both and line.args[11] == made.args[6]:
+                if line.op == LSTM_BACKWARD and line.args[9:11] == both and line.args[11] == made.args[6]:
                     readers[ref.name].append(line.name)
                 else:
                     others.add(ref.name)
@@ -135,4 +135,4 @@ def fused_lstm_backward(
     return dx, dh0[0], dc0[0], dw_ih, dw_hh, db
 
 
-FUSED: dict[str, Callable[..., Any]] = {FORWARD: fused_lstm, BACKWARD: fused_lstm_backward}
+FUSED: dict[str, Callable[..., Any]] = {LSTM_FORWARD: fused_lstm, LSTM_BACKWARD: fused_lstm_backward}

@@ -45,7 +45,7 @@ from laminar.runtime.code.decompositions import DECOMPOSED
 from laminar.runtime.code.host_copies import Bring, Send, exchange_of
 from laminar.runtime.code.local_op import prepare
 from laminar.runtime.comm.aliases import result_may_alias
-from laminar.runtime.comm.boxing_ops import Box
+from laminar.runtime.comm.boxing_ops import LocalBoxing
 from laminar.runtime.comm.transport import Bucket, Exchange, Groups, Null
 from laminar.runtime.trace.tape import Recordable, now, recordable
 
@@ -416,7 +416,7 @@ class _Cutter:
 
     def _line(self, instr: Instr) -> _Line:
         if instr.kind:
-            box = Box.of(instr, self.mesh, self.rank)
+            box = LocalBoxing.of(instr, self.mesh, self.rank)
             return _Line(instr.name, getattr(box, instr.kind), (instr.refs[0],), {})
         target, args, kwargs = prepare(instr, self.mesh, self.rank, self.device)
         return _Line(instr.name, DECOMPOSED.get(instr.op, target), self._lifted(args, instr.name), kwargs)

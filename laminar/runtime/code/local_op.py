@@ -16,7 +16,7 @@ from torch import Tensor
 
 from laminar.capture import torch_private
 from laminar.capture.ops import kernels
-from laminar.capture.ops.torch_ops import DENSE, LAZY, dense, find_op, resolved, spread, unplain
+from laminar.capture.ops.torch_ops import DENSE, LAZY_CONJUGATES, dense, find_op, spread, unplain, with_values
 from laminar.ir.mesh import Mesh
 from laminar.ir.ops import DRAWS
 from laminar.ir.program import Instr, Placed
@@ -46,7 +46,7 @@ BOUND |= {
     "aten.slice.Tensor": find_op("aten.slice.Tensor"),
     "aten.nll_loss2d_backward": nll_loss2d_backward,
 }
-BOUND |= {name: dense(find_op(name)) for name in DENSE} | {name: resolved(find_op(name)) for name in LAZY}
+BOUND |= {name: dense(find_op(name)) for name in DENSE} | {name: with_values(find_op(name)) for name in LAZY_CONJUGATES}
 """Fast spellings. Views become reshapes, because boxing may have changed strides."""
 
 SQUEEZES = ("aten.squeeze", "aten.squeeze.dim", "aten.squeeze.dims")

@@ -20,7 +20,7 @@ from laminar.runtime.comm.shards import cut_pieces, glue_pieces
 
 
 @dataclass
-class Box:
+class LocalBoxing:
     """One step for one rank: who takes part, and how dims are opened and cut."""
 
     kind: str
@@ -37,13 +37,13 @@ class Box:
     """Local shape before, of every rank that takes part."""
 
     @staticmethod
-    def of(instr: Instr, mesh: Mesh, rank: int, which: int = 0) -> Box:
+    def of(instr: Instr, mesh: Mesh, rank: int, which: int = 0) -> LocalBoxing:
         """The geometry of tensor `which` of a boxing instruction."""
         boxing = instr.box
         ranks = mesh.group(boxing.axes, mesh.coords(rank))
         src, dst = instr.ins[which], instr.outs[which]
         assert dst is not None
-        return Box(
+        return LocalBoxing(
             instr.kind,
             ranks,
             ranks.index(rank),

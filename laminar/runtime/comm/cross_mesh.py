@@ -30,7 +30,7 @@ from torch import Tensor
 from laminar.capture.ops.torch_ops import DTYPES
 from laminar.errors import PlacementError
 from laminar.rules.boxing.crossing import Crossing
-from laminar.rules.boxing.regions import Intervals, Region
+from laminar.rules.boxing.regions import IndexRegion, Intervals
 
 
 class StridedRun(NamedTuple):
@@ -115,7 +115,7 @@ def _geometry(box: tuple[StridedRun, ...], strides: tuple[int, ...]) -> tuple[li
 class Window:
     """Where a region lies in a local tensor of a shape."""
 
-    def __init__(self, at: Region, local: tuple[int, ...]) -> None:
+    def __init__(self, at: IndexRegion, local: tuple[int, ...]) -> None:
         self.shape = tuple(sum(stop - start for start, stop in dim) for dim in at)
         self.whole = self.shape == local
         self.boxes = list(itertools.product(*(runs(dim) for dim in at)))

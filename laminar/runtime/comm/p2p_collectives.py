@@ -28,7 +28,7 @@ from laminar.ir.clusters.limits import ALIGN
 from laminar.ir.program import Program
 from laminar.ir.sbp import chunk
 from laminar.runtime.comm.aliases import result_may_alias
-from laminar.runtime.comm.boxing_ops import Box
+from laminar.runtime.comm.boxing_ops import LocalBoxing
 from laminar.runtime.comm.process_group import ProcessGroup
 
 
@@ -65,7 +65,7 @@ class PackedPieces:
 class TaggedMessages:
     """Sends and receives among the ranks of a box, with tags by which messages of different exchanges keep apart."""
 
-    def __init__(self, group: ProcessGroup, box: Box, tag: int, world: Sequence[int]) -> None:
+    def __init__(self, group: ProcessGroup, box: LocalBoxing, tag: int, world: Sequence[int]) -> None:
         """`world`: which rank of the world stands at each rank of the mesh."""
         self.group, self.at, self.tag = group, box.at, tag
         self.peers = [group.peer(world[r]) for r in box.ranks]
@@ -85,7 +85,7 @@ class TaggedMessages:
 class P2PAllGather:
     """Everybody's pieces, received where they belong."""
 
-    def __init__(self, wire: TaggedMessages, boxes: list[Box], dtype: torch.dtype, slot: Tensor | None) -> None:
+    def __init__(self, wire: TaggedMessages, boxes: list[LocalBoxing], dtype: torch.dtype, slot: Tensor | None) -> None:
         self.wire, self.boxes, self.dtype = wire, boxes, dtype
         self.pieces = PackedPieces([b.sources for b in boxes], [_leading(b.dst, b.give) for b in boxes], dtype.itemsize)
         self.packed_rows = list(torch.empty(sum(self.pieces.totals), dtype=dtype).split(self.pieces.totals))
@@ -191,7 +191,7 @@ class P2PReduceScatter:
     """Reduce-scatter: this rank's piece of every sum, from terms that others send."""
 
     def __init__(
-        self, wire: TaggedMessages, boxes: list[Box], dtype: torch.dtype, scratch: Scratch, leaves: bool
+        self, wire: TaggedMessages, boxes: list[LocalBoxing], dtype: torch.dtype, scratch: Scratch, leaves: bool
     ) -> None:
         """`leaves`: results leave the step, so that they may lie where the last step's lay."""
         self.wire, self.boxes, self.dtype, self.scratch = wire, boxes, dtype, scratch

@@ -37,7 +37,7 @@ from laminar.errors import PeerError
 from laminar.ir.clusters import limits
 from laminar.ir.clusters.limits import ALIGN, RINGS, aligned_bytes
 
-READY, MIDDLE, DONE = range(3)
+READY, HALFWAY, DONE = range(3)
 SPINS = 100
 """How often to look before sleeping. Assumed, not measured."""
 NAP_S = 0.2

@@ -19,9 +19,9 @@ from laminar.capture.torch_private import foreach_copy
 from laminar.ir.clusters import limits
 from laminar.ir.clusters.limits import aligned_bytes
 from laminar.ir.sbp import chunk
-from laminar.runtime.comm.boxing_ops import Box
+from laminar.runtime.comm.boxing_ops import LocalBoxing
 from laminar.runtime.comm.p2p_collectives import carve, windows
-from laminar.runtime.comm.shm_arena import DONE, MIDDLE, READY, Segment, ShmArena
+from laminar.runtime.comm.shm_arena import DONE, HALFWAY, READY, Segment, ShmArena
 
 REDUCE: dict[str, Any] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
@@ -58,8 +58,8 @@ class _Halves:
         self.segment.wait(READY)
         if self.terms[0].numel():
             reduce_into(self.terms, self.op, self.sums[self.at])
-        self.segment.post(MIDDLE)
-        self.segment.wait(MIDDLE)
+        self.segment.post(HALFWAY)
+        self.segment.wait(HALFWAY)
         foreach_copy([out.narrow(0, *span) for span in self.spans], self.sums)
 
 
@@ -160,7 +160,7 @@ class ShmAllReduce(_Transient):
 class ShmAllGather(_Transient):
     """Everybody's pieces of several tensors, copied from their regions to where they belong."""
 
-    def __init__(self, arena: ShmArena, boxes: list[Box], dtype: torch.dtype, slot: Tensor | None) -> None:
+    def __init__(self, arena: ShmArena, boxes: list[LocalBoxing], dtype: torch.dtype, slot: Tensor | None) -> None:
         super().__init__(arena, dtype)
         self.boxes = boxes
         self.sizes = [[torch.Size(b.sources[r]).numel() for b in boxes] for r in range(arena.ranks)]
@@ -168,7 +168,7 @@ class ShmAllGather(_Transient):
         self.fixed = None if slot is None else self._placed(carve(slot, [b.dst for b in boxes], dtype))
 
     @staticmethod
-    def need(boxes: list[Box], dtype: torch.dtype) -> int:
+    def need(boxes: list[LocalBoxing], dtype: torch.dtype) -> int:
         """Bytes of the segment."""
         ranks = range(len(boxes[0].ranks))
         return max(sum(torch.Size(b.sources[r]).numel() for b in boxes) for r in ranks) * dtype.itemsize
@@ -207,7 +207,7 @@ class ShmAllGather(_Transient):
 class ShmReduceScatter(_Transient):
     """Reduce-scatter of several tensors: everybody's terms of this rank's pieces, read from their regions."""
 
-    def __init__(self, arena: ShmArena, boxes: list[Box], dtype: torch.dtype, leaves: bool) -> None:
+    def __init__(self, arena: ShmArena, boxes: list[LocalBoxing], dtype: torch.dtype, leaves: bool) -> None:
         """`leaves`: results leave the step, so that they may lie where the last step's lay."""
         super().__init__(arena, dtype)
         self.boxes, self.op = boxes, boxes[0].op
@@ -223,7 +223,7 @@ class ShmReduceScatter(_Transient):
         self.outs = [torch.empty(b.dst, dtype=dtype) for b in boxes] if leaves else None
 
     @staticmethod
-    def need(boxes: list[Box], dtype: torch.dtype) -> int:
+    def need(boxes: list[LocalBoxing], dtype: torch.dtype) -> int:
         """Bytes of the segment."""
         return sum(torch.Size(b.src).numel() for b in boxes) * dtype.itemsize
 

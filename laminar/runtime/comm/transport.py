@@ -27,7 +27,7 @@ from laminar.ir.mesh import Mesh
 from laminar.ir.program import Instr, Program
 from laminar.ir.serial.codec import Ref
 from laminar.runtime.comm import p2p_collectives, shm_collectives
-from laminar.runtime.comm.boxing_ops import Box
+from laminar.runtime.comm.boxing_ops import LocalBoxing
 from laminar.runtime.comm.process_group import C10dGroup, ProcessGroup
 from laminar.runtime.comm.shm_arena import ArenaNeeds, Segment, ShmArena
 
@@ -112,7 +112,7 @@ class AllReduce:
 class AllGather:
     """Everybody's piece, padded to the longest where they differ."""
 
-    def __init__(self, group: ProcessGroup, box: Box) -> None:
+    def __init__(self, group: ProcessGroup, box: LocalBoxing) -> None:
         self.group, self.box = group, box
         self.parts = len(box.ranks)
         d = box.give[0]
@@ -146,7 +146,7 @@ class AllGather:
 class MergedGather:
     """Pieces of several tensors in one all-gather: each rank's lie one behind the other."""
 
-    def __init__(self, group: ProcessGroup, boxes: list[Box]) -> None:
+    def __init__(self, group: ProcessGroup, boxes: list[LocalBoxing]) -> None:
         self.group, self.boxes = group, boxes
         parts = len(boxes[0].ranks)
         self.sizes = [[torch.Size(b.sources[r]).numel() for b in boxes] for r in range(parts)]
@@ -172,7 +172,7 @@ class MergedGather:
 class AllToAll:
     """A piece to everyone and one from everyone; reduce-scatter too, with a reduction at the end."""
 
-    def __init__(self, group: ProcessGroup, boxes: list[Box]) -> None:
+    def __init__(self, group: ProcessGroup, boxes: list[LocalBoxing]) -> None:
         self.group, self.boxes = group, boxes
         self.shapes = [box.incoming_shapes() for box in boxes]
         parts = range(len(boxes[0].ranks))
@@ -201,7 +201,7 @@ class AllToAll:
 class ReduceScatter:
     """NCCL's own reduce-scatter, for pieces of equal size."""
 
-    def __init__(self, group: ProcessGroup, box: Box) -> None:
+    def __init__(self, group: ProcessGroup, box: LocalBoxing) -> None:
         self.group, self.box = group, box
 
     def start(self, *given: Tensor) -> Any:
@@ -331,7 +331,7 @@ class Groups:
             if instr.box.axes != axes:
                 continue
             dtype = DTYPES[instr.ins[0].spec.dtype]
-            boxes = [Box.of(instr, self.mesh, self.rank, i) for i in range(len(instr.refs))]
+            boxes = [LocalBoxing.of(instr, self.mesh, self.rank, i) for i in range(len(instr.refs))]
             if instr.kind == "all_reduce":
                 numel = sum(torch.Size(b.src).numel() for b in boxes)
                 if len(boxes) > 1 or Ref(instr.name) in leaving:
@@ -365,7 +365,7 @@ class Groups:
             return found
         if instr.kind == "all_reduce":
             return AllReduce(group, instr.box.reduction, copy, bucket, fill)
-        boxes = [Box.of(instr, self.mesh, self.rank, i) for i in range(len(instr.refs))]
+        boxes = [LocalBoxing.of(instr, self.mesh, self.rank, i) for i in range(len(instr.refs))]
         box = boxes[0]
         if instr.kind in ("all_gather", "reduce_scatter") and self.device.type == "cpu" and "gloo" in group.backend:
             wire = p2p_collectives.TaggedMessages(group, box, self._tag, self.world)
@@ -386,7 +386,7 @@ class Groups:
     ) -> Exchange | None:
         """The exchange through shared memory, if there is a way."""
         dtype, op = DTYPES[instr.ins[0].spec.dtype], instr.box.reduction
-        boxes = [Box.of(instr, self.mesh, self.rank, i) for i in range(len(instr.refs))]
+        boxes = [LocalBoxing.of(instr, self.mesh, self.rank, i) for i in range(len(instr.refs))]
         if instr.kind == "all_gather":
             return shm_collectives.ShmAllGather(arena, boxes, dtype, self._given.get(instr.name))
         if instr.kind == "reduce_scatter":
@@ -402,7 +402,7 @@ class _Nothing:
     """The right shape without a word to anyone."""
 
     def __init__(self, instr: Instr, mesh: Mesh, rank: int, bucket: Bucket | None, fill: Sequence[int]) -> None:
-        self.boxes = [Box.of(instr, mesh, rank, i) for i in range(len(instr.refs))]
+        self.boxes = [LocalBoxing.of(instr, mesh, rank, i) for i in range(len(instr.refs))]
         self.bucket = bucket
         self.targets = [bucket.views[i] for i in fill] if bucket else []
 
@@ -418,7 +418,7 @@ class _Nothing:
         return made if len(made) > 1 else made[0]
 
     @staticmethod
-    def _shaped(box: Box, x: Tensor) -> Tensor:
+    def _shaped(box: LocalBoxing, x: Tensor) -> Tensor:
         if box.kind == "all_reduce":
             return x
         if box.kind == "all_gather":

@@ -16,7 +16,7 @@ from torch import Tensor
 from laminar.capture.ops.torch_ops import DTYPES
 from laminar.capture.tensor_bytes import as_bytes
 from laminar.ir.program import Instr
-from laminar.runtime.comm.boxing_ops import Box
+from laminar.runtime.comm.boxing_ops import LocalBoxing
 from laminar.runtime.exact.hosts import HostedRanks
 from laminar.runtime.exact.values import varies
 
@@ -39,7 +39,7 @@ class HostedMove:
 
     def __init__(self, instr: Instr, hosts: HostedRanks) -> None:
         self.instr, self.hosts, self.mesh = instr, hosts, hosts.mesh
-        self.boxes: dict[tuple[int, int], Box] = {}
+        self.boxes: dict[tuple[int, int], LocalBoxing] = {}
         self.wanted = [self._pieces(h) for h in range(hosts.hosts)]
         """For each process the pieces that it needs, and where each comes from."""
         self.remote = any(source != h for h, some in enumerate(self.wanted) for source in some.values())
@@ -49,10 +49,10 @@ class HostedMove:
         ]
         self.received = [[p for p, s in self.wanted[me].items() if s == h and h != me] for h in range(hosts.hosts)]
 
-    def box(self, which: int, rank: int) -> Box:
+    def box(self, which: int, rank: int) -> LocalBoxing:
         """The geometry of a tensor on a logical rank."""
         if (which, rank) not in self.boxes:
-            self.boxes[which, rank] = Box.of(self.instr, self.mesh, rank, which)
+            self.boxes[which, rank] = LocalBoxing.of(self.instr, self.mesh, rank, which)
         return self.boxes[which, rank]
 
     def _owner(self, which: int, rank: int) -> int:
@@ -94,8 +94,9 @@ class HostedMove:
             empty = torch.zeros(0, dtype=torch.uint8, device=self.hosts.device)
             parts = [torch.cat([as_bytes(self._cut(p, fetch)) for p in some] or [empty]) for some in self.sent]
             sizes = [[self._bytes(p) for p in some] for some in self.received]
-            for flat, some, each in zip(self.hosts.exchange(parts, list(map(sum, sizes))), self.received, sizes,
-                                        strict=True):  # fmt: skip
+            for flat, some, each in zip(
+                self.hosts.exchange(parts, list(map(sum, sizes))), self.received, sizes, strict=True
+            ):
                 for piece, data in zip(some, flat.split(each) if each else (), strict=True):
                     whole = data.clone().view(DTYPES[self.instr.ins[piece.which].spec.dtype])
                     got[piece] = whole.view(self._shape(piece))

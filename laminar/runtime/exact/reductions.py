@@ -14,7 +14,7 @@ from torch import Tensor
 
 from laminar.capture.ops.torch_ops import DTYPES
 from laminar.ir.program import Instr
-from laminar.runtime.comm.boxing_ops import Box
+from laminar.runtime.comm.boxing_ops import LocalBoxing
 from laminar.runtime.comm.shards import cut_pieces
 from laminar.runtime.exact.hosts import HostedRanks
 from laminar.runtime.exact.moves import Fetch
@@ -133,7 +133,7 @@ class HostedReduction:
             out = whole.out[item.begin : item.begin + size].view(item.shape)
             if self.instr.kind == "all_reduce":
                 return out
-            box = Box.of(self.instr, self.mesh, rank, which)
+            box = LocalBoxing.of(self.instr, self.mesh, rank, which)
             return cut_pieces(out, *box.take, len(box.ranks))[box.at].contiguous()
 
         return made

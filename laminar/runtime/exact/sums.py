@@ -17,7 +17,7 @@ from laminar.ir.clusters import limits
 from laminar.ir.clusters.limits import aligned_bytes
 from laminar.ir.exact import TreeNode, cover
 from laminar.ir.sbp import chunk
-from laminar.runtime.comm.shm_arena import MIDDLE, READY, Segment
+from laminar.runtime.comm.shm_arena import HALFWAY, READY, Segment
 from laminar.runtime.exact.hosts import HostedRanks
 from laminar.runtime.exact.tree_sum import PartialSums, tree_sum
 
@@ -100,8 +100,9 @@ class HostedSum:
 
     def _nodes(self, rows: list[list[Tensor]]) -> dict[TreeNode, Tensor]:
         """Everybody's partial sums by the nodes they belong to."""
-        return {node: t for nodes, some in zip(self.covers, rows, strict=True)
-                for node, t in zip(nodes, some, strict=False)}  # fmt: skip
+        return {
+            node: t for nodes, some in zip(self.covers, rows, strict=True) for node, t in zip(nodes, some, strict=False)
+        }
 
     def _gathered(self) -> None:
         mine = torch.zeros(self.most * self.numel, dtype=self.dtype, device=self.hosts.device)
@@ -133,7 +134,7 @@ class HostedSum:
             rows = [[r[begin : begin + n] for r in self._rows(h, len(self.covers[h]))] for h in hosts]
             mine = segment.of(me, self.dtype)[above : above + n]
             tree_sum(self._nodes(rows), self.count, self.op, mine)
-        segment.post(MIDDLE)
-        segment.wait(MIDDLE)
+        segment.post(HALFWAY)
+        segment.wait(HALFWAY)
         sums = [segment.of(h, self.dtype)[above : above + length] for h, (_, length) in enumerate(self._spans)]
         foreach_copy([self.out[a : a + length] for a, length in self._spans], sums)

@@ -59,6 +59,7 @@ def connect_actors(
     `routes` by queue and the place that reads it; the others are straight. `shared=False`: no shared memory. `group` is
     the process group of the world, torch's default one unless said; ranks of the net are ranks of that.
     """
+    # Long because its steps are collective and their order is what ranks rely on: read top to bottom it is that order.
     if not dist.is_initialized():
         raise NetError("no process group", next="start under torchrun, or call dist.init_process_group first")
     me, device = dist.get_rank(group), torch.device(device)

@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from laminar.errors import PeerError
 
-FRAME = struct.Struct("<IHHqq")
+MESSAGE = struct.Struct("<IHHqq")
 """Bytes in the tail, kind, which, and two numbers."""
 DATA, CREDIT, CHOICE, BEGIN, END, HEARTBEAT, FAIL, BYE, GONE = range(9)
 """A register is filled; so many are read; the leader's choice; so many steps; steps done; a sign of life; what went
@@ -141,7 +141,7 @@ class TcpConnections:
         out = self._out.get(to)
         if out is not None:
             with self._lock:
-                out += FRAME.pack(len(tail), kind, which, a, b) + tail
+                out += MESSAGE.pack(len(tail), kind, which, a, b) + tail
 
     def flush(self) -> None:
         """Send what has been posted, as far as it goes without blocking."""
@@ -188,12 +188,12 @@ class TcpConnections:
         except OSError:
             ended = True
         out, at = [], 0
-        while len(buffer) - at >= FRAME.size:
-            length, kind, which, a, b = FRAME.unpack_from(buffer, at)
-            end = at + FRAME.size + length
+        while len(buffer) - at >= MESSAGE.size:
+            length, kind, which, a, b = MESSAGE.unpack_from(buffer, at)
+            end = at + MESSAGE.size + length
             if len(buffer) < end:
                 break
-            out.append(ControlMessage(r, kind, which, a, b, bytes(buffer[at + FRAME.size : end]) if length else b""))
+            out.append(ControlMessage(r, kind, which, a, b, bytes(buffer[at + MESSAGE.size : end]) if length else b""))
             at = end
         del buffer[:at]
         if ended:

@@ -29,9 +29,9 @@ from laminar.train.optimizer.precision import Precision
 from laminar.train.options import JobOptions
 
 LABELS = ("aten.nll_loss_forward", "aten.nll_loss2d_forward")
-MEAN = 1
+LABEL_MEAN = 1
 """What torch calls a mean over labels."""
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def why_not(graph: Graph, precision: Precision, model: nn.Module | None = None) -> str:
@@ -42,7 +42,7 @@ def why_not(graph: Graph, precision: Precision, model: nn.Module | None = None) 
         return "the model draws random numbers, and its ranks would draw others"
     if any(o.kind == "buffer" for o in graph.outputs):
         return "forward writes buffers, and every rank would write its own"
-    counts = next((n for n in graph.nodes if n.op in LABELS and n.args[3] == MEAN), None)
+    counts = next((n for n in graph.nodes if n.op in LABELS and n.args[3] == LABEL_MEAN), None)
     if counts is not None:
         return (
             f"the loss is a mean over labels ({counts.where}), and its ranks may have more or fewer of them; "
@@ -56,7 +56,7 @@ def why_not(graph: Graph, precision: Precision, model: nn.Module | None = None) 
     if mixed:
         return f"{mixed[0].op} mixes the samples of a batch ({mixed[0].where})"
     parts = () if model is None else model.named_modules()
-    hooked = next((n for n, m in parts if any(getattr(m, each, None) for each in HOOKS)), None)
+    hooked = next((n for n, m in parts if any(getattr(m, each, None) for each in MODULE_HOOKS)), None)
     if hooked is not None:
         return f"hooks of {hooked or 'the model'} would be run, whatever they know"
     return ""

@@ -23,7 +23,7 @@ from torch import Tensor
 from laminar.ir.serial.codec import content_hash
 from laminar.planner.search.finalists import MEASURED_ROUNDS
 
-LEAST = 3
+LEAST_TURNS = 3
 """How many rounds there are at least."""
 TURN_S = 0.5
 """How long a turn lasts at most, unless a single step takes longer."""
@@ -31,16 +31,16 @@ WARM = 3
 """Steps before the clock starts, whose losses are compared."""
 AGREE = 1e-3
 """How far losses may part, as a share: sums in other orders."""
-LATE, ALONE = "there was no time for it", "there was nothing to compare it with"
+LATE, NO_RIVAL = "there was no time for it", "there was nothing to compare it with"
 
-Gather = Callable[[Any], list[Any]]
+GatherValues = Callable[[Any], list[Any]]
 """Everyone's small value, by rank."""
 
 
 def turns(
     makes: Sequence[Callable[[], Any]],
     batches: Sequence[Any],
-    gather: Gather,
+    gather: GatherValues,
     *,
     limit_s: float,
     rounds: int = MEASURED_ROUNDS,
@@ -67,8 +67,8 @@ def turns(
         alone = len(race.jobs) < 2 and 0 not in race.out
         if not gives_up or (not alone and race.jobs and race.expected_s() <= limit_s):
             race.run(rounds, turn_s, tick)
-        if gives_up and race.rounds < LEAST:
-            race.out |= dict.fromkeys(race.jobs, ALONE if alone else LATE)
+        if gives_up and race.rounds < LEAST_TURNS:
+            race.out |= dict.fromkeys(race.jobs, NO_RIVAL if alone else LATE)
         return [race.out[k] if k in race.out else race.rows[k] for k in range(len(makes))]
     finally:
         for job in reversed(race.jobs.values()):
@@ -78,7 +78,7 @@ def turns(
 class _Race:
     """The jobs that are left, and what is known of each."""
 
-    def __init__(self, batches: list[Any], gather: Gather, limit_s: float) -> None:
+    def __init__(self, batches: list[Any], gather: GatherValues, limit_s: float) -> None:
         self.batches, self.gather, self.limit_s = batches, gather, limit_s
         self.began = time.perf_counter()
         self.passed_s = 0.0
@@ -112,7 +112,7 @@ class _Race:
     def expected_s(self, more: int = 0) -> float:
         """When the least number of rounds will be over, with so many jobs more."""
         each = list(self.step_s.values())
-        return self.passed_s + LEAST * (sum(each) + more * max(each))
+        return self.passed_s + LEAST_TURNS * (sum(each) + more * max(each))
 
     def enter(self, k: int, make: Callable[[], Any]) -> None:
         """Make a job and warm it up, unless it is one that is here already."""
@@ -170,7 +170,7 @@ class _Race:
                 return
             self.rounds = r + 1
             tick(r + 1)
-            if self.rounds >= LEAST and (self.over() or self.decided()):
+            if self.rounds >= LEAST_TURNS and (self.over() or self.decided()):
                 return
 
     def turn(self, k: int, calls: dict[int, int]) -> None:

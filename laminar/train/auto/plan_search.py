@@ -29,7 +29,7 @@ from laminar.runtime.check.probe_rules import probe
 from laminar.train.auto import try_finalists
 from laminar.train.auto.ddp_fits import why_not
 from laminar.train.batch.leaves import Leaves
-from laminar.train.job.job import refuse
+from laminar.train.job.job import refuse_unmade
 from laminar.train.optimizer.precision import Precision
 from laminar.train.options import JobOptions
 from laminar.train.state.sharded_model import released
@@ -55,7 +55,7 @@ def begun(
     measure: bool,
 ) -> tuple[World, Plan]:
     """The ranks, which meet here, and the plan for their job."""
-    refuse(model)
+    refuse_unmade(model)
     world = World(options.device, options.timeout_s)
     emit("phase", name="preparing")
     released(model)
@@ -92,7 +92,7 @@ def planned(
     if measure and why:
         plan = try_finalists.untried(plan, why)
     elif measure:
-        plan = try_finalists.tried(
+        plan = try_finalists.tried_finalists(
             world,
             plan,
             found.finals,

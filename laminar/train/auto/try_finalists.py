@@ -35,9 +35,9 @@ from laminar.capture.torch_private import step_hooks
 from laminar.errors import LaminarError
 from laminar.events import emit
 from laminar.ir.plans.plan import Plan, runs_ddp
-from laminar.planner.search.finalists import NOBODY_LEFT_OUT, Finalist, measured, settled
+from laminar.planner.search.finalists import NOBODY_LEFT_OUT, Finalist, settled, summed_up
 from laminar.runtime.code.malloc import give_back_freed_memory
-from laminar.train.auto.interleaved_timing import LEAST, WARM, turns
+from laminar.train.auto.interleaved_timing import LEAST_TURNS, WARM, turns
 from laminar.train.check.first_batch_check import FILL, free_bytes
 from laminar.train.job.ddp_job import DdpJob
 from laminar.train.job.job import Job
@@ -46,17 +46,17 @@ from laminar.train.world import World
 
 LIMIT_S = 15.0
 """Seconds that all of it may take, by rank 0's clock."""
-TURN_S = 0.2
+FINALIST_TURN_S = 0.2
 """How long a turn lasts, unless a single step takes longer."""
-FAR = 1.3
+TOO_SLOW = 1.3
 """Plans that are predicted to take so many times as long as the best are not tried."""
 CAPTURE = 1 / 3
 """Share of the time that capturing the model may take: it is done once more."""
-PATIENCE_S = 30.0
+TRIAL_PATIENCE_S = 30.0
 """How long ranks of one machine wait for each other in a step before they take it for failed."""
 
 
-def tried(
+def tried_finalists(
     world: World,
     plan: Plan,
     finals: Sequence[Finalist],
@@ -89,7 +89,7 @@ def tried(
                     compile=False,
                     check=False,
                     detect_anomaly=False,
-                    timeout_s=PATIENCE_S,
+                    timeout_s=TRIAL_PATIENCE_S,
                 )
                 rows = _raced(world, some, model, loss, optimizer, batch, options)
                 why = "; ".join(dict.fromkeys(row for row in rows if isinstance(row, str))) if _none(rows) else ""
@@ -98,7 +98,7 @@ def tried(
 
     def choice() -> Any:
         spent_s = time.perf_counter() - start
-        found = settled(plan, some, measured(rows), left_out, seconds=spent_s, micro_batches=micro_batches)
+        found = settled(plan, some, summed_up(rows), left_out, seconds=spent_s, micro_batches=micro_batches)
         return found.to_json()
 
     taken = Plan.from_json(world.told("choice", choice))
@@ -127,7 +127,7 @@ def worth_it(finals: Sequence[Finalist], capture_s: float, micro_batches: int) -
     if len(finals) < 2:
         return [], "the search has come to one plan only"
     best_s = finals[0].step_s
-    near = [f for f in finals if f.step_s <= FAR * best_s]
+    near = [f for f in finals if f.step_s <= TOO_SLOW * best_s]
     if len(near) < 2:
         next_s = min(f.step_s for f in finals[1:])
         return [], f"the next plan is predicted to be {100 * (next_s / best_s - 1):.0f} % slower"
@@ -135,12 +135,12 @@ def worth_it(finals: Sequence[Finalist], capture_s: float, micro_batches: int) -
         return [], f"capturing the model takes {capture_s:.1f} s, and all of it may take {LIMIT_S:.0f}"
 
     def too_long(some: Sequence[Finalist]) -> bool:
-        return (WARM + LEAST) * micro_batches * sum(f.step_s for f in some) > LIMIT_S
+        return (WARM + LEAST_TURNS) * micro_batches * sum(f.step_s for f in some) > LIMIT_S
 
     some = _fewer(near, too_long)
     if len(some) < 2:
         each = f"a step is predicted to take {micro_batches * best_s:.2g} s"
-        return [], f"{each}, and {WARM + LEAST} of each plan may take {LIMIT_S:.0f} s in all"
+        return [], f"{each}, and {WARM + LEAST_TURNS} of each plan may take {LIMIT_S:.0f} s in all"
     return some, ""
 
 
@@ -186,7 +186,7 @@ class Copied(Job):
 
     def __init__(self, *parts: Any) -> None:
         super().__init__(*parts)
-        self.peers.patience_s = PATIENCE_S
+        self.peers.patience_s = TRIAL_PATIENCE_S
 
     def close(self) -> None:
         """Leave what it has made, and let go of its tensors."""
@@ -227,7 +227,7 @@ def _raced(
     def make(finalist: Finalist) -> Copied | CopiedDdp:
         own, trains, wrong = None, None, ""
         try:
-            own, trains = copies(model, optimizer)
+            own, trains = job_copies(model, optimizer)
         except Exception as error:
             wrong = f"the model or its optimizer can't be copied: {type(error).__name__}: {str(error).splitlines()[0]}"
         wrong = next(filter(None, world.gather_objects(wrong)), "")  # before anybody waits for who has none
@@ -243,7 +243,7 @@ def _raced(
     try:
         makes = [partial(make, f) for f in finals]
         ask = world.gather_objects
-        return turns(makes, [batch], ask, limit_s=LIMIT_S, turn_s=TURN_S, gives_up=True, tick=_tell)
+        return turns(makes, [batch], ask, limit_s=LIMIT_S, turn_s=FINALIST_TURN_S, gives_up=True, tick=_tell)
     finally:
         twins.clear()
         gc.collect()
@@ -258,7 +258,7 @@ def _tell(number: int) -> None:
         emit("phase", name="trying finalists out")
 
 
-def copies(model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any]:
+def job_copies(model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any]:
     """A model and an optimizer that share nothing with those given; what makes optimizers stays what it is."""
     memo: dict[int, Any] = {}
     for slot in slots_of(model):

@@ -6,14 +6,27 @@ Numbers stay on the device until they are read. Metrics are what the loss functi
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from laminar.errors import LaminarError
 from laminar.events import emit
+
+
+@contextlib.contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """The model evaluates inside; afterwards each of its modules is in the mode it was in."""
+    training = [(m, m.training) for m in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in training:
+            module.training = mode
 
 
 class Result:
@@ -107,7 +120,7 @@ class Sums:
 
     def add_outputs(self, values: Mapping[str, Any], samples: int) -> None:
         """The outputs of a graph by `kind:name`, for so many samples."""
-        from laminar.capture.model.losses import MEAN, TOTAL, WEIGHT
+        from laminar.capture.model.losses import MEAN_PREFIX, TOTAL_PREFIX, WEIGHT_PREFIX
 
         if "metric:loss_weight" in values:
             self.add("", values["metric:loss_total"], values["metric:loss_weight"])
@@ -115,11 +128,11 @@ class Sums:
             self.add("", _wide(values["loss:loss"]) * samples, samples)
         for key, value in values.items():
             name = key.removeprefix("metric:")
-            if name.startswith(MEAN):
-                self.add(name[len(MEAN) :], _wide(value) * samples, samples)
-            elif name.startswith(TOTAL):
-                name = name[len(TOTAL) :]
-                self.add(name, value, values[f"metric:{WEIGHT}{name}"])
+            if name.startswith(MEAN_PREFIX):
+                self.add(name[len(MEAN_PREFIX) :], _wide(value) * samples, samples)
+            elif name.startswith(TOTAL_PREFIX):
+                name = name[len(TOTAL_PREFIX) :]
+                self.add(name, value, values[f"metric:{WEIGHT_PREFIX}{name}"])
 
     @property
     def evaluation(self) -> Evaluation:

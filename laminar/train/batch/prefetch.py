@@ -28,7 +28,7 @@ from laminar.train.world import World
 
 ODD = 1 << 32
 """Added to the counter of an item by a rank that has no batch there."""
-FIRST_S, LONGEST_S = 0.0002, 0.01
+FIRST_SLEEP_S, LONGEST_SLEEP_S = 0.0002, 0.01
 """How long to sleep before asking again whether all ranks have an item, at first and at most."""
 
 
@@ -50,14 +50,14 @@ class Handshake:
         count = self.store.add(counter, 1 if what == "batch" else 1 + ODD)
         if what == "failed":
             return None  # nothing the others say could matter
-        pause, since = FIRST_S, time.monotonic()
+        pause, since = FIRST_SLEEP_S, time.monotonic()
         while count % ODD < self.size:
             if stopped():
                 raise Closed
             if time.monotonic() - since > self.timeout_s:
                 raise self._late(item, made)
             time.sleep(pause)
-            pause = min(pause * 1.5, LONGEST_S)
+            pause = min(pause * 1.5, LONGEST_SLEEP_S)
             count = self.store.add(counter, 0)
         if item and self.rank == 0:
             self.store.delete_key(f"{self.place}/{item - 1}")  # all have gone on from there

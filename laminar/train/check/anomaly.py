@@ -20,7 +20,7 @@ from laminar.train.world import World
 
 FILLS = ("aten.full", "aten.masked_fill", "aten.where", "aten.scalar_tensor", "aten.constant_pad_nd", "aten.fill")
 """Ops that put an infinity where they are told."""
-VIEWS = ("aten.view", "aten.expand", "aten.permute", "aten.t", "aten._to_copy", "aten.clone", "aten.slice")
+HARMLESS_VIEWS = ("aten.view", "aten.expand", "aten.permute", "aten.t", "aten._to_copy", "aten.clone", "aten.slice")
 
 
 class Watched:
@@ -47,7 +47,7 @@ class Watched:
                 return
             inherited = any(r.name in self.tainted for r in instr.refs)
             self.tainted.add(instr.name)
-            if self.inf is None and not inherited and not instr.op.startswith((*FILLS, *VIEWS)):
+            if self.inf is None and not inherited and not instr.op.startswith((*FILLS, *HARMLESS_VIEWS)):
                 self.inf = (self.count, "infinity", self._about(instr))
 
     def _about(self, instr: Instr) -> dict[str, str]:

@@ -20,7 +20,7 @@ from laminar.ir.graph import RNG, Graph
 from laminar.runtime.check.one_device import constants_of, run_graph
 from laminar.runtime.check.plain_model import run_eager
 from laminar.runtime.check.verify import Report
-from laminar.train.check.compare_results import TOLERANCE, beyond_rounding, distance, narrowest, nudged, off
+from laminar.train.check.compare_results import RESULT_TOLERANCE, beyond_rounding, distance, narrowest, nudged, off
 
 
 def against_eager(
@@ -33,7 +33,7 @@ def against_eager(
 ) -> Report:
     """Add to a report how a graph and the model itself compare on batches; `inputs` are the graph's, for each."""
     narrow = narrowest(graph, torch.device("cpu"))
-    report.eager_tolerance = TOLERANCE[narrow]
+    report.eager_tolerance = RESULT_TOLERANCE[narrow]
     for batch, given in zip(batches, inputs, strict=True):
         key = given[RNG].tolist() if RNG in given else None
         before = {i.name: given[i.name].detach().clone() for i in graph.inputs if i.kind == "buffer"}
@@ -44,7 +44,7 @@ def against_eager(
         for name, value in got.items():
             if name.startswith("buffer:") and name not in want:
                 want[name] = before.get(name.removeprefix("buffer:"), value)  # as it was: it has not changed
-        found = off(got, want, TOLERANCE[narrow])
+        found = off(got, want, RESULT_TOLERANCE[narrow])
 
         def moved(share: float, seed: int, batch: Any = batch, key: Any = key) -> dict[str, Tensor]:
             return run_eager(model, loss, batch, key=key, whole=nudged(state_of(model), share, seed))
@@ -57,6 +57,8 @@ def against_eager(
         for name, value in want.items():
             size = float(value.detach().abs().max()) if value.numel() and value.is_floating_point() else 0.0
             if name in got and name not in wrong and size and got[name].shape == value.shape:
-                report.eager_error = max(report.eager_error, min(distance(got[name], value) / size, TOLERANCE[narrow]))
+                report.eager_error = max(
+                    report.eager_error, min(distance(got[name], value) / size, RESULT_TOLERANCE[narrow])
+                )
     report.ok = report.ok and not report.eager_differs
     return report

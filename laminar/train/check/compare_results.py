@@ -20,7 +20,7 @@ from laminar.capture.model.losses import is_metric
 from laminar.errors import CheckError
 from laminar.ir.graph import Graph
 
-TOLERANCE = {"f64": 1e-8, "f32": 1e-4, "tf32": 1e-2, "f16": 2e-2, "bf16": 4e-2, "f8e4m3": 0.2, "f8e5m2": 0.4}
+RESULT_TOLERANCE = {"f64": 1e-8, "f32": 1e-4, "tf32": 1e-2, "f16": 2e-2, "bf16": 4e-2, "f8e4m3": 0.2, "f8e5m2": 0.4}
 """How far a tensor may be off, by the narrowest floating dtype that a step computes in."""
 EPSILON = {
     "f64": 2.0**-52,
@@ -35,7 +35,7 @@ SHARE = 1e-3
 """Gradients smaller than this share of the whole gradient are measured against that: some are zero but for rounding."""
 ULPS = 4
 """By how many units in the last place weights and batch are moved to see what rounding does to this model."""
-NOISE = 10.0
+NOISE_FACTOR = 10.0
 """How many times as much as that a tensor may be off."""
 
 
@@ -72,7 +72,7 @@ def off(got: Mapping[str, Tensor], want: Mapping[str, Tensor], tolerance: float)
     """Outputs that differ by more than a tolerance, the worst first. One that is missing on one side counts as zero."""
     grads = [w for k, w in want.items() if k.startswith("grad:")]
     whole = math.sqrt(sum(_norm(g) ** 2 for g in grads if _finite(g)))
-    nothing = NOISE * EPSILON["f64"] * _norm(want["loss:loss"], finite=True) if "loss:loss" in want else 0.0
+    nothing = NOISE_FACTOR * EPSILON["f64"] * _norm(want["loss:loss"], finite=True) if "loss:loss" in want else 0.0
     floor = max(SHARE * whole, nothing / tolerance if tolerance and whole <= nothing else 0.0)  # it hangs on no weight
     found = []
     for key in dict.fromkeys((*want, *got)):
@@ -126,7 +126,9 @@ def beyond_rounding(
         rest = [
             o
             for o in rest
-            if o.name not in want or o.name not in other or not o.by <= NOISE * distance(other[o.name], want[o.name])
+            if o.name not in want
+            or o.name not in other
+            or not o.by <= NOISE_FACTOR * distance(other[o.name], want[o.name])
         ]
     return rest
 

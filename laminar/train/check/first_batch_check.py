@@ -34,7 +34,7 @@ from laminar.ir.plans.staged import Staged
 from laminar.lower.boxing.reshard import Move
 from laminar.runtime.check.plain_model import run_eager
 from laminar.train.batch.leaves import Leaves
-from laminar.train.check.compare_results import TOLERANCE, beyond_rounding, narrowest, nudged, off, raise_for
+from laminar.train.check.compare_results import RESULT_TOLERANCE, beyond_rounding, narrowest, nudged, off, raise_for
 from laminar.train.check.warn_coupled import depends_on_the_count, losses_of_parts
 from laminar.train.engine.engine import Engine
 from laminar.train.engine.tracer import Tracer
@@ -44,11 +44,11 @@ from laminar.train.state.sharded_model import allowed
 from laminar.train.state.state import JobState
 from laminar.train.world import World
 
-log = logging.getLogger("laminar")
-KNOWN = "it was checked before"
+_log = logging.getLogger("laminar")
+CHECKED_BEFORE = "it was checked before"
 FILL = 0.6
 """Share of the free memory that a check may take."""
-SCALE = 1024.0
+LARGEST_SCALE = 1024.0
 """The largest scale of the loss under which a batch is checked: with those that fp16 begins with it may overflow."""
 
 
@@ -80,7 +80,7 @@ class FirstBatch:
         keeps = first and folder() is not None and hasattr(sys.modules["__main__"], "__file__")
         known = {**self.about, **sources()} if keeps else None
         if not why and known is not None and _remembered(known):
-            why = KNOWN
+            why = CHECKED_BEFORE
         skipped = next(filter(None, self.world.gather_objects(why)), "")
         if skipped:
             self._leave_out(skipped)
@@ -96,7 +96,7 @@ class FirstBatch:
             return
         if error:
             raise CheckError(error)
-        tolerance = TOLERANCE[narrowest(self.graph, self.device)]
+        tolerance = RESULT_TOLERANCE[narrowest(self.graph, self.device)]
         for rank, (_, theirs) in enumerate(everyone):
             for key, mine in everyone[0][1].items():
                 if not _alike(mine, theirs[key], tolerance):
@@ -121,8 +121,8 @@ class FirstBatch:
 
     def _leave_out(self, why: str) -> None:
         emit("check", done=False, why=why)
-        if self.world.rank == 0 and why != KNOWN:
-            log.warning("the first batch is not checked against plain PyTorch: %s", why)
+        if self.world.rank == 0 and why != CHECKED_BEFORE:
+            _log.warning("the first batch is not checked against plain PyTorch: %s", why)
 
     def _judged(self, got: dict[str, Tensor], whole: dict[str, Tensor]) -> tuple[str, str, str]:
         """What is wrong, or why nothing can be said, or what is to be said."""
@@ -138,7 +138,7 @@ class FirstBatch:
         old = self.old(whole)
         mine = {**{k: v for k, v in old.items() if k in want}, **got}
         want = {**{k: v for k, v in old.items() if k in got}, **want}
-        found = off(mine, want, TOLERANCE[narrow])
+        found = off(mine, want, RESULT_TOLERANCE[narrow])
         found = beyond_rounding(found, want, lambda share, seed: self.eager(whole, (share, seed)), narrow)
         try:
             raise_for(found, (float(got["loss:loss"]), float(want["loss:loss"])))
@@ -251,7 +251,7 @@ class OwnModel:
 
 def check_scale(scaler: Scaler | None) -> float:
     """The scale of the loss under which a batch is checked."""
-    return min(scaler.scale if scaler else 1.0, SCALE)
+    return min(scaler.scale if scaler else 1.0, LARGEST_SCALE)
 
 
 def check(

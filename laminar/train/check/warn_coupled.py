@@ -29,10 +29,10 @@ from laminar.ir.graph import Graph
 from laminar.runtime.check.plain_model import untouched
 from laminar.staging.coupled_samples import coupled_ops
 from laminar.train.batch.leaves import Leaves, joined
-from laminar.train.check.compare_results import TOLERANCE
+from laminar.train.check.compare_results import RESULT_TOLERANCE
 from laminar.train.state.sharded_model import allowed
 
-MOST = 0.05
+MOST_APART = 0.05
 """How far, as a share, the losses of parts may be from that of the whole in any precision: losses are means of many."""
 
 
@@ -102,7 +102,9 @@ def _generator(device: torch.device) -> Tensor:
 
 def depends_on_the_count(losses: tuple[float, float] | None, parts: Sequence[Leaves], narrow: str) -> str:
     """What to say where the loss of a batch is not what its parts' come to; empty where it is."""
-    if losses is None or not abs(losses[0] - losses[1]) > min(10 * TOLERANCE[narrow], MOST) * max(map(abs, losses)):
+    if losses is None or not abs(losses[0] - losses[1]) > min(10 * RESULT_TOLERANCE[narrow], MOST_APART) * max(
+        map(abs, losses)
+    ):
         return ""
     return (
         f"the loss of {sum(p.samples for p in parts)} samples is {losses[0]:.6g}, and those of "

@@ -32,9 +32,9 @@ from laminar.train.engine.guards import Guards, Reads
 if TYPE_CHECKING:
     from laminar.train.batch.leaves import Leaves
 
-MOST = 64
+MOST_GRAPHS = 64
 """Graphs that are kept."""
-log = logging.getLogger("laminar")
+_log = logging.getLogger("laminar")
 
 
 @dataclass
@@ -142,7 +142,7 @@ class Captures:
             if match in known:
                 known.remove(match)
             known.append(match)  # the one used last
-            while sum(map(len, self._of.values())) > MOST:
+            while sum(map(len, self._of.values())) > MOST_GRAPHS:
                 del next(some for some in self._of.values() if some)[0]
             found = self._hits[shape] = match.graph
         return found
@@ -175,7 +175,7 @@ class Captures:
                     next="change it between steps, outside of model and loss, or keep it as a registered buffer",
                 )
             guards.look()
-            log.warning("%s changes while a step is captured; captured steps won't repeat that", moved[0])
+            _log.warning("%s changes while a step is captured; captured steps won't repeat that", moved[0])
             needed = guards.needed(reads)
         guards.take()
         self._at = guards.version
@@ -197,12 +197,12 @@ class Captures:
         """Why a step was captured again, and what to do if that happens all the time."""
         names = ", ".join(changed[:3]) + (f" and {len(changed) - 3} more" if len(changed) > 3 else "")
         emit("recapture", changed=changed[:20], seconds=seconds, same=same)
-        log.info("captured again in %.1f s, because %s changed%s", seconds, names, ": the same graph" if same else "")
+        _log.info("captured again in %.1f s, because %s changed%s", seconds, names, ": the same graph" if same else "")
         self._times.update(changed)
         for name in changed:
             if self._times[name] in (3, 10, 100):
                 key = name.rpartition(".")[2]
-                log.warning(
+                _log.warning(
                     "%s has changed %d times (it is %s now); each time the step is captured again, which took %.1f s. "
                     "Keep it as a registered buffer, or as a tensor in the batch, if steps are to follow it; "
                     'parallelize(..., unguarded=["%s"]) if its changes don\'t matter',

@@ -31,10 +31,14 @@ INSTRUCTIONS = ("avx", "avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf1
 def exact_identity(exact: Exact, device: torch.device, micro_batches: int, precision: str) -> dict[str, Any]:
     """As plain data."""
     found: dict[str, Any] = {
-        **exact.to_json(), "micro_batches": micro_batches, "precision": precision, "device": _device(device),
-        "torch": torch.__version__, "processor": _processor(),
+        **exact.to_json(),
+        "micro_batches": micro_batches,
+        "precision": precision,
+        "device": _device(device),
+        "torch": torch.__version__,
+        "processor": _processor(),
         "settings": {name: os.environ[name] for name in VARIABLES if name in os.environ},
-    }  # fmt: skip
+    }
     if device.type == "cuda":
         found["cuda"] = f"{torch.version.cuda} cudnn {torch.backends.cudnn.version()}"
         found["tf32"] = [torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32]

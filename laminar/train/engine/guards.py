@@ -63,7 +63,7 @@ DEPTH = 5
 """How deep lists, dicts and objects in attributes are followed."""
 LONG = 1000
 """Lists and dicts with more entries (a dataset, a vocabulary) are watched by their length."""
-MOST = 20_000
+MOST_WATCHED = 20_000
 """Values that are watched at most."""
 FOREIGN = ("torch", "numpy", "logging", "threading", "multiprocessing", "concurrent", "asyncio", "io", "laminar")
 """Packages whose objects are not looked into."""
@@ -264,7 +264,7 @@ class Guards:
 
     def _put(self, name: str, value: Any, read: tuple[int, str] | None) -> None:
         """Watch one value under a name."""
-        if len(self.values) >= MOST or self._left_alone(name):
+        if len(self.values) >= MOST_WATCHED or self._left_alone(name):
             return
         self.values[name], self._shown[name] = _token(value), _words(value)
         self._holders[name] = read
@@ -317,7 +317,7 @@ class Guards:
     def _value(self, name: str, value: Any, read: tuple[int, str] | None, depth: int) -> None:
         """Watch a value and what it holds, as far as a step's code may read that."""
         self._put(name, value, read)
-        if _is_plain(value) or depth > DEPTH or len(self.values) >= MOST or self._left_alone(name):
+        if _is_plain(value) or depth > DEPTH or len(self.values) >= MOST_WATCHED or self._left_alone(name):
             return
         if id(value) in self._met or id(value) in self._inner:
             return

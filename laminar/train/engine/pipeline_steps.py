@@ -31,7 +31,7 @@ from laminar.runtime.pipeline.actors import Actors
 from laminar.runtime.pipeline.channels import Value
 from laminar.runtime.pipeline.connect import connect_actors
 from laminar.runtime.pipeline.stage_runner import SizeCode, StageRunner
-from laminar.staging.stage_plans import again
+from laminar.staging.stage_plans import for_other_graph
 from laminar.train.batch.leaves import Leaves
 from laminar.train.engine.tracer import Tracer
 from laminar.train.state.state import JobState
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 SIZES = 8
 """Sizes of micro-batches that one step may have."""
-MOST = 16
+MOST_SIZES = 16
 """Sizes that are kept compiled: each has code of its own, and buffers for what its collectives bring."""
 
 
@@ -181,7 +181,7 @@ class Pipes:
             pipe = self._larger(kinds, backward)
         for key in kinds:
             pipe.sizes[key] = pipe.sizes.pop(key)
-        for key in list(pipe.sizes)[: max(len(pipe.sizes) - MOST, 0)]:
+        for key in list(pipe.sizes)[: max(len(pipe.sizes) - MOST_SIZES, 0)]:
             del pipe.sizes[key]
         pipe.parts.sizes = [pipe.sizes[key] for key in keys]
         return pipe
@@ -200,11 +200,11 @@ class Pipes:
         """Micro-batches of one size captured and lowered, their sums as those of another."""
         captured = self.tracer.graph(leaves, backward)
         if captured.hash not in self._graphs:
-            while len(self._graphs) >= MOST:
+            while len(self._graphs) >= MOST_SIZES:
                 del self._graphs[next(iter(self._graphs))]
             self._graphs[captured.hash] = rewritten(captured, self.plan)
         graph = self._graphs[captured.hash]
-        made = stages(graph, again(graph, self.plan), like)
+        made = stages(graph, for_other_graph(graph, self.plan), like)
         for s, own in enumerate(made.cut.graphs):
             place = made.staged.stages[s].place
             for item in own.inputs:

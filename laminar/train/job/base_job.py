@@ -11,20 +11,58 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from laminar.capture.model.model_tensors import Slot
 from laminar.errors import StateError
 from laminar.ir.mesh import Mesh
 from laminar.ir.plans.plan import Plan
 from laminar.ir.plans.staged import Staged
 from laminar.runtime.pipeline.loader import Loader
 from laminar.train.batch.metrics import log_numbers
+from laminar.train.optimizer import optimizer as optim
+from laminar.train.optimizer.precision import Precision, Scaler
+from laminar.train.options import JobOptions
 from laminar.train.saving import checkpoint
 from laminar.train.state.gather import Gather
-from laminar.train.state.sharded_model import Pieces
-from laminar.train.state.state import JobState
+from laminar.train.state.sharded_model import Pieces, released
+from laminar.train.state.state import JobState, StateLayout, moved_to
 from laminar.train.timeline import Recording, StepRecorder
 from laminar.train.world import World
+
+
+def taken_over(
+    model: nn.Module, optimizer: Any, world: World, precision: Precision
+) -> tuple[list[Slot], torch.optim.Optimizer]:
+    """The model's tensors, whole and on this rank's device, and the optimizer over them, made if it is a factory."""
+    released(model)
+    slots = moved_to(model, world.device, precision.weights)
+    optimizer = optim.made(optimizer, model.parameters())
+    optim.refuse_unknown(optimizer, {id(s.tensor): s.name for s in slots})
+    return slots, optimizer
+
+
+def first_state(
+    model: nn.Module,
+    slots: list[Slot],
+    optimizer: torch.optim.Optimizer,
+    layout: StateLayout,
+    options: JobOptions,
+    precision: Precision,
+) -> JobState:
+    """The state of a run that begins now, laid out over its ranks."""
+    return JobState(
+        model,
+        slots,
+        optimizer,
+        layout,
+        seed=options.seed,
+        ema=options.ema,
+        scaler=Scaler() if precision.scaled else None,
+        rounded=precision.rounding != "nearest",
+        elementwise=options.elementwise,
+    )
 
 
 class BaseJob:

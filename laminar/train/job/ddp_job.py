@@ -30,9 +30,9 @@ from laminar.ir.sbp import chunk
 from laminar.runtime.comm.transport import Null
 from laminar.train.batch.batch_checksum import Sampled
 from laminar.train.batch.leaves import Leaves
-from laminar.train.batch.metrics import Evaluation, Result, Sums
+from laminar.train.batch.metrics import Evaluation, Result, Sums, evaluation_mode
 from laminar.train.batch.prefetch import Prefetcher
-from laminar.train.job.base_job import BaseJob
+from laminar.train.job.base_job import BaseJob, taken_over
 from laminar.train.job.job import CHECKS, clock_of
 from laminar.train.optimizer import optimizer as optim
 from laminar.train.optimizer.gradients import Norm, scale_and_clip
@@ -40,8 +40,7 @@ from laminar.train.optimizer.precision import Precision, Scaler
 from laminar.train.options import DEFAULTS, JobOptions
 from laminar.train.state.gather import GatherFromMesh
 from laminar.train.state.resharder import Resharder
-from laminar.train.state.sharded_model import released
-from laminar.train.state.state import JobState, StateLayout, moved
+from laminar.train.state.state import JobState, StateLayout
 from laminar.train.timeline import StepRecorder
 from laminar.train.world import World
 
@@ -79,10 +78,7 @@ class DdpJob(BaseJob):
             )
         self.micro_batches = options.micro_batches
         self.clip_norm, self.clip_value = options.clip_norm, options.clip_value
-        released(model)
-        slots = moved(model, world.device, self.precision.weights)
-        optimizer = optim.made(optimizer, model.parameters())
-        optim.refuse_unknown(optimizer, {id(s.tensor): s.name for s in slots})
+        slots, optimizer = taken_over(model, optimizer, world, self.precision)
         self._closes = optim.takes_closure(optimizer)
         scaler = Scaler() if self.precision.scaled else None
         if scaler is not None:
@@ -243,22 +239,16 @@ class DdpJob(BaseJob):
 
     def evaluate(self, batches: Iterable[Any], metrics: Metrics | None = None) -> Evaluation:
         """The loss over batches with the model in evaluation mode; see `Job.evaluate`."""
-        training = [(m, m.training) for m in self.state.model.modules()]
-        self.state.model.eval()
         around = partial(self.precision.around, device=self.device)
         loss = with_metrics(self._loss, {n: around(f) for n, f in metrics.items()}) if metrics else self._loss
         sums = Sums()
         sums.add("", 0.0, 0.0)
-        try:
-            with torch.no_grad():
-                for batch in batches:
-                    share = self._share(batch)
-                    trains, rest = taken_apart(loss(self.state.model, _batch(share)))
-                    for name, value in {"": trains, **rest}.items():
-                        sums.add(name, *weighed(value, share.samples))
-        finally:
-            for module, mode in training:
-                module.training = mode
+        with evaluation_mode(self.state.model), torch.no_grad():
+            for batch in batches:
+                share = self._share(batch)
+                trains, rest = taken_apart(loss(self.state.model, _batch(share)))
+                for name, value in {"": trains, **rest}.items():
+                    sums.add(name, *weighed(value, share.samples))
         (total, weight), found = self._together(sums)
         return Sums.of({"": (total, weight), **found}).evaluation
 

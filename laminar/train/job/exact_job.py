@@ -84,13 +84,17 @@ class ExactJob(Job):
     @staticmethod
     def _checked(exact: Exact, hosting: Hosting | None, processes: int) -> Hosting:
         if processes > exact.ranks:
-            raise MeshError(f"{processes} processes for the {exact.ranks} logical ranks of {exact}",
-                            allowed=f"at most {exact.ranks} processes",
-                            next=f"start {exact.ranks}, or begin the run with more units")  # fmt: skip
+            raise MeshError(
+                f"{processes} processes for the {exact.ranks} logical ranks of {exact}",
+                allowed=f"at most {exact.ranks} processes",
+                next=f"start {exact.ranks}, or begin the run with more units",
+            )
         hosting = Hosting.even(exact.ranks, processes) if hosting is None else hosting
         if len(hosting.processes) != exact.ranks or hosting.size != processes:
-            raise MeshError(f"a hosting of {len(hosting.processes)} logical ranks on {hosting.size} processes",
-                            allowed=f"{exact.ranks} logical ranks on {processes} processes")  # fmt: skip
+            raise MeshError(
+                f"a hosting of {len(hosting.processes)} logical ranks on {hosting.size} processes",
+                allowed=f"{exact.ranks} logical ranks on {processes} processes",
+            )
         return hosting
 
     def _engine_around(self, state: JobState, plan: Plan, world: World) -> Engine:
@@ -125,8 +129,11 @@ class ExactJob(Job):
         Every process calls this. One that is not holds nothing any more, and may end.
         """
         if not 1 <= ranks <= self.world:
-            raise MeshError(f"{ranks} processes of {self.world}", allowed=f"1 to {self.world}",
-                            next="for more, save the job and resume it in a world of that many")  # fmt: skip
+            raise MeshError(
+                f"{ranks} processes of {self.world}",
+                allowed=f"1 to {self.world}",
+                next="for more, save the job and resume it in a world of that many",
+            )
         if ranks == self.world:
             return True
         stays = self.rank < ranks
@@ -178,8 +185,11 @@ def refuse_options(plan: Any, options: JobOptions) -> None:
             why="which ranks compute what belongs to the run: units and slices of laminar.Exact",
             next="slices of weights: exact=laminar.Exact(slices=2); stages are not to be had yet",
         )
-    asked = {"mesh": options.mesh is not None, "compile": bool(options.compile),
-             "detect_anomaly": options.detect_anomaly}  # fmt: skip
+    asked = {
+        "mesh": options.mesh is not None,
+        "compile": bool(options.compile),
+        "detect_anomaly": options.detect_anomaly,
+    }
     for name, given in asked.items():
         if given:
             raise LaminarError(f"{name} does not go with exact mode", next="leave it out")
@@ -189,4 +199,5 @@ def deterministic_kernels() -> None:
     """On a GPU: kernels that add in the same order every time, or an error that names the op."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined] # nothing reads it
     torch.backends.cudnn.benchmark = False

@@ -43,8 +43,7 @@ from laminar.runtime.code.eager_step import EagerStep
 from laminar.runtime.comm.transport import Groups, Null
 from laminar.train.batch.batch_checksum import Sampled
 from laminar.train.batch.leaves import Leaves
-from laminar.train.batch.leaves import Local as Local
-from laminar.train.batch.metrics import Evaluation, Result, Sums
+from laminar.train.batch.metrics import Evaluation, Result, Sums, evaluation_mode
 from laminar.train.batch.prefetch import Prefetcher
 from laminar.train.check import first_batch_check
 from laminar.train.check.anomaly import Watched
@@ -52,16 +51,15 @@ from laminar.train.check.warn_coupled import warn_if_coupled
 from laminar.train.engine.engine import Build, Engine, Ready
 from laminar.train.engine.tracer import Tracer
 from laminar.train.job import plan_for
-from laminar.train.job.base_job import BaseJob
+from laminar.train.job.base_job import BaseJob, first_state, taken_over
 from laminar.train.optimizer import optimizer as optim
 from laminar.train.optimizer.gradients import Norm, scale_and_clip
 from laminar.train.optimizer.optimizer import Kept
-from laminar.train.optimizer.precision import Precision, Scaler, update
+from laminar.train.optimizer.precision import Precision, update
 from laminar.train.options import DEFAULTS, JobOptions
 from laminar.train.state.gather import GatherFromMesh
 from laminar.train.state.resharder import CarryBetweenMeshes
-from laminar.train.state.sharded_model import released
-from laminar.train.state.state import JobState, StateLayout, moved
+from laminar.train.state.state import JobState, StateLayout
 from laminar.train.timeline import StepRecorder
 from laminar.train.world import World
 
@@ -69,7 +67,7 @@ CHECKS = 2
 """How many of the first batches are compared between ranks by value before they are used; later ones by a sample."""
 
 
-def refuse(model: nn.Module) -> None:
+def refuse_unmade(model: nn.Module) -> None:
     """What no job can be made of."""
     if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
         raise CaptureError("the model has no values: it lives on meta", next="make it with real weights")
@@ -93,7 +91,7 @@ class Job(BaseJob):
         world: World | None = None,
     ) -> None:
         """`twin` is a job of a copy of this model, whose graphs are this one's; `world` the ranks, if they have met."""
-        refuse(model)
+        refuse_unmade(model)
         world = World(options.device, options.timeout_s) if world is None else world
         emit("phase", name="preparing")
         plan = plan_for.loaded(plan)
@@ -105,11 +103,8 @@ class Job(BaseJob):
         self.tracer = Tracer(
             model, self.precision.around(loss, world.device), micro_batches, self.precision.scaled, options.unguarded
         )
-        released(model)
-        slots = moved(model, world.device, self.precision.weights)
+        slots, optimizer = taken_over(model, optimizer, world, self.precision)
         world.broadcast([s.tensor.detach() for s in slots])
-        optimizer = optim.made(optimizer, model.parameters())
-        optim.refuse_unknown(optimizer, {id(s.tensor): s.name for s in slots})
         self._closes = optim.takes_closure(optimizer)
         if self.precision.scaled or self.precision.rounding != "nearest":
             optim.refuse_closure(optimizer, f"precision={self.precision.name!r} changes what an update is")
@@ -131,17 +126,8 @@ class Job(BaseJob):
             self._coupled = warn_if_coupled(graph_of_some, micro_batches)
         emit("phase", name="planning")
         plan = plan_for.chosen(plan, graph, mesh, world.device)
-        state = JobState(
-            model,
-            slots,
-            optimizer,
-            StateLayout.of_plan(plan, [s.name for s in slots], world.rank),
-            seed=options.seed,
-            ema=options.ema,
-            scaler=Scaler() if self.precision.scaled else None,
-            rounded=self.precision.rounding != "nearest",
-            elementwise=options.elementwise,
-        )
+        layout = StateLayout.of_plan(plan, [s.name for s in slots], world.rank)
+        state = first_state(model, slots, optimizer, layout, options, self.precision)
         self._build = self._builder(options.compiles(world.device))
         self._unchecked = options.check
         self._begin(world, state, plan, first)
@@ -405,9 +391,15 @@ class Job(BaseJob):
         updates = [(k, g) for (k, _), g in zip(updates, pieces, strict=True)]
         key = torch.tensor([state.seed, number])
         update(
-            self.optimizer, updates, self.precision.rounding, key, self.mesh, self.rank, state.numbers,
+            self.optimizer,
+            updates,
+            self.precision.rounding,
+            key,
+            self.mesh,
+            self.rank,
+            state.numbers,
             self._optimizer_step,
-        )  # fmt: skip
+        )
         self.recorder.mark("optimizer")
         state.put_together(self.engine.resharder)
         state.average()
@@ -423,23 +415,18 @@ class Job(BaseJob):
         loss are in the `metrics` of what comes back, which is a float.
         """
         self._refuse_released()
-        training = [(m, m.training) for m in self.state.model.modules()]
-        self.state.model.eval()
         sums = Sums()
-        try:
-            with self.tracer.measuring(metrics or {}, partial(self.precision.around, device=self.device)):
-                for i, batch in enumerate(batches):
-                    leaves = self._agreed(batch)
-                    micros = leaves.split(min(self.engine.micro_batches, leaves.samples))
-                    samples = [self.engine.together(m).samples for m in micros]
-                    for at, micro in enumerate(micros):
-                        ready = self.engine.ready(micro, backward=False)
-                        key = ready.key(self.seed, -1 - i, sum(samples[:at]), sum(samples), self.device)
-                        out = ready(self.engine.share(ready, micro, self.device), key, None)
-                        sums.add_outputs(self._whole_values(ready, out), samples[at])
-        finally:
-            for module, mode in training:
-                module.training = mode
+        around = partial(self.precision.around, device=self.device)
+        with evaluation_mode(self.state.model), self.tracer.measuring(metrics or {}, around):
+            for i, batch in enumerate(batches):
+                leaves = self._agreed(batch)
+                micros = leaves.split(min(self.engine.micro_batches, leaves.samples))
+                samples = [self.engine.together(m).samples for m in micros]
+                for at, micro in enumerate(micros):
+                    ready = self.engine.ready(micro, backward=False)
+                    key = ready.key(self.seed, -1 - i, sum(samples[:at]), sum(samples), self.device)
+                    out = ready(self.engine.share(ready, micro, self.device), key, None)
+                    sums.add_outputs(self._whole_values(ready, out), samples[at])
         return sums.evaluation
 
     def _whole_values(self, ready: Ready, out: list[Tensor]) -> dict[str, Tensor]:

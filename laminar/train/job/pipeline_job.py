@@ -36,24 +36,23 @@ from laminar.rules.boxing.crossing import crossing
 from laminar.runtime.comm.cross_mesh import exchange
 from laminar.runtime.trace.pipeline_tape import PipeTape
 from laminar.staging.coupled_samples import refuse_coupled
-from laminar.staging.stage_plans import again
+from laminar.staging.stage_plans import for_other_graph
 from laminar.train.batch.batch_checksum import Sampled
 from laminar.train.batch.leaves import Leaves
-from laminar.train.batch.metrics import Evaluation, Result, Sums
+from laminar.train.batch.metrics import Evaluation, Result, Sums, evaluation_mode
 from laminar.train.batch.prefetch import Prefetcher
 from laminar.train.check import first_batch_check
 from laminar.train.engine.pipeline_steps import Pipe, Pipes, StepFeed
 from laminar.train.engine.tracer import Tracer
-from laminar.train.job.base_job import BaseJob
-from laminar.train.job.job import clock_of, refuse
+from laminar.train.job.base_job import BaseJob, first_state, taken_over
+from laminar.train.job.job import clock_of, refuse_unmade
 from laminar.train.optimizer import optimizer as optim
 from laminar.train.optimizer.gradients import scale_and_clip
-from laminar.train.optimizer.precision import Precision, Scaler, update
+from laminar.train.optimizer.precision import Precision, update
 from laminar.train.options import DEFAULTS, JobOptions
-from laminar.train.state.gather import GatherFromPlaces, Part
+from laminar.train.state.gather import GatherFromPlaces, HeldPart
 from laminar.train.state.resharder import Resharder
-from laminar.train.state.sharded_model import released
-from laminar.train.state.state import JobState, StateLayout, moved
+from laminar.train.state.state import StateLayout
 from laminar.train.timeline import StepRecorder
 from laminar.train.world import World
 
@@ -76,7 +75,7 @@ class StagedJob(BaseJob):
     ) -> None:
         """`world` are the ranks, where they have met."""
         options.refuse_for_stages()
-        refuse(model)
+        refuse_unmade(model)
         world = World(options.device, options.timeout_s) if world is None else world
         emit("phase", name="preparing")
         if plan.ranks != world.size:
@@ -92,11 +91,8 @@ class StagedJob(BaseJob):
             self.precision.scaled,
             options.unguarded,
         )
-        released(model)
-        slots = moved(model, world.device, self.precision.weights)
+        slots, optimizer = taken_over(model, optimizer, world, self.precision)
         world.broadcast([s.tensor.detach() for s in slots])
-        optimizer = optim.made(optimizer, model.parameters())
-        optim.refuse_unknown(optimizer, {id(s.tensor): s.name for s in slots})
         optim.refuse_closure(optimizer, "the plan has stages, so no rank has all parameters")
         optim.faster(optimizer, world.device)
         first = self._leaves(batch).split(plan.micro_batches)[0]
@@ -105,34 +101,20 @@ class StagedJob(BaseJob):
             refuse_coupled(self.tracer.capture(first.like(2)))  # one sample has nothing to be mixed with
         self.graph: Graph = rewritten(captured, plan)
         emit("phase", name="planning")
-        plan = again(self.graph, plan)
+        plan = for_other_graph(self.graph, plan)
         made = stages(self.graph, plan)
         layout = layout_of_stages(plan, made.cut.graphs, world.rank)
         transport = world.transport(layout.mesh, layout.place.ranks)
         self._reshard = Resharder(transport)
-        state = JobState(
-            model,
-            slots,
-            optimizer,
-            layout,
-            seed=options.seed,
-            ema=options.ema,
-            scaler=Scaler() if self.precision.scaled else None,
-            rounded=self.precision.rounding != "nearest",
-            elementwise=options.elementwise,
-        )
+        state = first_state(model, slots, optimizer, layout, options, self.precision)
         self.tracer.whole = state.whole
         recorder = StepRecorder(world, Prefetcher(world), self._about, place=layout.at)
         super().__init__(world, plan, layout.mesh, state, GatherFromPlaces(self._reshard, world), recorder)
         self.tracer.captures.adopt(slots)
-        self._graded = {
-            (o.name, plan.stages[s].place)
-            for s, own in enumerate(made.cut.graphs)
-            for o in own.outputs
-            if o.kind == "grad"
-        }
+        grads = [(g, o, s) for s, g in enumerate(made.cut.graphs) for o in g.outputs if o.kind == "grad"]
+        self._graded = {(o.name, plan.stages[s].place) for _, o, s in grads}
         """Parameters and the places at which a part of their gradient is made."""
-        self._grad_specs = {o.name: g.specs[o.ref] for g in made.cut.graphs for o in g.outputs if o.kind == "grad"}
+        self._grad_specs = {o.name: g.specs[o.ref] for g, o, _ in grads}
         self._trained = [(s.name, s.tensor, s.tensor.requires_grad) for s in slots if s.kind == "param"]
         self._noted: tuple[str, ...] = ()
         self._unchecked = options.check
@@ -235,19 +217,14 @@ class StagedJob(BaseJob):
     def evaluate(self, batches: Iterable[Any], metrics: Metrics | None = None) -> Evaluation:
         """The loss over batches with the model in evaluation mode, through the stages; see `Job.evaluate`."""
         self._refuse_released()
-        training = [(m, m.training) for m in self.state.model.modules()]
-        self.state.model.eval()
         sums = Sums()
-        try:
-            with self.tracer.measuring(metrics or {}, partial(self.precision.around, device=self.device)):
-                for i, batch in enumerate(batches):
-                    feed = StepFeed(self._agreed(batch), -1 - i)
-                    pipe = self.pipes.ready(feed, False)
-                    pipe.actors.run(1, partial(self._said, pipe, {}))
-                    sums.add_outputs(dict(zip(pipe.values, pipe.actors.sums[1:], strict=True)), sum(feed.samples))
-        finally:
-            for module, mode in training:
-                module.training = mode
+        around = partial(self.precision.around, device=self.device)
+        with evaluation_mode(self.state.model), self.tracer.measuring(metrics or {}, around):
+            for i, batch in enumerate(batches):
+                feed = StepFeed(self._agreed(batch), -1 - i)
+                pipe = self.pipes.ready(feed, False)
+                pipe.actors.run(1, partial(self._said, pipe, {}))
+                sums.add_outputs(dict(zip(pipe.values, pipe.actors.sums[1:], strict=True)), sum(feed.samples))
         return sums.evaluation
 
     def _reduced(self, pipe: Pipe) -> dict[str, Tensor]:
@@ -369,7 +346,8 @@ class StagedJob(BaseJob):
         loss = values["metric:loss_total"] / values["metric:loss_weight"] if pipe.weighted else values["loss:loss"]
         names = sorted({n for n, _ in self._graded})
         parts = [
-            Part(n, self._grad_specs[n], state.layout.owned_nd(n), state.layout.home(n), grads.get(n)) for n in names
+            HeldPart(n, self._grad_specs[n], state.layout.owned_nd(n), state.layout.home(n), grads.get(n))
+            for n in names
         ]
         whole = dict(zip(names, self.gather.whole(parts), strict=True))
         return {"loss:loss": loss, **{f"grad:{n}": t / part for n, t in whole.items()}}

@@ -18,7 +18,7 @@ from laminar.placement import presets
 from laminar.rewrite.variants import carrying, replayed
 from laminar.train.options import PLANS
 
-FULL = 0.6
+FULL_SHARE = 0.6
 """Share of a device that weights, gradients and Adam's state may fill before "auto" keeps them in pieces."""
 
 
@@ -76,8 +76,8 @@ def chosen(plan: Any, graph: Graph, mesh: Mesh, device: torch.device) -> Plan:
             )
         return made
     if plan == "auto":
-        plan = "zero3" if mesh.ranks > 1 and _state_bytes(graph) > FULL * _room_bytes(device) else "data"
-    return presets.named(plan, graph, mesh)
+        plan = "zero3" if mesh.ranks > 1 and _state_bytes(graph) > FULL_SHARE * _room_bytes(device) else "data"
+    return presets.preset_plan(plan, graph, mesh)
 
 
 def _state_bytes(graph: Graph) -> int:

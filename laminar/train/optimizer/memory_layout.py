@@ -37,12 +37,12 @@ def make_dense(slots: Sequence[Slot]) -> None:
     """Give parameters that lie in a view with gaps memory of their own, as no state could be laid out like them."""
     loose = [s for s in slots if isinstance(s.tensor, nn.Parameter) and not is_dense(s.tensor)]
     if loose:
-        refuse_shared([s.name for s in loose], slots)
+        refuse_shared_memory([s.name for s in loose], slots)
     for slot in loose:
         slot.tensor.data = slot.tensor.detach().contiguous()
 
 
-def refuse_shared(names: Collection[str], slots: Sequence[Slot]) -> None:
+def refuse_shared_memory(names: Collection[str], slots: Sequence[Slot]) -> None:
     """Refuse to take parameters out of memory in which another tensor of the model lies, if either is trained."""
     by_storage: dict[int, list[Slot]] = {}
     for slot in slots:

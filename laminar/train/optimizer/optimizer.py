@@ -45,7 +45,7 @@ KNOWN = (
 """Torch's own whose update of an element hangs on that element, its gradient and its state alone."""
 TENSORWISE = (torch.optim.Adafactor, torch.optim.Muon)
 """Torch's own that need a whole tensor, but no other than that."""
-TRIAL, STEPS = (6, 4), 8
+TRIAL, TRIAL_STEPS = (6, 4), 8
 """Shape of the tensor on which an optimizer is tried, and for how many steps."""
 
 
@@ -158,14 +158,14 @@ def adopt(optimizer: torch.optim.Optimizer, kept: Sequence[Kept], cut: Callable[
         for p in group["params"]:
             if p in old:
                 k = by_param[id(p)]
-                optimizer.state[k.owned] = {key: placed(v, k, group, cut) for key, v in old[p].items()}
+                optimizer.state[k.owned] = {key: placed_entry(v, k, group, cut) for key, v in old[p].items()}
         group["params"] = [by_param[id(p)].owned for p in group["params"]]
 
 
 # --- which updates are elementwise -------------------------------------------------------------
 
 
-def in_pieces(kept: Iterable[Kept]) -> bool:
+def any_in_pieces(kept: Iterable[Kept]) -> bool:
     """Whether any parameter or its state is not whole on this rank."""
     return any(isinstance(p, Split) for k in kept for p in (*k.nd, *k.state_nd))
 
@@ -178,7 +178,7 @@ def refuse_unless_elementwise(
     One that is declared is tried: whose update of a whole differs from its updates of the pieces is refused, too.
     Where parameters lie whole, but at several `places`, one that takes each tensor by itself will do.
     """
-    pieces = in_pieces(kept)
+    pieces = any_in_pieces(kept)
     if not pieces and places == 1:
         return
     name = type(optimizer).__name__
@@ -242,7 +242,7 @@ def _trial(optimizer: torch.optim.Optimizer, hyper: dict[str, Any], cut: Callabl
     A piece has an optimizer of its own, as it has on a rank: a norm over all parameters is one over the piece there.
     """
     random = torch.Generator().manual_seed(0)
-    drawn = [torch.randn(TRIAL, generator=random, dtype=torch.float64) for _ in range(STEPS + 1)]
+    drawn = [torch.randn(TRIAL, generator=random, dtype=torch.float64) for _ in range(TRIAL_STEPS + 1)]
     plain = {k: v.detach().cpu() if isinstance(v, Tensor) else v for k, v in hyper.items()}
     step = type(optimizer).step  # not the instance's, which a scheduler may have wrapped to count calls
     pieces = []
@@ -282,12 +282,12 @@ def load_state_dict(
         k = by_owned[id(p)]
         state = given["state"].get(number, given["state"].get(str(number)))
         if state is not None:
-            optimizer.state[p] = {key: placed(v, k, group, cut) for key, v in state.items()}
+            optimizer.state[p] = {key: placed_entry(v, k, group, cut) for key, v in state.items()}
     for group, other in zip(optimizer.param_groups, groups, strict=True):
         group.update({key: v for key, v in other.items() if key not in ("params", "fused", "foreach")})
 
 
-def placed(value: Any, k: Kept, group: dict[str, Any], cut: Callable[[Tensor, NdSbp], Tensor]) -> Any:
+def placed_entry(value: Any, k: Kept, group: dict[str, Any], cut: Callable[[Tensor, NdSbp], Tensor]) -> Any:
     """One entry of the state as this rank keeps it; unlike torch's own loading it keeps the entry's dtype."""
     if not isinstance(value, Tensor):
         return value

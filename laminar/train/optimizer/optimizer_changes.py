@@ -17,7 +17,7 @@ from torch import Tensor
 from laminar.capture.torch_private import step_hooks
 from laminar.errors import OptimizerError
 from laminar.ir.sbp import NdSbp
-from laminar.train.optimizer.optimizer import KNOWN, Kept, in_pieces, placed, refuse_unless_elementwise
+from laminar.train.optimizer.optimizer import KNOWN, Kept, any_in_pieces, placed_entry, refuse_unless_elementwise
 
 
 class Tracked:
@@ -33,7 +33,7 @@ class Tracked:
     ) -> None:
         """`rounded`: updates replace entries of the state themselves; `declared`: elementwise on the user's word."""
         self.optimizer, self.declared, self.places = optimizer, declared, places
-        pieces = in_pieces(kept)
+        pieces = any_in_pieces(kept)
         plain = all(k.owned.is_contiguous() for k in kept)
         # Torch's own updates leave tensors of the state where they are, so another tensor is the user's. It matters
         # where one of the weight's shape and layout might not be what fits.
@@ -94,7 +94,9 @@ class Tracked:
                 for at in (p, k.owned) if k.owned is not p else (p,):
                     state = self.optimizer.state.pop(at, None)
                     if state:
-                        self.optimizer.state[k.owned] = {key: placed(v, k, group, cut) for key, v in state.items()}
+                        self.optimizer.state[k.owned] = {
+                            key: placed_entry(v, k, group, cut) for key, v in state.items()
+                        }
         self.note()
         return trained
 

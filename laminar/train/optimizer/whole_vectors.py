@@ -16,7 +16,7 @@ from torch import Tensor
 
 from laminar.errors import OptimizerError
 from laminar.train.optimizer.memory_layout import is_dense
-from laminar.train.optimizer.optimizer import KNOWN, Kept, in_pieces, refuse_closure, unknown_part
+from laminar.train.optimizer.optimizer import KNOWN, Kept, any_in_pieces, refuse_closure, unknown_part
 
 ROOM = 64
 """Elements: a multiple of what any kernel takes at once."""
@@ -26,7 +26,7 @@ def refuse_if_cuts_change_bits(optimizer: torch.optim.Optimizer, kept: Sequence[
     """Refuse an optimizer in exact mode of which it is not known that it updates each element by itself."""
     refuse_closure(optimizer, "in exact mode gradients are those of one pass over the batch")
     unknown = unknown_part(optimizer, KNOWN)
-    if unknown and in_pieces(kept):
+    if unknown and any_in_pieces(kept):
         raise OptimizerError(
             f"{unknown} is not known to give the same bits for a piece of a tensor as for all of it",
             why="the plan keeps weights or their state in pieces, and in exact mode bits must not hang on these",

@@ -19,7 +19,7 @@ from laminar.errors import StateError
 from laminar.train.protocol import HasState
 from laminar.train.saving import lr_schedulers
 
-VERSION = 1
+CHECKPOINT_VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def snapshot(job: HasState, apart: bool, scheduler: Any = None) -> Snapshot | No
     state = job.state
     scaler = None if state.scaler is None else dict(vars(state.scaler))
     about = {
-        "laminar_job": VERSION,
+        "laminar_job": CHECKPOINT_VERSION,
         "steps": state.steps,
         "seed": state.seed,
         "optimizer": plain,
@@ -90,8 +90,8 @@ def resume(job: HasState, directory: str | Path, scheduler: Any = None) -> None:
     if not (path / "job.json").is_file():
         raise StateError(f"no job was saved in {path}", next="name a directory that Job.save wrote")
     about = json.loads((path / "job.json").read_text())
-    if about.get("laminar_job") != VERSION:
-        raise StateError(f"{path} holds a job of version {about.get('laminar_job')}, this reads {VERSION}")
+    if about.get("laminar_job") != CHECKPOINT_VERSION:
+        raise StateError(f"{path} holds a job of version {about.get('laminar_job')}, this reads {CHECKPOINT_VERSION}")
     job.refuse_saved(about.get("exact"))
     job.load_state_dict(job.state.completed(load_file(path / "model.safetensors")))
     job.load_optimizer_state_dict(_put_together(load_file(path / "optimizer.safetensors"), about["optimizer"]))

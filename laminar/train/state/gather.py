@@ -1,8 +1,8 @@
 """Whole tensors on every rank, from what each holds: for state dicts, checkpoints and a model made whole again.
 
-State says what it has (`Part`) and hands it to one of these; it never sees a transport. `GatherFromMesh` is for ranks
-on one mesh, all of which hold a part of everything. `GatherFromPlaces` is for stages: a tensor is put together at its
-home, the first place that holds it, and sent to everybody.
+State says what it has (`HeldPart`) and hands it to one of these; it never sees a transport. `GatherFromMesh` is for
+ranks on one mesh, all of which hold a part of everything. `GatherFromPlaces` is for stages: a tensor is put together at
+its home, the first place that holds it, and sent to everybody.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from laminar.train.world import World
 
 
 @dataclass(frozen=True)
-class Part:
+class HeldPart:
     """What this rank has of a tensor that is wanted whole."""
 
     name: str
@@ -41,11 +41,11 @@ class Part:
 class Gather(Protocol):
     """Every rank of the world calls these alike, in the same order."""
 
-    def whole(self, parts: Sequence[Part]) -> list[Tensor]:
+    def whole(self, parts: Sequence[HeldPart]) -> list[Tensor]:
         """Whole tensors on every rank."""
         ...
 
-    def dtensors(self, parts: Sequence[Part], strides: Sequence[tuple[int, ...]]) -> list[Any]:
+    def dtensors(self, parts: Sequence[HeldPart], strides: Sequence[tuple[int, ...]]) -> list[Any]:
         """The same as DTensors, of which each rank has its shard."""
         ...
 
@@ -61,14 +61,14 @@ class GatherFromMesh:
         self.resharder, self.world = resharder, world
         self.mesh = resharder.transport.mesh
 
-    def whole(self, parts: Sequence[Part]) -> list[Tensor]:
+    def whole(self, parts: Sequence[HeldPart]) -> list[Tensor]:
         """All in one program, so that exchanges are merged."""
         everywhere = (B,) * len(self.mesh.sizes)
         held = [_there(p) for p in parts]
         moved = self.resharder([(p.name, p.spec, p.nd, everywhere) for p in parts], "a whole copy", held)
         return [m.clone() if m.data_ptr() != t.data_ptr() else m for m, t in zip(moved, held, strict=True)]
 
-    def dtensors(self, parts: Sequence[Part], strides: Sequence[tuple[int, ...]]) -> list[Any]:
+    def dtensors(self, parts: Sequence[HeldPart], strides: Sequence[tuple[int, ...]]) -> list[Any]:
         """Over a mesh of the same axes; blocks of a packed dim, which DTensor has no word for, are unpacked."""
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -107,11 +107,11 @@ class GatherFromPlaces:
     def __init__(self, resharder: Resharder, world: World) -> None:
         self.resharder, self.world = resharder, world
 
-    def whole(self, parts: Sequence[Part]) -> list[Tensor]:
+    def whole(self, parts: Sequence[HeldPart]) -> list[Tensor]:
         """One after the other: each is put together at its home and sent to everybody."""
         return [self._whole(p) for p in parts]
 
-    def _whole(self, part: Part) -> Tensor:
+    def _whole(self, part: HeldPart) -> Tensor:
         if part.home is None:
             return _there(part).clone()
         if self.world.rank in part.home.ranks:
@@ -124,7 +124,7 @@ class GatherFromPlaces:
         self.world.broadcast([out], part.home.ranks[0])
         return out
 
-    def dtensors(self, parts: Sequence[Part], strides: Sequence[tuple[int, ...]]) -> list[Any]:
+    def dtensors(self, parts: Sequence[HeldPart], strides: Sequence[tuple[int, ...]]) -> list[Any]:
         """Not to be had: there is no mesh of all ranks."""
         raise StateError("a job with stages gives whole weights only", next="state_dict() without sharded=True")
 
@@ -133,6 +133,6 @@ class GatherFromPlaces:
         return self.world.gather_objects(mine)
 
 
-def _there(part: Part) -> Tensor:
+def _there(part: HeldPart) -> Tensor:
     assert part.tensor is not None
     return part.tensor

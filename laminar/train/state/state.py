@@ -36,11 +36,11 @@ from laminar.ir.sbp import B, NdSbp
 from laminar.ir.tensor import TensorSpec
 from laminar.runtime.comm.shards import shard
 from laminar.train.optimizer import optimizer as optim
-from laminar.train.optimizer.memory_layout import laid_as, make_dense, refuse_shared
+from laminar.train.optimizer.memory_layout import laid_as, make_dense, refuse_shared_memory
 from laminar.train.optimizer.optimizer import Kept
 from laminar.train.optimizer.optimizer_changes import Tracked
 from laminar.train.optimizer.precision import Scaler
-from laminar.train.state.gather import Gather, Part
+from laminar.train.state.gather import Gather, HeldPart
 from laminar.train.state.resharder import Resharder
 from laminar.train.state.sharded_model import allowed, own_state, stripped
 from laminar.train.state.shards import StateShard, shards_of
@@ -50,7 +50,7 @@ Carry = Callable[[TensorSpec, Place, NdSbp, Place, NdSbp, Tensor], Tensor]
 """Takes a tensor from one place and placement to another; every rank of both calls it."""
 
 
-def moved(model: nn.Module, device: torch.device, weights: torch.dtype | None) -> list[Slot]:
+def moved_to(model: nn.Module, device: torch.device, weights: torch.dtype | None) -> list[Slot]:
     """The model on its device, with floating tensors in `weights` if given; its tensors."""
     model.to(device=device, dtype=weights)
     for slot in slots_of(model):
@@ -186,7 +186,7 @@ class JobState:
     def _keep(self) -> None:
         layout, several = self.layout, len(self.layout.places) > 1
         split = {n for table in (layout.held, layout.owned) for (n, _), nd in table.items() if any(p != B for p in nd)}
-        refuse_shared({s.name for s in self.slots} if several else split, self.slots)
+        refuse_shared_memory({s.name for s in self.slots} if several else split, self.slots)
         away: set[int] = set()
         for slot in self.slots:
             if not layout.is_here(slot.name):
@@ -327,16 +327,16 @@ class JobState:
         of = {name: s.name for s in self.slots for name in (s.name, *s.aliases)}
         return {name: of[name] for name in own_state(self.model) if name in of}
 
-    def _part(self, name: str, ema: bool = False) -> Part:
+    def _part(self, name: str, ema: bool = False) -> HeldPart:
         """What is here of a parameter or buffer, or of a parameter's average."""
         layout, spec, home = self.layout, self.specs[name], self.layout.home(name)
         if ema and self.numbers.get(name) is not None and self.slots[self.numbers[name]].kind == "param":
             k = next((k for k in self.kept if k.name == name), None)
             if k is None:
-                return Part(name, spec, layout.owned_nd(name), home, None)
+                return HeldPart(name, spec, layout.owned_nd(name), home, None)
             if name in self.ema:
-                return Part(name, spec, k.state_nd, home, self.ema[name].to(k.owned.dtype))
-        return Part(name, spec, layout.held_nd(name), home, self.tensor_of(name))
+                return HeldPart(name, spec, k.state_nd, home, self.ema[name].to(k.owned.dtype))
+        return HeldPart(name, spec, layout.held_nd(name), home, self.tensor_of(name))
 
     def tensor_of(self, name: str) -> Tensor | None:
         """What this rank holds of a parameter or buffer, if anything."""
@@ -396,7 +396,7 @@ class JobState:
         for said in gather.notes({n: {key: self._note(n, v) for key, v in s.items()} for n, s in mine.items()}):
             for name, entries in said.items():
                 known.setdefault(name, entries)
-        parts: dict[tuple[str, str], Part] = {}
+        parts: dict[tuple[str, str], HeldPart] = {}
         for name in (n for names in listed for n in names if n in known):
             for key, note in known[name].items():
                 if isinstance(note, _Stored):
@@ -404,7 +404,7 @@ class JobState:
                     if note.part:
                         nd = self.by_name[name].state_nd if name in self.by_name else self.layout.owned_nd(name)
                     tensor = mine[name][key] if name in mine else None
-                    parts[name, key] = Part(f"{name}.{key}", note.spec, nd, self.layout.home(name), tensor)
+                    parts[name, key] = HeldPart(f"{name}.{key}", note.spec, nd, self.layout.home(name), tensor)
         whole = dict(zip(parts, gather.whole(list(parts.values())), strict=True))
         state, groups, number = dict[int, dict[str, Any]](), [], 0
         for names, group in zip(listed, self.optimizer.param_groups, strict=True):

@@ -65,7 +65,7 @@ NEVER_IN_BRANCHES = ("recompute", "offload")
 
 
 @dataclass(frozen=True)
-class Way:
+class BranchWay:
     """Which branches go where, with placements left open."""
 
     region: Region
@@ -115,7 +115,7 @@ class Inner:
 class Tried:
     """A way with placements, simulated in full."""
 
-    way: Way
+    way: BranchWay
     inners: tuple[Inner, ...]
     final: Final
 
@@ -127,12 +127,12 @@ class Branches:
         """Samples that are coupled stay in one batch."""
         self.model, self.request, self.coupled = model, model.request, coupled
         self.bounds = bounds
-        self.looked_at: set[Way] = set()
-        self.raised: set[Way] = set()
+        self.looked_at: set[BranchWay] = set()
+        self.raised: set[BranchWay] = set()
         """Those whose bound is as good as it gets."""
         self.floors: dict[tuple[Any, ...], Floor] = {}
         self.plans: dict[tuple[int, Inner], Plan] = {}
-        self.at: dict[Way, float] = {}
+        self.at: dict[BranchWay, float] = {}
         """All ways, with their bounds."""
         for way in self._ways() if self._allowed() else ():
             with suppress(LaminarError):  # ops that read values of two branches at once can't be cut
@@ -181,10 +181,10 @@ class Branches:
                     worth.append((second / total, region))
         return list(dict.fromkeys(region for _, region in sorted(worth, key=lambda w: -w[0])))[:BRANCH_REGIONS]
 
-    def _ways(self) -> Iterator[Way]:
+    def _ways(self) -> Iterator[BranchWay]:
         """Of each region those whose busiest set has least to do."""
         for region in self.found():
-            kept: list[tuple[float, Way]] = []
+            kept: list[tuple[float, BranchWay]] = []
             items = self._items(region)
             trunk = items[-2] + items[-1]
             for micro in self._micro_batches(trunk / sum(items)):
@@ -193,7 +193,7 @@ class Branches:
                     if dealt is not None:
                         busiest, groups, (before, behind) = dealt
                         first = before if self._before(region) else None
-                        kept.append((busiest, Way(region, groups, sizes, first, behind, micro)))
+                        kept.append((busiest, BranchWay(region, groups, sizes, first, behind, micro)))
             least = min((busiest for busiest, _ in kept), default=0.0)
             level = sorted((k for k in kept if k[0] <= BUSIEST_SET * least), key=lambda k: (k[0], k[1].micro_batches))
             yield from (way for _, way in level[:BRANCH_WAYS])
@@ -241,7 +241,7 @@ class Branches:
 
     # --- stages
 
-    def stage_of(self, way: Way) -> dict[str, int]:
+    def stage_of(self, way: BranchWay) -> dict[str, int]:
         """The stage of every forward op; what the loss does not need runs behind what it reads."""
         graph, before = self.model.whole(way.micro_batches), self._before(way.region)
         first, last = int(way.before is not None), len(way.homes) - 1
@@ -268,7 +268,7 @@ class Branches:
             with suppress(LaminarError):
                 self.at[way] = max(self.at[way], self.bound_s(way, exchanges=True))
 
-    def bound_s(self, way: Way, exchanges: bool = False) -> float:
+    def bound_s(self, way: BranchWay, exchanges: bool = False) -> float:
         """No plan of a way takes less."""
         key = (way.region, way.groups, way.before is None, way.micro_batches)
         if key not in self.floors:
@@ -308,7 +308,7 @@ class Branches:
             out += [Inner(one, style, zero) for one, style in cells for zero in zeros if zero < 3]
         return out
 
-    def plan(self, way: Way, inners: Sequence[Inner]) -> Staged:
+    def plan(self, way: BranchWay, inners: Sequence[Inner]) -> Staged:
         """A way with placements for each set."""
         micro, graph = way.micro_batches, self.model.whole(way.micro_batches)
         for inner in inners:
@@ -318,7 +318,7 @@ class Branches:
         plans = [self.plans[micro, inner] for inner in inners]
         return replace(arranged(graph, self.stage_of(way), way.homes, plans, micro), name="searched")
 
-    def simulated(self, way: Way, inners: Sequence[Inner]) -> Tried | None:
+    def simulated(self, way: BranchWay, inners: Sequence[Inner]) -> Tried | None:
         """In full; nothing where it can't be written."""
         request = self.request
         try:
@@ -347,7 +347,7 @@ class Branches:
             tries = [self.simulated(way, inners) for inners in ([data] if data == free else [data, free])]
             found += [one for one in tries if one is not None]
         best: Tried | None = None
-        done: set[Way] = set()
+        done: set[BranchWay] = set()
         for one in sorted(found, key=self._key):
             if one.way in done or (best is not None and one.final.seconds > NEAR_WAY * best.final.seconds):
                 continue

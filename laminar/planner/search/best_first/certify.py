@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 
 from laminar.cost.calibrate import interval
 from laminar.ir.plans.certificate import Certificate, Contradiction
-from laminar.planner.estimate.candidates import Final, Found, Nothing, Score, described
+from laminar.planner.estimate.candidates import Final, Found, Nothing, Score, described_candidate
 from laminar.planner.estimate.score_placement import no_room
-from laminar.planner.search.best_first.branches import Branches, Way
+from laminar.planner.search.best_first.branches import Branches, BranchWay
 from laminar.planner.search.best_first.graph_search import GraphSearch
 from laminar.planner.space.contradictions import contradicted, withdrawn
 from laminar.planner.space.plan_space import Space
@@ -47,7 +47,7 @@ class GraphSearches:
         return [*first, *self.apart, *(score for scores in others for score in scores)]
 
     @property
-    def ways(self) -> Mapping[Way, float]:
+    def ways(self) -> Mapping[BranchWay, float]:
         """Of branches on devices of their own, with their bounds."""
         return self.branches.at if self.branches else {}
 
@@ -91,7 +91,7 @@ class GraphSearches:
         self, best: Final, sure: Sequence[GraphSearch], space: Space, outside: tuple[str, ...]
     ) -> Certificate:
         finals, ways = self.captured.incumbent.finals, self.ways
-        seen = self.branches.looked_at if self.branches else set[Way]()
+        seen = self.branches.looked_at if self.branches else set[BranchWay]()
         wrong = withdrawn(self._contradictions())
         bounds = [(s, cell, at_s) for s in sure for cell, at_s in s.bounds.at.items()]
         lowest_s = min(*(s.bounds.lowest_s for s in sure), *(f.seconds for f in finals), *ways.values())
@@ -120,10 +120,10 @@ class GraphSearches:
             for final in search.incumbent.finals:
                 bound_s = search.bounds.at.get(final.score.cell)
                 if bound_s is not None and final.score.rewrites == search.steps and search.bounds.about(final):
-                    yield contradicted(described(final.score), final.seconds, bound_s)
+                    yield contradicted(described_candidate(final.score), final.seconds, bound_s)
         for final in sorted(self.captured.incumbent.finals, key=lambda f: f.seconds):
             if self.ways and final.score.apart:
-                yield contradicted(described(final.score), final.seconds, min(self.ways.values()))
+                yield contradicted(described_candidate(final.score), final.seconds, min(self.ways.values()))
 
     # --- where there is none
 

@@ -26,7 +26,7 @@ from laminar.ir.plans.plan import Plan
 from laminar.ir.plans.rewrites import Steps
 from laminar.planner.bounds.cell_bound import Bounds
 from laminar.planner.estimate import pipeline_recompute
-from laminar.planner.estimate.candidates import USUAL, Final, Score, described
+from laminar.planner.estimate.candidates import USUAL, Final, Score, described_candidate
 from laminar.planner.estimate.graphs_and_prices import Model
 from laminar.planner.estimate.score_cell import CellScorer
 from laminar.planner.estimate.score_placement import feasible, scored
@@ -132,7 +132,7 @@ class GraphSearch:
         for final in (f for f in known if f.seconds < incumbent.below_s):
             incumbent.finals.append(final)
             incumbent.earlier_s = min(incumbent.earlier_s, final.seconds)
-            incumbent.progress(f"{final.seconds * 1e3:.3f} ms, found before: {described(final.score)}")
+            incumbent.progress(f"{final.seconds * 1e3:.3f} ms, found before: {described_candidate(final.score)}")
         plain: list[Cell] = []
         with suppress(PlanError):  # pinned to something else
             plain = [c for c in cells(self.request, 1, 1, False) if not c.recompute and self.bounds.roomy(c)]

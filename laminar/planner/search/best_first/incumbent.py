@@ -7,16 +7,16 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from laminar.planner.estimate.candidates import Final, described
+from laminar.planner.estimate.candidates import Final, described_candidate
 from laminar.planner.space.request import Request
 
-Progress = Callable[[str], None]
+TellPlan = Callable[[str], None]
 
 
 class Incumbent:
     """Plans simulated at full depth that fit, of all graphs, and what has to be beaten."""
 
-    def __init__(self, request: Request, progress: Progress, below_s: float) -> None:
+    def __init__(self, request: Request, progress: TellPlan, below_s: float) -> None:
         """Slower plans than `below_s` are of no use to anybody."""
         self.request, self.progress, self.below_s = request, progress, below_s
         self.began = time.process_time()
@@ -47,7 +47,7 @@ class Incumbent:
 
     def tell(self, final: Final, note: str = "") -> None:
         """One line, for whoever waits."""
-        self.progress(f"{final.seconds * 1e3:.3f} ms: {described(final.score)}{note and f', {note}'}")
+        self.progress(f"{final.seconds * 1e3:.3f} ms: {described_candidate(final.score)}{note and f', {note}'}")
 
 
 class TimeLeft:

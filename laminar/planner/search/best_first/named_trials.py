@@ -24,7 +24,7 @@ from laminar.ir.plans.plan import Choice, Plan
 from laminar.ir.plans.staged import Staged
 from laminar.planner.bounds.cell_bound import Bounds
 from laminar.planner.bounds.plan_bound import cut_bound_s, plan_bound_s
-from laminar.planner.estimate.candidates import Final, Score, described
+from laminar.planner.estimate.candidates import Final, Score, described_candidate
 from laminar.planner.estimate.pipeline_recompute import first_cut
 from laminar.planner.estimate.score_cell import CellScorer
 from laminar.planner.estimate.score_placement import feasible, scored
@@ -113,7 +113,7 @@ class NamedBounds:
 
     def contradicted(self, final: Final) -> Contradiction | None:
         """Whether the plan that was asked about last was simulated faster than its bound."""
-        return contradicted(described(final.score), final.seconds, self.bound_s)
+        return contradicted(described_candidate(final.score), final.seconds, self.bound_s)
 
     def score(self, one: Named) -> Score:
         """What is to be simulated; where blocks are made again, with as many of them as are expected to fit."""

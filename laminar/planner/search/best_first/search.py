@@ -18,14 +18,14 @@ from laminar.planner.estimate.score_placement import feasible
 from laminar.planner.search.best_first.branches import Branches
 from laminar.planner.search.best_first.certify import GraphSearches
 from laminar.planner.search.best_first.graph_search import GraphSearch
-from laminar.planner.search.best_first.incumbent import Incumbent, Progress
+from laminar.planner.search.best_first.incumbent import Incumbent, TellPlan
 from laminar.planner.search.earlier_plans import remember
 from laminar.planner.space.cell import Cell
 from laminar.planner.space.request import Request
-from laminar.planner.space.rewrites import Variants
+from laminar.planner.space.rewrites import SearchedVariants
 
 
-def find(graph: Graph, request: Request, progress: Progress | None = None) -> Found:
+def find(graph: Graph, request: Request, progress: TellPlan | None = None) -> Found:
     """The fastest plan of the space that fits, and how far it can be from the best there is."""
     found = sought(graph, request, progress)
     if isinstance(found, Nothing):
@@ -34,14 +34,14 @@ def find(graph: Graph, request: Request, progress: Progress | None = None) -> Fo
 
 
 def sought(
-    graph: Graph, request: Request, progress: Progress | None = None, below_s: float = math.inf
+    graph: Graph, request: Request, progress: TellPlan | None = None, below_s: float = math.inf
 ) -> Found | Nothing:
     """The same, or what is known where there is no plan; slower plans than `below_s` are of no use to anybody."""
     with uncollected():
         incumbent = Incumbent(request, progress or (lambda text: None), below_s)
         captured = GraphSearch(graph, incumbent)
         captured.begin()
-        variants = Variants(graph, request)
+        variants = SearchedVariants(graph, request)
         rewritten = [GraphSearch(made, incumbent, captured, steps) for steps, made in variants if steps]
         for other in rewritten[:1]:
             other.follow()  # where that is faster, it rules out most cells of the captured graph

@@ -19,7 +19,7 @@ from laminar.ir.plans.plan import Plan
 from laminar.ir.plans.rewrites import Steps
 from laminar.placement.micro_batch import micro
 from laminar.planner.estimate import pipeline_recompute
-from laminar.planner.estimate.candidates import Final, Score, described
+from laminar.planner.estimate.candidates import Final, Score, described_candidate
 from laminar.planner.estimate.score_cell import CellScorer
 from laminar.planner.estimate.score_placement import feasible
 from laminar.planner.search.best_first.incumbent import Incumbent, TimeLeft
@@ -116,7 +116,7 @@ class Trials:
         final = replace(final, score=now)
         if checking() and self.bounds.about(final):
             bound_s = self.bounds.model_bounds.of(now.cell).seconds
-            self.contradictions.append(contradicted(described(now), final.seconds, bound_s))
+            self.contradictions.append(contradicted(described_candidate(now), final.seconds, bound_s))
         self.incumbent.take(final)
         return final
 

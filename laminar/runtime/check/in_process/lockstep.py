@@ -18,7 +18,7 @@ from laminar.ir.graph import map_refs
 from laminar.ir.program import Instr, Program
 from laminar.ir.serial.codec import Ref
 from laminar.runtime.code.local_op import prepare
-from laminar.runtime.comm.boxing_ops import Box, reduce
+from laminar.runtime.comm.boxing_ops import LocalBoxing, reduce
 from laminar.runtime.comm.shards import shard
 
 Watcher = Callable[[Instr, list[tuple[Any, ...]]], None]
@@ -93,7 +93,7 @@ def _box(instr: Instr, program: Program, memory: list[dict[Ref, Any]]) -> list[t
     mesh = program.mesh
     out: list[list[Any]] = [[] for _ in range(mesh.ranks)]
     for which, ref in enumerate(instr.refs):
-        boxes = [Box.of(instr, mesh, r, which) for r in range(mesh.ranks)]
+        boxes = [LocalBoxing.of(instr, mesh, r, which) for r in range(mesh.ranks)]
         sent: dict[int, list[Tensor]] = {}
         for r, box in enumerate(boxes):
             x = memory[r][ref]

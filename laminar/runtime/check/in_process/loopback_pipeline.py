@@ -2,8 +2,8 @@
 
 Each rank has a thread and takes turns with the others (`rank_threads.py`); stages hand each other tensors through
 rings in ordinary memory, ranks of one place exchange by loopback (`loopback.py`). A register is poisoned when it has
-been read, and what a part adds to is poisoned before the step. `lockstep_pipeline.py` computes the same without any of
-this.
+been read, and what a part adds to is poisoned before the step. `tests/support/lockstep_pipeline.py` computes the same
+without any of this.
 """
 
 from __future__ import annotations
