@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from laminar.planner.space.request import Request
     from laminar.runtime.check.prove_rule_files import ProvedRules
     from laminar.train.job.verify_exact import ExactReport
+    from laminar.train.loop import Callback
     from laminar.train.protocol import TrainingJob
 
 
@@ -663,6 +664,7 @@ def train(
     timeline_steps: int = 3,
     prefetch: int | None = None,
     hash_every: int = 0,
+    rebalance: bool = False,
     **options: Any,
 ) -> Any:
     """Train a recipe on this rank, alone or among others; what `laminar train` runs on every rank.
@@ -670,6 +672,7 @@ def train(
     `prefetch` batches are loaded ahead: 2 unless given, or none with plan="ddp", whose models draw from the same
     generator as their data. `options` are those of `parallelize`. Rank 0 saves the plan as `plan_file`, and as
     `timeline`, if given, what all ranks did in a step. Every `hash_every` steps there is an event with the job's hash.
+    With `rebalance` units of an exact job go from slow ranks to fast ones.
     """
     from laminar.events import emit
 
@@ -688,7 +691,11 @@ def train(
     job = parallelize(found.model(), found.loss, found.optimizer, batch=batch, seed=seed, **options)
     if plan_file is not None and job.rank == 0 and job.plan is not None:
         job.plan.save(str(plan_file))
-    own = [*([OnStep(found.on_step)] if found.on_step else []), *([HashEvery(hash_every)] if hash_every else [])]
+    own: list[Callback] = [
+        *([OnStep(found.on_step)] if found.on_step else []),
+        *([HashEvery(hash_every)] if hash_every else []),
+    ]
+    own += [rebalancing()] if rebalance else []
     outcome = loop(
         job,
         found.data,
@@ -708,6 +715,13 @@ def train(
     )
     job.close()
     return outcome
+
+
+def rebalancing() -> Callback:
+    """What keeps units of an exact job where they are computed fastest."""
+    from laminar.train.auto.rebalance import Rebalance
+
+    return Rebalance()
 
 
 def _seed_everything(seed: int) -> None:

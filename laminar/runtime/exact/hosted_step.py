@@ -8,6 +8,7 @@ run finds out, line by line; else for one unit after the other. Terms of sums ar
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -67,6 +68,8 @@ class HostedStep:
         self.program, self.hosts, self.mesh, self.device = program, hosts, hosts.mesh, hosts.device
         self.lanes = HostedLanes(hosts.mesh, hosts.hosting, hosts.process)
         self.watch = watch
+        self.own_s = self._waited = 0.0
+        """Seconds of the last run that this process spent on its own work, not on exchanges."""
         self.placed = {Ref(i.name): i.placed for i in program.inputs}
         self.placed |= {Ref(i.name, k): p for i in program.instrs for k, p in enumerate(i.outs) if p is not None}
         given = constants or {}
@@ -148,8 +151,18 @@ class HostedStep:
 
     def __call__(self, *inputs: Tensor) -> list[Tensor]:
         """One step."""
+        begun, self._waited = time.perf_counter(), 0.0
         with torch.no_grad():
-            return self._run(inputs)
+            out = self._run(inputs)
+        self.own_s = time.perf_counter() - begun - self._waited
+        return out
+
+    def wait(self, exchange: Callable[[], Any]) -> Any:
+        """What an exchange gives; the time it takes is not this process's own."""
+        begun = time.perf_counter()
+        out = exchange()
+        self._waited += time.perf_counter() - begun
+        return out
 
     def _run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         self.env = {}
@@ -253,7 +266,7 @@ class _Reduce:
     def finish(self) -> None:
         """Wait for the others, and take the sums."""
         del self.step._unfinished[self.instr.name]
-        self.step.spread(self.instr, self.reduction.finish())
+        self.step.spread(self.instr, self.step.wait(self.reduction.finish))
 
 
 class _Move:
@@ -262,7 +275,7 @@ class _Move:
         self.here: dict[tuple[int, int], int] = {}
 
     def run(self) -> None:
-        self.step.spread(self.instr, self.move(self._fetch))
+        self.step.spread(self.instr, self.step.wait(lambda: self.move(self._fetch)))
 
     def _fetch(self, which: int, rank: int) -> Tensor:
         """An instance by the first logical rank that has it, which need not be here."""
