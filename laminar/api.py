@@ -650,6 +650,21 @@ def parallelize(
     return Job(model, loss, optimizer, batch, plan, options, world=world)
 
 
+def _job_of(name: str, recipe: Recipe, seed: int, options: Mapping[str, Any]) -> TrainingJob:
+    """A job for a recipe's model and first batch, both made from the seed."""
+    from laminar.events import emit
+
+    if recipe.optimizer is None:
+        raise RecipeError(f"{name} has no optimizer", next="give Recipe(optimizer=lambda params: AdamW(params))")
+    _seed_everything(seed)
+    batch = next(iter(recipe.data()), None)
+    if batch is None:
+        raise RecipeError(f"{name} gives no batch", next="data() must yield at least one")
+    emit("phase", name="making the model")
+    _seed_everything(seed)
+    return parallelize(recipe.model(), recipe.loss, recipe.optimizer, batch=batch, seed=seed, **options)
+
+
 def train(
     recipe: str,
     *,
@@ -680,15 +695,7 @@ def train(
     from laminar.train.loop import HashEvery, OnStep, loop  # and torch with it
 
     found = load_recipe(recipe)
-    if found.optimizer is None:
-        raise RecipeError(f"{recipe} has no optimizer", next="give Recipe(optimizer=lambda params: AdamW(params))")
-    _seed_everything(seed)
-    batch = next(iter(found.data()), None)
-    if batch is None:
-        raise RecipeError(f"{recipe} gives no batch", next="data() must yield at least one")
-    emit("phase", name="making the model")
-    _seed_everything(seed)
-    job = parallelize(found.model(), found.loss, found.optimizer, batch=batch, seed=seed, **options)
+    job = _job_of(recipe, found, seed, options)
     if plan_file is not None and job.rank == 0 and job.plan is not None:
         job.plan.save(str(plan_file))
     own: list[Callback] = [
