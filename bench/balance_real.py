@@ -342,13 +342,16 @@ def tell(given: argparse.Namespace, sides: list[Side], cost: SampleCost) -> None
     over = {side.name: [max(c) / statistics.mean(c) for c in side.busy[1:]] for side in sides}
     busy = {side.name: [max(c) for c in side.busy[1:]] for side in sides}
     row: dict[str, Any] = {
-        "ranks": given.ranks, "batch": given.batch, "steps": given.steps, 
+        "ranks": given.ranks,
+        "batch": given.batch,
+        "steps": given.steps,
         "model": f"GPT, {given.layers} x {given.width}",
-        "lengths": f"github, up to {given.longest}", "square_over_token": round(cost.per_square / cost.per_token, 6),
+        "lengths": f"github, up to {given.longest}",
+        "square_over_token": round(cost.per_square / cost.per_token, 6),
         "step_s": {name: round(statistics.mean(t), 4) for name, t in times.items()},
         "slowest_busy_s": {name: round(statistics.mean(x), 4) for name, x in busy.items()},
         "slowest_busy_over_mean": {name: round(statistics.mean(x), 3) for name, x in over.items()},
-    }  # fmt: skip
+    }
     for name in ("torch order", "equal counts"):
         for best in ("ours", "ours, cut"):
             row[f"{name} over {best}"] = {
