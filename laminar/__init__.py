@@ -46,6 +46,7 @@ _WHERE = {
     "PlanError": "laminar.errors",
     "Program": "laminar.ir.program",
     "RankError": "laminar.errors",
+    "Rebalance": "laminar.train.auto.rebalance",
     "Recipe": "laminar.api",
     "RecipeError": "laminar.errors",
     "RendezvousError": "laminar.errors",
@@ -101,6 +102,7 @@ __all__ = [
     "PlanError",
     "Program",
     "RankError",
+    "Rebalance",
     "Recipe",
     "RecipeError",
     "RendezvousError",
@@ -242,6 +244,7 @@ if TYPE_CHECKING:
     from laminar.ir.timeline import Timeline
     from laminar.lower.lower import lower
     from laminar.rewrite.variants import rewritten
+    from laminar.train.auto.rebalance import Rebalance
     from laminar.train.batch.leaves import Local, Sized
     from laminar.train.job.job import Job
     from laminar.train.loop import Callback

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from laminar.planner.space.request import Request
     from laminar.runtime.check.prove_rule_files import ProvedRules
     from laminar.train.job.verify_exact import ExactReport
+    from laminar.train.loop import Callback
     from laminar.train.protocol import TrainingJob
 
 
@@ -449,7 +450,7 @@ def verify_exact(
     Where they part, what comes back names the first step, op and tensor that differ.
     """
     from laminar.train.job.verify_exact import ExactTrial
-    from laminar.train.job.verify_exact import verify_exact as compared
+    from laminar.train.job.verify_exact import verify_trial as compared
 
     asked = Exact.of(exact) or Exact()
     if load_recipe(recipe).optimizer is None:
@@ -649,6 +650,21 @@ def parallelize(
     return Job(model, loss, optimizer, batch, plan, options, world=world)
 
 
+def _job_of(name: str, recipe: Recipe, seed: int, options: Mapping[str, Any]) -> TrainingJob:
+    """A job for a recipe's model and first batch, both made from the seed."""
+    from laminar.events import emit
+
+    if recipe.optimizer is None:
+        raise RecipeError(f"{name} has no optimizer", next="give Recipe(optimizer=lambda params: AdamW(params))")
+    _seed_everything(seed)
+    batch = next(iter(recipe.data()), None)
+    if batch is None:
+        raise RecipeError(f"{name} gives no batch", next="data() must yield at least one")
+    emit("phase", name="making the model")
+    _seed_everything(seed)
+    return parallelize(recipe.model(), recipe.loss, recipe.optimizer, batch=batch, seed=seed, **options)
+
+
 def train(
     recipe: str,
     *,
@@ -663,6 +679,7 @@ def train(
     timeline_steps: int = 3,
     prefetch: int | None = None,
     hash_every: int = 0,
+    rebalance: bool = False,
     **options: Any,
 ) -> Any:
     """Train a recipe on this rank, alone or among others; what `laminar train` runs on every rank.
@@ -670,6 +687,7 @@ def train(
     `prefetch` batches are loaded ahead: 2 unless given, or none with plan="ddp", whose models draw from the same
     generator as their data. `options` are those of `parallelize`. Rank 0 saves the plan as `plan_file`, and as
     `timeline`, if given, what all ranks did in a step. Every `hash_every` steps there is an event with the job's hash.
+    With `rebalance` units of an exact job go from slow ranks to fast ones.
     """
     from laminar.events import emit
 
@@ -677,17 +695,14 @@ def train(
     from laminar.train.loop import HashEvery, OnStep, loop  # and torch with it
 
     found = load_recipe(recipe)
-    if found.optimizer is None:
-        raise RecipeError(f"{recipe} has no optimizer", next="give Recipe(optimizer=lambda params: AdamW(params))")
-    _seed_everything(seed)
-    batch = next(iter(found.data()), None)
-    if batch is None:
-        raise RecipeError(f"{recipe} gives no batch", next="data() must yield at least one")
-    emit("phase", name="making the model")
-    _seed_everything(seed)
-    job = parallelize(found.model(), found.loss, found.optimizer, batch=batch, seed=seed, **options)
+    job = _job_of(recipe, found, seed, options)
     if plan_file is not None and job.rank == 0 and job.plan is not None:
         job.plan.save(str(plan_file))
+    own: list[Callback] = [
+        *([OnStep(found.on_step)] if found.on_step else []),
+        *([HashEvery(hash_every)] if hash_every else []),
+    ]
+    own += [rebalancing()] if rebalance else []
     outcome = loop(
         job,
         found.data,
@@ -703,14 +718,17 @@ def train(
         timeline_steps=timeline_steps,
         prefetch=(2 if job.plan is not None else 0) if prefetch is None else prefetch,
         metrics=found.metrics,
-        callbacks=[
-            *([OnStep(found.on_step)] if found.on_step else []),
-            *([HashEvery(hash_every)] if hash_every else []),
-            *found.callbacks,
-        ],
+        callbacks=[*own, *found.callbacks],
     )
     job.close()
     return outcome
+
+
+def rebalancing() -> Callback:
+    """What keeps units of an exact job where they are computed fastest."""
+    from laminar.train.auto.rebalance import Rebalance
+
+    return Rebalance()
 
 
 def _seed_everything(seed: int) -> None:

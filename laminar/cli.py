@@ -177,6 +177,30 @@ def do_train(args: argparse.Namespace) -> int:
     return command.run_train(args, train, load_recipe)
 
 
+def verify_options(p: argparse.ArgumentParser) -> None:
+    """What `laminar verify` compares: a plan with one device, or exact runs with each other."""
+    p.add_argument("--plan", metavar="FILE", help="a plan file, to be compared with one device")
+    p.add_argument(
+        "--exact",
+        nargs="?",
+        const="",
+        metavar="units=8,slices=1",
+        help="instead: train in exact mode on 1 process and on several, and compare hashes after every step",
+    )
+    p.add_argument("--processes", type=int, default=2, metavar="N", help="with --exact: how many (default: 2)")
+    p.add_argument("--steps", type=int, default=3, metavar="N", help="with --exact: steps to train (default: 3)")
+    p.add_argument("--seed", type=int, default=0, metavar="N", help="with --exact: of weights, draws and hostings")
+    p.add_argument("--precision", default="f32", choices=PRECISIONS, help="with --exact (default: f32)")
+    p.add_argument(
+        "--ranks",
+        default="inprocess",
+        choices=["inprocess", "processes"],
+        help="all ranks in this process (default), or one Gloo process each",
+    )
+    p.add_argument("--dtype", default="f64", choices=["f64", "f32"], help="precision of the comparison (default: f64)")
+    p.add_argument("--batches", type=int, default=1, metavar="N", help="batches to compare (default: 1)")
+
+
 def parser() -> argparse.ArgumentParser:
     """All verbs and their options."""
     from laminar.launch import command
@@ -217,27 +241,7 @@ def parser() -> argparse.ArgumentParser:
     cli_cost.simulate_options(
         verb("simulate", cli_cost.do_simulate, "predict time and memory of a plan's step, on any cluster", False)
     )
-    p = verb("verify", do_verify, "run a plan and compare it with one device; exit 1 if they differ", True)
-    p.add_argument("--plan", metavar="FILE", help="a plan file, to be compared with one device")
-    p.add_argument(
-        "--exact",
-        nargs="?",
-        const="",
-        metavar="units=8,slices=1",
-        help="instead: train in exact mode on 1 process and on several, and compare hashes after every step",
-    )
-    p.add_argument("--processes", type=int, default=2, metavar="N", help="with --exact: how many (default: 2)")
-    p.add_argument("--steps", type=int, default=3, metavar="N", help="with --exact: steps to train (default: 3)")
-    p.add_argument("--seed", type=int, default=0, metavar="N", help="with --exact: of weights, draws and hostings")
-    p.add_argument("--precision", default="f32", choices=PRECISIONS, help="with --exact (default: f32)")
-    p.add_argument(
-        "--ranks",
-        default="inprocess",
-        choices=["inprocess", "processes"],
-        help="all ranks in this process (default), or one Gloo process each",
-    )
-    p.add_argument("--dtype", default="f64", choices=["f64", "f32"], help="precision of the comparison (default: f64)")
-    p.add_argument("--batches", type=int, default=1, metavar="N", help="batches to compare (default: 1)")
+    verify_options(verb("verify", do_verify, "run a plan and compare it with one device; exit 1 if they differ", True))
     command.train_options(verb("train", do_train, "train a recipe on one or more ranks of this machine", True))
     cli_cost.diff_options(verb("diff", cli_cost.do_diff, "compare a predicted with a measured timeline", False))
     return top

@@ -227,6 +227,16 @@ def sequences(page: str) -> None:
     assert ran(page, {"laminar": laminar, "graph": graph})["plan"].inputs["batch.ids"] == (laminar.S(1),)
 
 
+def exact(page: str) -> None:
+    """One process: the hostings are those of one."""
+    threads = torch.get_num_threads()
+    try:
+        job = ran(page, prelude())["job"]
+    finally:
+        torch.set_num_threads(threads)
+    assert job.steps == 4 and len(job.hash()) == 64
+
+
 def balanced(page: str) -> None:
     """All of the page: what is cut is balanced, and the loader has learnt."""
     names = ran(page, prelude(plain=True))
@@ -256,6 +266,7 @@ HOW: dict[str, Callable[[str], None]] = {
     "README.md": readme,
     "docs/use/train.md": training,
     "docs/use/command_line.md": recipes,
+    "docs/use/exact.md": exact,
     "docs/use/predict.md": predictions,
     "docs/use/data.md": balanced,
     "docs/how/long_sequences.md": sequences,

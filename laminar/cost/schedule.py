@@ -287,6 +287,7 @@ def _lines(w: _Writer, program: Program, prices: Prices, groups: KernelGroups | 
             _exchange(w, instr, meeting, {k: c for k in meeting if isinstance(c := costs[k], ExchangePrice)}, program)
     for finish in list(waiting.values()):
         finish()
+    waiting.clear()  # they know who writes, who knows them: circles, which only the garbage collector would end
 
 
 def _copy(w: _Writer, instr: Instr, k: int, price: Price) -> None:

@@ -98,6 +98,11 @@ def _where_options(p: argparse.ArgumentParser) -> None:
         help="the same bits for any number of workers: the batch is computed in so many units, and --plan says what "
         "workers store",
     )
+    add(
+        "--rebalance",
+        action="store_true",
+        help="with --exact: move units from slow workers to fast ones, by their own computing time (changes no bit)",
+    )
     add("--device", choices=["cpu", "cuda"], help="default: cuda if there is a GPU for each rank")
     add("--precision", default=DEFAULTS.precision, choices=PRECISIONS, help="default: %(default)s")
     add("--compile", action=argparse.BooleanOptionalAction, help="compile the step (default: on GPUs only)")
@@ -342,6 +347,7 @@ def be_a_rank(args: argparse.Namespace, place: RankPlace, train: Callable[..., A
             check=args.check,
             measure=args.measure,
             exact=args.exact,
+            rebalance=args.rebalance,
             hash_every=args.hash_every,
             timeline=None if args.timeline is None else Path(args.timeline or where.timeline),
         )

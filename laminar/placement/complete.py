@@ -10,7 +10,7 @@ memory limit: this completes a decision, it does not search for one.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
@@ -459,7 +459,6 @@ def _common(a: str, b: str) -> int:
 
 
 Seeds = Mapping[str, Mapping[str, Sbp]]
-Fitting = Callable[[TensorSpec], Sbp]
 
 
 def storable(spec: TensorSpec, parts: int) -> Sbp:

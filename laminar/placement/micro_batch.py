@@ -11,6 +11,7 @@ Names stay, so that a plan for this graph fits the one that is traced from a rea
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from laminar.errors import PlanError
@@ -105,11 +106,11 @@ def _local(node: Node, whole: Call, call: Call) -> Node:
     if call.args is whole.args:
         return node if call.outs == node.outs else replace(node, outs=call.outs)
     refs = iter(node.ins)
+    return replace(node, args=tuple([_named(arg, refs) for arg in call.args]), outs=call.outs)
 
-    def named(arg: object) -> object:
-        """Arguments of a call number their tensors; a node names them."""
-        if isinstance(arg, Ref):
-            return next(refs)
-        return tuple(map(named, arg)) if isinstance(arg, tuple) else arg
 
-    return replace(node, args=tuple(map(named, call.args)), outs=call.outs)
+def _named(arg: object, refs: Iterator[Ref]) -> object:
+    """Arguments of a call number their tensors; a node names them."""
+    if isinstance(arg, Ref):
+        return next(refs)
+    return tuple([_named(a, refs) for a in arg]) if isinstance(arg, tuple) else arg

@@ -75,7 +75,9 @@ def balanced(
             known[id(at)] = np.concatenate(([0.0], np.cumsum([at[n.name] for n in ops])))
     sums = [known[id(at)] for at in given]
     total = [sums[s % len(sums)] for s in range(stages)]
-    sent = crossing_bytes(graph, [n.name for n in ops])
+    sent = graph.notes.get("sent")
+    if sent is None:
+        sent = graph.notes["sent"] = crossing_bytes(graph, [n.name for n in ops])
     if allowed[1:-1].sum() < stages - 1:
         allowed[:] = True
     slack = CUT_SLACK if work is None else KNOWN_SLACK
@@ -90,10 +92,13 @@ def balanced(
 
 def cuttable(graph: Graph) -> tuple[list[Node], np.ndarray]:
     """Forward ops that belong to one stage, in order; and where a stage may begin: before each, and behind the last."""
-    light = light_ops(graph)
-    ops = [n for n in graph.nodes if n.phase == "forward" and n.name not in light]
-    apart = _inside_layers(graph, ops)
-    return ops, np.array([k not in apart for k in range(len(ops) + 1)])
+    known: tuple[list[Node], np.ndarray] | None = graph.notes.get("cuttable")
+    if known is None:
+        light = light_ops(graph)
+        ops = [n for n in graph.nodes if n.phase == "forward" and n.name not in light]
+        apart = _inside_layers(graph, ops)
+        known = graph.notes["cuttable"] = ops, np.array([k not in apart for k in range(len(ops) + 1)])
+    return list(known[0]), known[1].copy()
 
 
 def _cuts(total: Sequence[np.ndarray], sent: np.ndarray, allowed: np.ndarray, stages: int, slack: float) -> list[int]:

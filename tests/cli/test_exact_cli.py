@@ -13,7 +13,7 @@ import torch
 
 from laminar.ir.exact import Exact
 from laminar.train.job.exact_job import ExactJob
-from laminar.train.job.verify_exact import ExactTrial, verify_exact
+from laminar.train.job.verify_exact import ExactTrial, verify_trial
 from laminar.train.options import JobOptions
 from tests.support.zoo import recipe
 
@@ -77,7 +77,7 @@ def make_gpt() -> object:
 @pytest.mark.parametrize("processes", [2])
 def test_a_difference_is_traced_to_its_step_op_and_tensor(processes: int) -> None:
     trial = ExactTrial(make_gpt, Exact(4), 3, JobOptions(check=False), processes, spoil_a_weight)
-    report = verify_exact(trial, 200)
+    report = verify_trial(trial, 200)
     assert not report.ok and report.step == 2 and report.rank is not None
     assert report.hashes[0] == report.others[0] and report.hashes[1] != report.others[1]
     assert report.op.startswith(("aten.", "laminar.", "box.")) and "step 2 parts" in str(report)

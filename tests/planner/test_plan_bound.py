@@ -20,7 +20,7 @@ from laminar.forecast.pipeline_step import predict_staged
 from laminar.forecast.step import predict
 from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.graph import Graph
-from laminar.ir.staged import Staged
+from laminar.ir.plans.staged import Staged
 from laminar.planner.bounds import plan_bound
 from laminar.planner.bounds.cell_bound import Bounds
 from laminar.planner.bounds.pipeline_bound import Row

@@ -20,8 +20,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Any
 
 from laminar.errors import LaminarError
@@ -83,16 +84,15 @@ def numbered(call: Call) -> Call:
         # Neither the number of the place that draws nor whose samples these are costs anything.
         args = (*args[:2], 0, *args[3:4], *(CUT for last in args[4:] if last == CUT))
         call = replace(call, ins=(KEY,))
-    count = -1
+    return one_call(op, _numbered(args, count()), call.ins, call.outs)
 
-    def number(arg: Any) -> Any:
-        nonlocal count
-        if isinstance(arg, Ref):
-            count += 1
-            return Ref("", count)
-        return tuple(map(number, arg)) if isinstance(arg, (tuple, list)) else arg
 
-    return one_call(op, number(args), call.ins, call.outs)
+def _numbered(arg: Any, numbers: Iterator[int]) -> Any:
+    """Arguments with their tensors numbered one after the other."""
+    # Not inside of `canonical`: a function that calls itself is a circle, which only the garbage collector ends.
+    if isinstance(arg, Ref):
+        return Ref("", next(numbers))
+    return tuple([_numbered(a, numbers) for a in arg]) if isinstance(arg, (tuple, list)) else arg
 
 
 def _from_zero(call: Call) -> tuple[Any, ...]:
@@ -114,27 +114,27 @@ def key_of(call: Call, marks: Sequence[str] = ()) -> str:
 
     `marks` say how each operand lies, "" for as usual; one mark more, "!", says that the result has its place.
     """
-    keeps = call.op.startswith(_KEEPS_NUMBERS)
-
-    def show(arg: Any) -> str:
-        if isinstance(arg, Ref):
-            mark = marks[arg.index] if arg.index < len(marks) else ""
-            return f"{call.ins[arg.index]}{mark if mark in ('', chr(39)) else '{' + mark + '}'}"
-        if isinstance(arg, (tuple, list)):
-            return f"[{','.join(map(show, arg))}]"
-        if arg is None:
-            return "-"
-        if isinstance(arg, bool):
-            return "T" if arg else "F"
-        if isinstance(arg, float):
-            return repr(arg) if keeps else "~"
-        if isinstance(arg, Dtype):
-            return f":{arg.name}"
-        return f"${arg}" if isinstance(arg, str) else str(arg)
-
+    read = ",".join([_shown(a, call, marks) for a in call.args])
     made = ",".join("-" if o is None else str(o) for o in call.outs)
     told = "!" if len(marks) > len(call.ins) and marks[len(call.ins)] == "!" else ""
-    return f"{call.op}({','.join(map(show, call.args))})" + (f"->{made}" if made else "") + told
+    return f"{call.op}({read})" + (f"->{made}" if made else "") + told
+
+
+def _shown(arg: Any, call: Call, marks: Sequence[str]) -> str:
+    if isinstance(arg, Ref):
+        mark = marks[arg.index] if arg.index < len(marks) else ""
+        return f"{call.ins[arg.index]}{mark if mark in ('', chr(39)) else '{' + mark + '}'}"
+    if isinstance(arg, (tuple, list)):
+        return f"[{','.join([_shown(a, call, marks) for a in arg])}]"
+    if arg is None:
+        return "-"
+    if isinstance(arg, bool):
+        return "T" if arg else "F"
+    if isinstance(arg, float):
+        return repr(arg) if call.op.startswith(_KEEPS_NUMBERS) else "~"
+    if isinstance(arg, Dtype):
+        return f":{arg.name}"
+    return f"${arg}" if isinstance(arg, str) else str(arg)
 
 
 _SPEC = re.compile(r"([a-z][a-z0-9]*\[[\d,]*\])('|\{\w+\})?")

@@ -74,6 +74,11 @@ class Model:
         return samples_of(self.graph)
 
     @cached_property
+    def trained(self) -> int:
+        """How many tensors have gradients."""
+        return sum(o.kind == "grad" for o in self.graph.outputs)
+
+    @cached_property
     def inside(self) -> Machine:
         """Prices of parts, all ranks of the cluster being at work."""
         return inside(self.request.cluster, self.request.cluster.devices, self.request.optimizer)

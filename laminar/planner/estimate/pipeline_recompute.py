@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -63,7 +64,11 @@ def under_way(cell: Cell, place: int, more: int = 0) -> np.ndarray:
 
     `more` begin before the first one comes back, at any place with several stages.
     """
-    stages, virtual, many = cell.stages, cell.virtual, cell.micro_batches
+    return _under_way(cell.stages, cell.virtual, cell.micro_batches, place, more)
+
+
+@lru_cache(maxsize=4096)
+def _under_way(stages: int, virtual: int, many: int, place: int, more: int) -> np.ndarray:
     if virtual == 1:
         return np.array([[min(many, stages - place)]], dtype=float)
     ahead = min(2 * (stages - place - 1) + (virtual - 1) * stages + 1 + more, many * virtual)

@@ -244,7 +244,7 @@ class CellScorer:
         share = share_of(model, cell, style, 0) if self.request.place else unit(model, cell, style, each)
         if share in model.parts or self.request.place:
             return parts_of(model, share)
-        near = [o for o in model.parts if _bare(o) == _bare(share)]
+        near = [o for o in model.parts if _kind(o) == _kind(share)]
         if near:
             best = min(near, key=lambda o: abs(math.log(o.samples / wanted)))
             if 1 / SCALED_SAMPLES <= best.samples / wanted <= SCALED_SAMPLES:
@@ -252,5 +252,6 @@ class CellScorer:
         return parts_of(model, share).scaled(wanted / each)
 
 
-def _bare(share: Share) -> Share:
-    return replace(share, samples=0, micro_batches=0)
+def _kind(share: Share) -> tuple[object, ...]:
+    """All but how many samples there are."""
+    return share.mesh, share.style, share.zero, share.recompute

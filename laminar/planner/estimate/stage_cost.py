@@ -227,7 +227,7 @@ def exchange_s(model: Model, cell: Cell, kind: str, nbytes: float, axis: str = "
     if axis not in cell.mesh.names or not nbytes:
         return 0.0
     # What is larger than a bucket travels by itself.
-    tensors = sum(o.kind == "grad" for o in model.graph.outputs) / cell.stages
+    tensors = model.trained / cell.stages
     buckets = max(1, round(min(nbytes / BUCKET_BYTES, tensors)))
     prices = model.machine(cell.mesh).collectives
     at = (cell.mesh.names.index(axis),)

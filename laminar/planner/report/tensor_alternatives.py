@@ -230,7 +230,7 @@ class _Asking:
                 check_placement(self.spec, nd, self.mesh.sizes, self.name)
                 found = self.scored(make(), show(nd), rest)
             except LaminarError as error:
-                reason = reason or str(error).splitlines()[0]
+                reason = reason or error.what
                 continue
             if best is None or found.step_s < best.step_s:
                 best = found

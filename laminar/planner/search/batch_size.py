@@ -104,7 +104,7 @@ class Batches:
                 batch.even = any(_even(cell, batch.samples) for cell in cells)
             batch.graph = graph
         except PlanError as error:
-            batch.why, batch.error = str(error).splitlines()[0], error
+            batch.why, batch.error = error.what, error
         return batch
 
     def left(self) -> float:

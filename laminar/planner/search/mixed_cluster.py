@@ -102,7 +102,7 @@ class MixedSearch:
             refuse_coupled(model.small(1, model.keeps[-1]))
             self.cells = all_sides(request, model.samples, model.cuts, model.blocks is not None)
         except LaminarError as error:
-            self.outside.append(f"micro-batches: {str(error).splitlines()[0]}")
+            self.outside.append(f"micro-batches: {error.what}")
         self.bounds = SidesBounds(self.shop, min((c.micro_batches for c in self.cells), default=1))
         self.at = {cell: self.bounds.of(cell) for cell in self.cells}
         self.guesses: list[Guess] = []

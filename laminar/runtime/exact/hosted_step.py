@@ -8,6 +8,7 @@ run finds out, line by line; else for one unit after the other. Terms of sums ar
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -67,6 +68,8 @@ class HostedStep:
         self.program, self.hosts, self.mesh, self.device = program, hosts, hosts.mesh, hosts.device
         self.lanes = HostedLanes(hosts.mesh, hosts.hosting, hosts.process)
         self.watch = watch
+        self.own_s = self._waited = 0.0
+        """Seconds of the last run that this process spent on its own work, not on exchanges."""
         self.placed = {Ref(i.name): i.placed for i in program.inputs}
         self.placed |= {Ref(i.name, k): p for i in program.instrs for k, p in enumerate(i.outs) if p is not None}
         given = constants or {}
@@ -148,8 +151,22 @@ class HostedStep:
 
     def __call__(self, *inputs: Tensor) -> list[Tensor]:
         """One step."""
-        with torch.no_grad():
-            return self._run(inputs)
+        begun, self._waited = time.perf_counter(), 0.0
+        try:
+            with torch.no_grad():
+                out = self._run(inputs)
+        except BaseException:
+            self._abandon()
+            raise
+        self.own_s = time.perf_counter() - begun - self._waited
+        return out
+
+    def wait(self, exchange: Callable[[], Any]) -> Any:
+        """What an exchange gives; the time it takes is not this process's own."""
+        begun = time.perf_counter()
+        out = exchange()
+        self._waited += time.perf_counter() - begun
+        return out
 
     def _run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         self.env = {}
@@ -170,6 +187,18 @@ class HostedStep:
         outs = [self.fetch(o.ref, self.hosts.rank) for o in self.program.outputs]
         self.env = {}
         return outs
+
+    def _abandon(self) -> None:
+        """A run has failed in its middle: no half of a sum may be left for the next one."""
+        self.env, self._unfinished = {}, {}
+        for reduction in self.reductions.values():
+            for whole, _ in reduction.sums:
+                whole.waiting = False
+        for line in self.lines:
+            for feed in (
+                (f for feeds in line.feeds for f in feeds if f is not None) if isinstance(line, _ByUnit) else ()
+            ):
+                feed[0].clear()
 
     def _input(self, x: Tensor, placed: Placed) -> dict[LaneKey, Instances]:
         axes = varies(placed)
@@ -253,7 +282,7 @@ class _Reduce:
     def finish(self) -> None:
         """Wait for the others, and take the sums."""
         del self.step._unfinished[self.instr.name]
-        self.step.spread(self.instr, self.reduction.finish())
+        self.step.spread(self.instr, self.step.wait(self.reduction.finish))
 
 
 class _Move:
@@ -262,7 +291,7 @@ class _Move:
         self.here: dict[tuple[int, int], int] = {}
 
     def run(self) -> None:
-        self.step.spread(self.instr, self.move(self._fetch))
+        self.step.spread(self.instr, self.step.wait(lambda: self.move(self._fetch)))
 
     def _fetch(self, which: int, rank: int) -> Tensor:
         """An instance by the first logical rank that has it, which need not be here."""
@@ -348,6 +377,9 @@ class _ByUnit:
         for lane in self.lanes:
             self.together.append(self._stacked(lane, threads) if stacks and len(lane.units) > 1 else None)
         self.together = self.together if any(self.together) else []
+        self.fed = [step.feeds(ref) for ref, _, _ in self.made]
+        self.feeds = [[step.feed(ref, lane) for ref, _, _ in self.made] for lane in self.lanes]
+        """Where terms of sums go as they are made, by lane and result."""
         self.product = instr.op == "aten.mm" and step.feeds(Ref(instr.name))
         self.accumulates: bool | None = None
         """Whether products of a sum may be added as they are made; nothing until there were two."""
@@ -388,16 +420,15 @@ class _ByUnit:
             self.together = self.together if any(self.together) else []
 
     def _run_each(self, at: int, lane: HostedLane) -> None:
-        step, env, keys = self.step, self.step.env, self.keys[at]
-        feeds = [step.feed(ref, lane) if step.feeds(ref) else None for ref, _, _ in self.made]
+        env, keys, feeds = self.step.env, self.keys[at], self.feeds[at]
         for unit, call in zip(lane.units, self.each[at], strict=True):
             feed = feeds[0]
             if self.product and feed is not None and feed[1][unit]:
                 self._add_product(feed[0], unit, *(env[r][keys[r]].of(unit) for r in self.instr.args))
                 continue
             outs = call(lambda ref, unit=unit: env[ref][keys[ref]].of(unit))  # type: ignore[misc]
-            for (ref, k, placed), feed in zip(self.made, feeds, strict=True):
-                if step.feeds(ref):
+            for (ref, k, placed), fed, feed in zip(self.made, self.fed, feeds, strict=True):
+                if fed:
                     if feed is not None and feed[1][unit]:
                         feed[0].add(unit, outs[k], self.own)
                     continue

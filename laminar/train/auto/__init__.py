@@ -1,1 +1,1 @@
-"""`plan="auto"`: a plan searched by one rank for all, its finalists tried out where the job will run."""
+"""What a job decides by itself: plans searched and tried out where it will run, units that change processes."""

@@ -15,7 +15,7 @@ from laminar.capture.ops.torch_ops import constant_tensor
 from laminar.cost.sim.no_gc import uncollected
 from laminar.errors import BatchError
 from laminar.events import emit
-from laminar.ir.exact import Exact
+from laminar.ir.exact import Exact, Hosting
 from laminar.ir.graph import Graph
 from laminar.ir.plans.plan import Plan
 from laminar.ir.program import Program
@@ -45,6 +45,8 @@ class ExactEngine(Engine):
         self.state, self.storage, self.hosts, self.exact = state, storage, hosts, exact
         self.transport, self.resharder = hosts, storage
         self._watch: LineWatcher | None = None
+        self._last: HostedStep | None = None
+        self._before: dict[Hosting, tuple[HostedRanks, dict[str, Ready]]] = {}
         self._programs: dict[str, tuple[Graph, Plan, Program]] = {}
 
     def _hosted(
@@ -56,16 +58,29 @@ class ExactEngine(Engine):
         """Tell somebody of every result of every line from now on; slow, for who looks for a difference."""
         self._watch = told
         self._ready.clear()
+        self._before.clear()
 
     def close(self) -> None:
         """Leave the groups of processes that state moves through."""
         self.storage.transport.close()
         self._ready.clear()
+        self._before.clear()
 
     def rehost(self, hosts: HostedRanks) -> None:
-        """Let processes compute other logical ranks from now on; programs stay, and what runs them is made anew."""
-        self.hosts = self.transport = hosts
-        self._ready.clear()
+        """Let processes compute other logical ranks from now on.
+
+        Programs stay. What runs them is made anew, or found: that of the hosting before this one is kept.
+        """
+        self._before[self.hosts.hosting] = self.hosts, self._ready
+        self.hosts, self._ready = self._before.pop(hosts.hosting, (hosts, {}))
+        self.transport = self.hosts
+        while len(self._before) > 1:
+            del self._before[next(iter(self._before))]
+
+    @property
+    def own_s(self) -> float:
+        """Seconds that this process spent on its own work in the last run of its last program."""
+        return self._last.own_s if self._last is not None else 0.0
 
     def ready(self, leaves: Leaves, backward: bool = True) -> Ready:
         """The compiled step for such a (micro-)batch, made on first use."""
@@ -90,13 +105,11 @@ class ExactEngine(Engine):
         apart = [
             (at, i.name) for at, i in enumerate(program.inputs) if i.kind in stays and layout.held_nd(i.name) != whole
         ]
-        if not apart:
-            return made
         items = [(name, self.state.specs[name], layout.held_nd(name), whole) for _, name in apart]
 
         def gathered(*inputs: Tensor) -> list[Tensor]:
-            given = list(inputs)
-            found = self.storage(items, "weights", [given[at] for at, _ in apart])
+            given, self._last = list(inputs), step
+            found = self.storage(items, "weights", [given[at] for at, _ in apart]) if apart else []
             for (at, _), weight in zip(apart, found, strict=True):
                 given[at] = weight
             return step(*given)

@@ -199,4 +199,5 @@ def deterministic_kernels() -> None:
     """On a GPU: kernels that add in the same order every time, or an error that names the op."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined] # nothing reads it
     torch.backends.cudnn.benchmark = False

@@ -79,7 +79,7 @@ class ExactReport:
 
 
 @dataclass
-class Seen:
+class TrialSeen:
     """What a rank tells of its run."""
 
     hashes: list[str] = field(default_factory=list)
@@ -90,7 +90,7 @@ class Seen:
     program: Program | None = None
 
 
-def verify_exact(trial: ExactTrial, timeout_s: float = 3600.0) -> ExactReport:
+def verify_trial(trial: ExactTrial, timeout_s: float = 3600.0) -> ExactReport:
     """Train twice and compare."""
     alone = ExactTrial(trial.make, trial.exact, trial.steps, trial.options)
     (one,), others = (_runs(t, None, timeout_s) for t in (alone, trial))
@@ -100,14 +100,14 @@ def verify_exact(trial: ExactTrial, timeout_s: float = 3600.0) -> ExactReport:
     if parts is None:
         return ExactReport(ok=True, **known)  # type: ignore[arg-type]
     (one,), others = (_runs(t, parts, timeout_s) for t in (alone, trial))
-    return ExactReport(ok=False, step=parts + 1, **known, **first_difference(one, others))  # type: ignore[arg-type]
+    return ExactReport(ok=False, step=parts + 1, **known, **first_line_apart(one, others))  # type: ignore[arg-type]
 
 
-def _runs(trial: ExactTrial, look_at: int | None, timeout_s: float) -> list[Seen]:
+def _runs(trial: ExactTrial, look_at: int | None, timeout_s: float) -> list[TrialSeen]:
     return on_ranks(trial.processes, train_and_look, trial, look_at, threads=trial.exact.threads, timeout_s=timeout_s)
 
 
-def train_and_look(trial: ExactTrial, look_at: int | None) -> Seen:
+def train_and_look(trial: ExactTrial, look_at: int | None) -> TrialSeen:
     """On one rank: hashes of all steps, or everything about one."""
     found = trial.make()
     torch.manual_seed(trial.options.seed)
@@ -117,7 +117,7 @@ def train_and_look(trial: ExactTrial, look_at: int | None) -> Seen:
     job = ExactJob(
         found.model(), found.loss, found.optimizer, batches[0], trial.exact, storage, trial.options, trial.hosting(0)
     )
-    seen = Seen()
+    seen = TrialSeen()
 
     def note(instr: Instr, rank: int, output: int, x: Tensor) -> None:
         name = instr.name if output == 0 else f"{instr.name}.{output}"
@@ -139,7 +139,7 @@ def train_and_look(trial: ExactTrial, look_at: int | None) -> Seen:
     return seen
 
 
-def first_difference(one: Seen, others: list[Seen]) -> Mapping[str, Any]:
+def first_line_apart(one: TrialSeen, others: list[TrialSeen]) -> Mapping[str, Any]:
     """The first line whose result another process has otherwise, in the order of the program; else an update."""
     assert one.program is not None
     for instr in one.program.instrs:

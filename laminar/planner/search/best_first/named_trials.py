@@ -44,6 +44,10 @@ class NamedBounds:
         self.scorer, self.model, self.bounds, self.best_s = scorer, scorer.model, bounds, best_s
         self._known: dict[tuple[Cell, frozenset[tuple[str, Choice]]], float] = {}
         """Bounds, by cell and by what its ops do: ZeRO does not change that."""
+        self._cut_s: dict[tuple[object, ...], float] = {}
+        """Bounds of pipelines, by what they depend on: how ZeRO stores does not matter."""
+        self._plans: dict[tuple[object, ...], Plan] = {}
+        """Of stages: whether blocks are made again does not matter."""
         self._asked: set[tuple[Cell, str]] = set()
         """Plans without stages that were asked about, by cell and hash."""
         self.bound_s = 0.0
@@ -78,10 +82,27 @@ class NamedBounds:
         else:
             score = self.score(one)
             cuts = [first_cut(self.model, score, deep, by) for by in self.scorer.cuts(score)]
-        return all(cut_bound_s(self.bounds, plan, cell, of, best_s) >= best_s for of in cuts)
+        for of in cuts:
+            starts = self.bounds.starts(cell, of)
+            if starts is None:
+                return False
+            key = (cell, one.style, as_typed, *starts)
+            if key not in self._cut_s:
+                self._cut_s[key] = cut_bound_s(self.bounds, plan, cell, of, best_s)
+            if self._cut_s[key] < best_s:
+                return False
+        return True
 
     def plan(self, one: Named, as_typed: bool = False) -> Plan:
         """Of the folded graph of a micro-batch; `as_typed`, what each place of a pipeline is given."""
+        if one.cell.plain:
+            return self._made(one, as_typed)
+        key = (one.cell.micro_batches, one.cell.mesh, one.style, one.zero, as_typed)
+        if key not in self._plans:
+            self._plans[key] = self._made(one, as_typed)
+        return self._plans[key]
+
+    def _made(self, one: Named, as_typed: bool) -> Plan:
         made, graph = one.cell, self.model.small(one.cell.micro_batches, self.model.keeps[-1])
         if as_typed:
             return inner_plan(graph, made.mesh)
@@ -112,7 +133,10 @@ class NamedTrials:
         self.trials, self.incumbent = trials, trials.incumbent
         self.model, self.request = trials.model, trials.request
         self.bounds = trials.bounds
-        self.named_bounds = NamedBounds(trials.scorer, self.bounds.model_bounds, lambda: self.incumbent.best_s)
+        incumbent = (
+            self.incumbent
+        )  # not by way of this object, which keeps the bounds: a circle would outlive the search
+        self.named_bounds = NamedBounds(trials.scorer, self.bounds.model_bounds, lambda: incumbent.best_s)
 
     def run(self, cells: Sequence[Cell]) -> None:
         """All there are among these cells, in the order in which people would try them."""
