@@ -213,7 +213,7 @@ def scheduled(program: Program, bucket_bytes: int = BUCKET_BYTES, schedule: bool
 
 
 def written(graph: Graph, plan: Plan) -> Program:
-    """The program line by line, as the graph has it, and what the plan makes again in backward."""
+    """The program line by line, as the graph has it, and what the plan recomputes in backward."""
     plan.fits(graph)
     writer = _Writer(graph, plan.mesh, probed_signatures(graph), specs=dict(graph.specs))
     writer.params = set() if plan.gather_once else {i.name for i in graph.inputs if i.kind == "param"}

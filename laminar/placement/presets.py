@@ -41,7 +41,7 @@ PRODUCTS = {
 }
 """The ops whose work tensor parallelism divides."""
 Patterns = str | Sequence[str]
-"""What to make again in backward or to keep in the host's memory, such as "blocks.*"; see `ir/plans/patterns.py`."""
+"""What to recompute in backward or to keep in the host's memory, such as "blocks.*"; see `ir/plans/patterns.py`."""
 DATA_AXES = ("dp", "data", "batch", "fsdp", "zero")
 PRESET_NAMES = ("data", "zero1", "zero2", "zero3", "tensor", "context")
 """Plans that can be asked for by name, on the command line and in Python."""
@@ -56,7 +56,7 @@ def data_parallel(graph: Graph, mesh: Mesh, recompute: Patterns = (), offload: P
 
 
 def recomputing(graph: Graph, plan: Plan, recompute: Patterns, offload: Patterns = ()) -> Plan:
-    """The plan with these modules and values made again in backward, and those kept in the host's memory.
+    """The plan with these modules and values recomputed in backward, and those kept in the host's memory.
 
     A pattern that names nothing is refused, and so is what both name.
     """
@@ -268,7 +268,7 @@ def like(graph: Graph, plan: Plan) -> Plan:
     """A plan's decisions about parameters, gradients and state, for another graph of the same model.
 
     Another batch size, micro-batches, evaluation: the tensors that live from step to step must lie
-    as they do, and what backward makes again or the host keeps stays; everything else is completed anew, in the
+    as they do, and what backward recomputes or the host keeps stays; everything else is completed anew, in the
     pattern of the plan.
     """
     mesh = plan.mesh

@@ -350,11 +350,11 @@ def test_a_floor_that_takes_values_for_alike_that_are_not_is_caught(monkeypatch:
 
 @pytest.mark.parametrize("name", MOST)
 def test_blocks_made_again_are_not_below_what_is_proved_of_them(name: str) -> None:
-    """What is made again is not written and read: a compiler may need fewer kernels for it, and so less time."""
+    """What is recomputed is not written and read: a compiler may need fewer kernels for it, and so less time."""
     graph, cluster = specimen(name).graph, Cluster.preset("1xh100")
     model = Model(graph, Request(cluster))
     if model.blocks is None:
-        pytest.skip("nothing repeats that could be made again")
+        pytest.skip("nothing repeats that could be recomputed")
     bounds, mesh = Bounds(model), Mesh({"dp": 1})
     for recompute in (False, True):
         cell = Cell(1, 1, 1, 1, 1, recompute)

@@ -76,7 +76,7 @@ def placed_graph(plan: Planned, graph: Graph) -> tuple[Graph, Plan]:
 
 
 def _together(graph: Graph, staged: Staged) -> tuple[str, ...]:
-    """What stages make again, as patterns of the whole graph: those of all, or the blocks of each by name."""
+    """What stages recompute, as patterns of the whole graph: those of all, or the blocks of each by name."""
     each = [s.plan.recompute for s in staged.stages]
     if len(set(each)) == 1:
         return each[0]
@@ -97,9 +97,9 @@ def block_of(module: str) -> str:
 
 
 def recomputed_blocks(graph: Graph, plan: Planned) -> list[tuple[list[str], list[str]]]:
-    """By stage, the blocks that it makes again as a whole, and all that it has; `graph` is the one that is placed.
+    """By stage, the blocks that it recomputes as a whole, and all that it has; `graph` is the one that is placed.
 
-    A block that is cut between stages counts once: at the first that makes it again, or else at the first that has some
+    A block that is cut between stages counts once: at the first that recomputes it, or else at the first that has some
     of it, so that all of them together are those of the model.
     """
     staged = plan if isinstance(plan, Staged) else None

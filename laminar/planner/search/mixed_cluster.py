@@ -167,7 +167,7 @@ class MixedSearch:
         return any(stays / (side.tp * cell.stages) > CROWDED_RANK * room for side, room in sides)
 
     def price(self, cell: Sides) -> None:
-        """A guess for a cell, if there is time; blocks are made again only where it doesn't fit otherwise."""
+        """A guess for a cell, if there is time; blocks are recomputed only where it doesn't fit otherwise."""
         pair = [replace(cell, recompute=again) for again in (False, True)]
         late = self.spent() > (GUESSING_BUDGET if self.guesses else PIPELINES_BUDGET)
         if late or any(c in self.looked_at for c in pair):
@@ -268,7 +268,7 @@ class MixedSearch:
                 self.try_one(one, by_speed)
 
     def try_one(self, one: NamedOverParts, by_speed: bool) -> None:
-        """A pipeline as it is typed; with blocks made again, if it has no room otherwise."""
+        """A pipeline as it is typed; with blocks recomputed, if it has no room otherwise."""
         model, cell = self.shop.model, one.cell
         deep = model.whole(cell.micro_batches)
         for again in (c for c in (cell, one.again) if c is not None):

@@ -2,7 +2,7 @@
 
 An elementwise update of a tensor is the same update of each of its pieces, so the optimizer itself
 is not rewritten: its parameter groups are made to name what this rank owns, and everything that
-hangs on them (learning-rate schedulers, weight decay by group) goes on working. Which pieces a rank
+depends on them (learning-rate schedulers, weight decay by group) goes on working. Which pieces a rank
 owns is the plan's decision (`Plan.state`). Which updates are elementwise no trial can decide, as one may begin
 to look at norms in its sixth step: torch's own classes are known, others are taken on their user's word
 (`elementwise=True`), and only then tried.
@@ -42,7 +42,7 @@ KNOWN = (
     torch.optim.Rprop,
     torch.optim.ASGD,
 )
-"""Torch's own whose update of an element hangs on that element, its gradient and its state alone."""
+"""Torch's own whose update of an element depends on that element, its gradient and its state alone."""
 TENSORWISE = (torch.optim.Adafactor, torch.optim.Muon)
 """Torch's own that need a whole tensor, but no other than that."""
 TRIAL, TRIAL_STEPS = (6, 4), 8

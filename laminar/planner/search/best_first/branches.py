@@ -14,7 +14,7 @@ simulated; then each set tries its other placements, as long as that helps.
 What a way takes at least, whatever its placements, is the business of `planner/bounds/branch_bound.py`.
 
 Not covered: branches that are pipelines themselves, sets without a branch, several regions at a time, branches of a
-graph that was rewritten, blocks made again, devices of several kinds.
+graph that was rewritten, blocks recomputed, devices of several kinds.
 """
 
 from __future__ import annotations
