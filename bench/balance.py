@@ -71,9 +71,17 @@ def balance(steps: int, theirs: Any) -> None:
             share = sum(cut.cut_samples for cut in cuts) / len(lengths)
             report(
                 "balance",
-                {"what": "slowest rank over mean", "lengths": name, "ranks": ranks, "batch": batch, "steps": steps,
-                 **row, "samples_cut": round(share, 5), "target": {"ours, cut": 1.005}},
-            )  # fmt: skip
+                {
+                    "what": "slowest rank over mean",
+                    "lengths": name,
+                    "ranks": ranks,
+                    "batch": batch,
+                    "steps": steps,
+                    **row,
+                    "samples_cut": round(share, 5),
+                    "target": {"ours, cut": 1.005},
+                },
+            )
 
 
 def plan_time() -> None:
@@ -117,9 +125,16 @@ def epoch() -> None:
             handed = time.process_time() - start
             report(
                 "balance",
-                {"what": "processor s for an epoch of 4.2M samples", "lengths": name, "ranks": ranks, "batch": batch,
-                 "assigned": round(assigned, 2), "sampled": round(handed, 2), "target": 5.0},
-            )  # fmt: skip
+                {
+                    "what": "processor s for an epoch of 4.2M samples",
+                    "lengths": name,
+                    "ranks": ranks,
+                    "batch": batch,
+                    "assigned": round(assigned, 2),
+                    "sampled": round(handed, 2),
+                    "target": 5.0,
+                },
+            )
 
 
 def shuffle(theirs: Any) -> None:
@@ -133,8 +148,10 @@ def shuffle(theirs: Any) -> None:
             for share in sampler.shares():
                 step[share.samples] = share.step
         epochs.append(step)
-    row = {"ours": round(float(np.corrcoef(*epochs)[0, 1]), 5),
-           "ours, length": round(float(np.corrcoef(epochs[0], lengths)[0, 1]), 5)}  # fmt: skip
+    row = {
+        "ours": round(float(np.corrcoef(*epochs)[0, 1]), 5),
+        "ours, length": round(float(np.corrcoef(epochs[0], lengths)[0, 1]), 5),
+    }
     if theirs:
         some, dice = lengths[: 1 << 15], np.random.default_rng(1)
         for side, stable in (("Flatflow stable", True), ("Flatflow unstable", False)):
@@ -145,8 +162,9 @@ def shuffle(theirs: Any) -> None:
                     step[order[[s for part in parts for s in part]]] = number
                 found.append(step)
             row[side] = round(float(np.corrcoef(*found)[0, 1]), 5)
-    report("balance", {"what": "correlation of a sample's step in two epochs", "lengths": "github", **row,
-                       "target": 0.01})  # fmt: skip
+    report(
+        "balance", {"what": "correlation of a sample's step in two epochs", "lengths": "github", **row, "target": 0.01}
+    )
 
 
 def speed() -> None:
@@ -166,10 +184,16 @@ def speed() -> None:
         typical = [round(statistics.median(step), 4) for step in zip(*runs, strict=True)]
         report(
             "balance",
-            {"what": "step over ideal, one rank of 8 at half speed from step 1", "noise": noise,
-             "steps 1 to 4": typical[:4], "steps 1 to 4, worst run": worst[:4],
-             "from step 3": max(typical[2:]), "from step 3, worst run": max(worst[2:]), "target": 1.03},
-        )  # fmt: skip
+            {
+                "what": "step over ideal, one rank of 8 at half speed from step 1",
+                "noise": noise,
+                "steps 1 to 4": typical[:4],
+                "steps 1 to 4, worst run": worst[:4],
+                "from step 3": max(typical[2:]),
+                "from step 3, worst run": max(worst[2:]),
+                "target": 1.03,
+            },
+        )
 
 
 def main() -> None:
@@ -180,9 +204,12 @@ def main() -> None:
     given = args.parse_args()
     theirs = flatflow(given.flatflow, LINEAR, SQUARE) if given.flatflow else None
     parts: dict[str, Callable[[], None]] = {
-        "balance": lambda: balance(given.steps, theirs), "time": plan_time, "epoch": epoch,
-        "shuffle": lambda: shuffle(theirs), "speed": speed,
-    }  # fmt: skip
+        "balance": lambda: balance(given.steps, theirs),
+        "time": plan_time,
+        "epoch": epoch,
+        "shuffle": lambda: shuffle(theirs),
+        "speed": speed,
+    }
     for name, run in parts.items():
         if given.only in ("", name):
             run()

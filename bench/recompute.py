@@ -49,7 +49,7 @@ SIDES = ("checkpoint", "laminar", "kept")
 
 
 def job_of(model: nn.Module, loss: Any, make: Any, batch: Any, name: str, **options: Any) -> Any:
-    """A job of one rank whose plan makes blocks again, or none."""
+    """A job of one rank whose plan recomputes blocks, or none."""
     plan = partial(_plan, patterns=PATTERNS[name])
     return laminar.parallelize(model, loss, make, batch=batch, plan=plan, mesh=ALONE, **options)
 

@@ -307,7 +307,7 @@ class plans:
         offload: Patterns = (),
         gather_once: bool = False,
     ) -> Plan:
-        """Data parallel with optimizer state (1), gradients (2) and parameters (3) in pieces.
+        """Data parallel with optimizer state (1), gradients (2) and parameters (3) in shards.
 
         With `gather_once` what forward has gathered of parameters stays for backward: a third less is exchanged, and
         parameters are whole on every rank while a step lasts.
@@ -445,7 +445,7 @@ def verify(
 def verify_exact(
     recipe: str, exact: Any = True, processes: int = 2, steps: int = 3, seed: int = 0, precision: str = "f32"
 ) -> ExactReport:
-    """Train a recipe in exact mode on one process and on several, scattered and in pieces, and compare hashes.
+    """Train a recipe in exact mode on one process and on several, scattered and in shards, and compare hashes.
 
     Where they part, what comes back names the first step, op and tensor that differ.
     """
@@ -570,7 +570,7 @@ def parallelize(
     compile        through Inductor; unless given on GPUs only
     detect_anomaly stop at the first NaN or infinity and name the module and op that made it
     cluster        for plan="auto": the machine, a file of `laminar profile` or a name, for which the fastest plan
-                   without stages is searched; unless given, "auto" is data parallel, in pieces if memory asks for it
+                   without stages is searched; unless given, "auto" is data parallel, in shards if memory asks for it
     elementwise    the optimizer updates each element by itself, so it may be run on pieces; torch's own are known
     check          compare loss, gradients and buffers of the first (micro-)batch with the model run in plain PyTorch
     unguarded      names of attributes whose changes between steps don't matter; others are followed
@@ -650,6 +650,21 @@ def parallelize(
     return Job(model, loss, optimizer, batch, plan, options, world=world)
 
 
+def _job_of(name: str, recipe: Recipe, seed: int, options: Mapping[str, Any]) -> TrainingJob:
+    """A job for a recipe's model and first batch, both made from the seed."""
+    from laminar.events import emit
+
+    if recipe.optimizer is None:
+        raise RecipeError(f"{name} has no optimizer", next="give Recipe(optimizer=lambda params: AdamW(params))")
+    _seed_everything(seed)
+    batch = next(iter(recipe.data()), None)
+    if batch is None:
+        raise RecipeError(f"{name} gives no batch", next="data() must yield at least one")
+    emit("phase", name="making the model")
+    _seed_everything(seed)
+    return parallelize(recipe.model(), recipe.loss, recipe.optimizer, batch=batch, seed=seed, **options)
+
+
 def train(
     recipe: str,
     *,
@@ -680,15 +695,7 @@ def train(
     from laminar.train.loop import HashEvery, OnStep, loop  # and torch with it
 
     found = load_recipe(recipe)
-    if found.optimizer is None:
-        raise RecipeError(f"{recipe} has no optimizer", next="give Recipe(optimizer=lambda params: AdamW(params))")
-    _seed_everything(seed)
-    batch = next(iter(found.data()), None)
-    if batch is None:
-        raise RecipeError(f"{recipe} gives no batch", next="data() must yield at least one")
-    emit("phase", name="making the model")
-    _seed_everything(seed)
-    job = parallelize(found.model(), found.loss, found.optimizer, batch=batch, seed=seed, **options)
+    job = _job_of(recipe, found, seed, options)
     if plan_file is not None and job.rank == 0 and job.plan is not None:
         job.plan.save(str(plan_file))
     own: list[Callback] = [

@@ -41,7 +41,8 @@ class LaminarError(Exception):
     def __init__(self, what: str, **lines: str) -> None:
         """`what` in one line, then labelled lines such as at=..., allowed=..., next=..."""
         width = max((len(label) for label in lines), default=0)
-        body = "".join(f"\n  {label:<{width}}  {text}" for label, text in lines.items() if text)
+        self.what, self.lines = what, {label: text for label, text in lines.items() if text}
+        body = "".join(f"\n  {label:<{width}}  {text}" for label, text in self.lines.items())
         super().__init__(what + body)
 
 

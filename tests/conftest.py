@@ -75,7 +75,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def pytest_runtest_setup() -> None:
-    """What a test draws does not hang on the tests before it, of which there are others in every run.
+    """What a test draws does not depend on the tests before it, of which there are others in every run.
 
     Nor does what it finds.
     """

@@ -92,7 +92,7 @@ def test_a_recipe_that_reads_a_file_or_the_environment_is_what_it_builds(
 
 
 def test_changed_code_is_another_graph(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The name hangs on the content of the user's files, not on what they are called."""
+    """The name depends on the content of the user's files, not on what they are called."""
     monkeypatch.setattr(sys, "dont_write_bytecode", True)  # Python takes files of one second and one size for the same
     seen = _count(monkeypatch)
     first = api.graph_of(_recipe(tmp_path, 16))

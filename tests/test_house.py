@@ -162,3 +162,45 @@ def test_the_formatter_lays_out_all_but_a_few_tables() -> None:
         for path in (ROOT / folder).rglob("*.py")
     }
     assert sum(found.values()) < MOST_BY_HAND, {name: n for name, n in found.items() if n}
+
+
+ERRORS = frozenset(n.name for n in ast.parse((PACKAGE / "errors.py").read_text()).body if isinstance(n, ast.ClassDef))
+READS = frozenset("search match fullmatch findall finditer startswith endswith partition split find".split())
+"""Ways to look for something in a text."""
+TAKEN_APART = frozenset("partition rpartition split rsplit startswith endswith find index count removeprefix".split())
+
+
+def said(node: ast.AST, name: str) -> bool:
+    """Whether this is the text of an error, `str(error)`."""
+    called = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "str"
+    return called and any(isinstance(arg, ast.Name) and arg.id == name for arg in node.args)
+
+
+def test_no_code_reads_the_sentences_of_our_own_errors() -> None:
+    """An error carries fields (`what`, `lines` and those of its kind); its text is for people, and may be rewritten."""
+    found = []
+    for path in modules().values():
+        for handler in (n for n in ast.walk(tree(path)) if isinstance(n, ast.ExceptHandler) and n.type):
+            if handler.name is None or ERRORS.isdisjoint(
+                n.id for n in ast.walk(handler.type) if isinstance(n, ast.Name)
+            ):
+                continue
+            for node in ast.walk(handler):
+                method = isinstance(node, ast.Attribute) and node.attr in TAKEN_APART and said(node.value, handler.name)
+                if method or (isinstance(node, ast.Compare) and any(said(c, handler.name) for c in node.comparators)):
+                    found.append(f"{dotted(path)}:{node.lineno}")
+                if isinstance(node, ast.Subscript) and any(said(n, handler.name) for n in ast.walk(node.value)):
+                    found.append(f"{dotted(path)}:{node.lineno}")
+    assert not found
+
+
+def test_no_pattern_is_searched_in_what_is_written_for_people() -> None:
+    """Regular expressions read files, names and what other programs print; reasons, notes and reports are fields."""
+    words = re.compile(r"recomputed|in shards|sharded|because|kept whole|offloaded|instead")
+    found = []
+    for path in modules().values():
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in READS:
+                texts = [a.value for a in node.args if isinstance(a, ast.Constant) and isinstance(a.value, str)]
+                found += [f"{dotted(path)}:{node.lineno}: {text}" for text in texts if words.search(text)]
+    assert not found

@@ -143,7 +143,7 @@ def test_gates_and_ties_are_told_by_the_number_of_parameters() -> None:
 
 
 def test_every_known_system_and_every_device_says_where_its_facts_come_from() -> None:
-    """Facts are allowed to hang on a system because each names a source."""
+    """Facts are allowed to depend on a system because each names a source."""
     assert all(k.source for k in KNOWN)
     assert all(gpu_of(name) is found for name, found in (("V100?(unstated)", V100), ("H100-80G", H100), ("B200", B200)))
     assert gpu_of("H100-96G-HBM2e-500W") is not H100
@@ -239,7 +239,7 @@ def test_a_vote_follows_the_systems_that_are_asked() -> None:
 
 
 def test_names_decide_little() -> None:
-    """What a step does must come from its row: few settings hang on a name, and none only repeats a practice."""
+    """What a step does must come from its row: few settings depend on a name, and none only repeats a practice."""
     assert sum(len(k.differs) + bool(k.practice) for k in KNOWN) <= 20
     for practice, systems in SYSTEMS.items():
         for name, value in (d for s in systems for d in known(s).differs):  # type: ignore[union-attr]
@@ -395,7 +395,7 @@ def test_recompute_costs_time_and_saves_memory() -> None:
 
 
 def test_selective_recompute_lies_between_none_and_full() -> None:
-    """Attention's scores are made again, the rest is not."""
+    """Attention's scores are recomputed, the rest is not."""
     assert step().seconds < step(recompute="selective").seconds < step(recompute="full").seconds
 
 

@@ -42,7 +42,7 @@ VERSION = 1
 """Of what is kept; with the sources of this package and of lowering it is part of every key."""
 STAGES = ("embed", "block", "head")
 SELECTIVE = ("block.attention.core",)
-"""What selective recompute makes again; one kernel keeps nothing of it anyway."""
+"""What selective recompute recomputes; one kernel keeps nothing of it anyway."""
 
 Item = tuple[Any, ...]
 """("mm", batch, m, n, k, dtype)  ("attention", backward, batch x heads, queries, keys, width, causal, kv bytes)
@@ -154,7 +154,7 @@ def _kept(path: Path) -> Bills | None:
 
 
 def _keep(path: Path, made: Bills) -> None:
-    """Best effort: where nothing can be written, it is made again next time."""
+    """Best effort: where nothing can be written, it is recomputed next time."""
     part = path.with_suffix(f".{os.getpid()}")
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -48,7 +48,7 @@ def norm(s: Shape) -> nn.LayerNorm:
 
 
 class Core(nn.Module):
-    """Attention without its projections, a module of its own so that it can be made again by itself."""
+    """Attention without its projections, a module of its own so that it can be recomputed by itself."""
 
     def __init__(self, s: Shape) -> None:
         super().__init__()

@@ -2,7 +2,7 @@
 
 A job in exact mode is computed by *logical ranks*: units of the batch times slices of the weights. They are part of
 what the job is; a `Hosting` says which process computes which of them, and is no part of it. Everything that ranks add
-up is added in a fixed binary tree over logical indices (`left_size`, `children`), so bits don't hang on the hosting.
+up is added in a fixed binary tree over logical indices (`left_size`, `children`), so bits don't depend on the hosting.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ EXAMPLE = "exact=True, exact=laminar.Exact(units=8, slices=1), or on the command
 
 @dataclass(frozen=True)
 class Exact:
-    """What bits hang on besides model, data and the machine's kind: fixed when a job first starts, and saved."""
+    """What bits depend on besides model, data and the machine's kind: fixed when a job first starts, and saved."""
 
     units: int = 8
     """Parts of the batch. As many processes as there are units times slices can take part, or fewer."""

@@ -202,11 +202,6 @@ def check_placement(spec: TensorSpec, nd: NdSbp, sizes: tuple[int, ...], what: s
         shape[d] = split_size(shape[d], placement, parts, 0)
 
 
-def is_even(size: int, parts: int) -> bool:
-    """Whether every rank gets the same length."""
-    return size % parts == 0
-
-
 def no_rank_empty(size: int, parts: int) -> bool:
     """Whether every rank gets at least one element."""
     return chunk(size, parts, parts - 1)[1] > 0

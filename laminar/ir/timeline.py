@@ -166,7 +166,7 @@ class Timeline:
         return out
 
     def critical_path(self) -> list[Span]:
-        """The spans that the end of the step hangs on, first to last.
+        """The spans that the end of the step depends on, first to last.
 
         Simulated: each span's `because`, from the last end back. Measured: the span before it on the
         same rank; for a wait or a finish, if another rank began that collective later than this one began

@@ -213,7 +213,7 @@ def scheduled(program: Program, bucket_bytes: int = BUCKET_BYTES, schedule: bool
 
 
 def written(graph: Graph, plan: Plan) -> Program:
-    """The program line by line, as the graph has it, and what the plan makes again in backward."""
+    """The program line by line, as the graph has it, and what the plan recomputes in backward."""
     plan.fits(graph)
     writer = _Writer(graph, plan.mesh, probed_signatures(graph), specs=dict(graph.specs))
     writer.params = set() if plan.gather_once else {i.name for i in graph.inputs if i.kind == "param"}
@@ -268,5 +268,5 @@ def _gathered(graph: Graph, plan: Plan) -> set[str]:
 
 
 def check_stored(name: str, nd: NdSbp) -> None:
-    """Inputs are stored whole or in pieces, never as terms of a sum."""
+    """Inputs are stored whole or in shards, never as terms of a sum."""
     raise PlacementError(f"input {name} can't be stored as {show(nd)}", allowed="S(d)  B")

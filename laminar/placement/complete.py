@@ -10,7 +10,7 @@ memory limit: this completes a decision, it does not search for one.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
@@ -51,7 +51,7 @@ class Pins:
     stored_byte_s: float = 0.0
     """Seconds charged for each byte of a parameter stored whole."""
     split: set[Ref] = field(default_factory=set)
-    """Values that ops named in `spread` read in pieces, where there is any way."""
+    """Values that ops named in `spread` read in shards, where there is any way."""
     sums: set[str] = field(default_factory=set)
     """Ops whose results stay partial, where there is any way."""
     spread: set[str] = field(default_factory=set)
@@ -459,7 +459,6 @@ def _common(a: str, b: str) -> int:
 
 
 Seeds = Mapping[str, Mapping[str, Sbp]]
-Fitting = Callable[[TensorSpec], Sbp]
 
 
 def storable(spec: TensorSpec, parts: int) -> Sbp:

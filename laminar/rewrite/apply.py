@@ -2,8 +2,8 @@
 
 A graph goes in, an equivalent one with the same inputs and outputs comes out; whether it is equivalent,
 `runtime/check/prove_rewrites.py` finds out by running both. A *site class* is the key of all sites that look alike:
-ops, phases, parameters' shapes, but neither names, nor dtypes, nor sizes that hang on the batch. So the same step of a
-rewrite means the same in every block of a model, at another batch size and in another precision, and is all that a
+ops, phases, parameters' shapes, but neither names, nor dtypes, nor sizes that depend on the batch. So the same step of
+a rewrite means the same in every block of a model, at another batch size and in another precision, and is all that a
 plan has to remember.
 """
 
@@ -371,7 +371,7 @@ def _looks(node: Node) -> list[Any]:
 
 
 def _face(look: Lookup, value: Any) -> Any:
-    """What a name stands for, without names, sizes that hang on the batch, and dtypes, which hang on the precision."""
+    """What a name stands for, without names, sizes that depend on the batch, and dtypes, which are the precision's."""
     if isinstance(value, Seen):
         ref = look.behind(value.ref)
         spec = look.specs[ref]

@@ -61,21 +61,36 @@ class RuleEntry:
 
 
 @dataclass(frozen=True, slots=True)
+class Fault:
+    """Why a rule of a file is left out."""
+
+    reason: str = ""
+    """One of the reasons below; empty if there is none."""
+    detail: str = ""
+
+    def __bool__(self) -> bool:
+        return bool(self.reason)
+
+    def __str__(self) -> str:
+        return f"{self.reason}: {self.detail}" if self.detail else self.reason
+
+
+@dataclass(frozen=True, slots=True)
 class Loaded:
     """What a file holds."""
 
     rules: tuple[Rewrite, ...]
     holds: tuple[str, ...]
     """Names of the rules that were found true, those included that no rewrite was made of."""
-    rejected: Mapping[str, str]
-    """Name and reason of everything else."""
+    rejected: Mapping[str, Fault]
+    """Why everything else was left out, by name."""
     origins: Mapping[str, str]
     """Of every rewrite rule, the rule of the file that it was made of."""
     shapes: Mapping[str, Mapping[str, tuple[int, ...]]]
     """For every rewrite rule, shapes of its tensors that fit, for it to be tried on."""
 
     def __str__(self) -> str:
-        why = Counter(self.rejected.values())
+        why = Counter(fault.reason for fault in self.rejected.values())
         lines = [f"{len(self.holds) + sum(why[r] for r in FALSE)} rules of algebra, {len(self.holds)} hold"]
         lines += [f"  {len(self.rules)} rewrite rules made of them"]
         return "\n".join([*lines, *(f"  {n} left out: {reason}" for reason, n in why.most_common())])
@@ -89,7 +104,7 @@ PARALLEL, LACKS, MISFIT, FAILS = (
 )
 UNREADABLE, UNKNOWN, TOO_LARGE = "can't be read", "an op that is not known", "too large"
 NOT_LOADED = (PARALLEL, UNREADABLE, UNKNOWN, TOO_LARGE)
-"""Reasons, as they begin, for which a rule is not even tried."""
+"""Reasons for which a rule is not even tried."""
 SEVERAL, SAME_SIDES, AGAIN = "several results at once", "both sides are the same here", "said before"
 UNSPEAKABLE = "can't be said in the language of rewrites"
 FALSE = (LACKS, MISFIT, FAILS)
@@ -98,20 +113,20 @@ FALSE = (LACKS, MISFIT, FAILS)
 def load(source: Path | str | Mapping[str, Any]) -> Loaded:
     """The rules of a file, or of its JSON, that hold; every other one with the reason why it was left out."""
     holds: list[str] = []
-    rejected: dict[str, str] = {}
+    rejected: dict[str, Fault] = {}
     origins: dict[str, str] = {}
     texts: dict[str, str] = {}
     shapes: dict[str, dict[str, tuple[int, ...]]] = {}
     said: set[str] = set()
     for entry in entries(source):
-        reason = fault(entry)
-        if reason:
-            rejected[entry.name] = reason
+        wrong = fault(entry)
+        if wrong:
+            rejected[entry.name] = wrong
             continue
         holds.append(entry.name)
         made, reason = _translated(entry, said)
         if not made:
-            rejected[entry.name] = reason
+            rejected[entry.name] = Fault(reason)
         for name, text, sizes in made:
             origins[name], texts[name], shapes[name] = entry.name, text, sizes
     rules = tuple(Rewrite.of_file(name, text) for name, text in texts.items())
@@ -168,27 +183,27 @@ def _entry(one: Any, number: int) -> RuleEntry:
 # --- whether a rule holds --------------------------------------------------------------------
 
 
-def fault(entry: RuleEntry, seed: int = 0) -> str:
+def fault(entry: RuleEntry, seed: int = 0) -> Fault:
     """Why a rule can't be used, or nothing if it holds for matrices or for batches of them."""
     if entry.unreadable:
-        return f"{UNREADABLE}: {entry.unreadable}"
+        return Fault(UNREADABLE, entry.unreadable)
     ops = (*entry.left, *entry.right)
     odd = [op.type for op in ops if op.type not in (*ALGEBRA, *PLACEMENT)]
     odd += [f"{op.type} with PM_ACTI {a}" for op in ops if (a := op.para.get("PM_ACTI", 0)) not in (0, _RELU)]
     if odd:
-        return f"{UNKNOWN}: {odd[0]}"
+        return Fault(UNKNOWN, odd[0])
     if any(op.type in PLACEMENT for op in ops):
-        return PARALLEL
+        return Fault(PARALLEL)
     counts = [n for op in ops for n in (len(op.inputs), op.para.get("PM_NUM_OUTPUTS", 1))]
     if max(len(entry.left), len(entry.right)) > _MOST_OPS or max(counts, default=0) > _MOST_PARTS:
-        return TOO_LARGE
+        return Fault(TOO_LARGE)
     given = {i for op in entry.left for i in op.inputs if i[0] < 0}
     if any(i[0] < 0 and i not in given for op in entry.right for i in op.inputs):
-        return LACKS
+        return Fault(LACKS)
     if not entry.outputs:
-        return FAILS
+        return Fault(FAILS)
     found = [_differ(entry, rank, seed) for rank in _RANKS]
-    return "" if "" in found else FAILS if FAILS in found else MISFIT
+    return Fault() if "" in found else Fault(FAILS if FAILS in found else MISFIT)
 
 
 def _differ(entry: RuleEntry, rank: int, seed: int) -> str:

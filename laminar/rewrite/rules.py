@@ -1,7 +1,7 @@
 """The rules: algebra that holds for any numbers, one line each.
 
 Merging and splitting products trades a copy of weights for fewer, larger ops, or for tensors that can be split over
-ranks by themselves; which is better hangs on the placement, so the planner decides. Rules marked `tidy` hang little
+ranks by themselves; which is better depends on the placement, so the planner decides. Rules marked `tidy` hang little
 on placement, and are applied first wherever they save time. Every line is proved on random numbers by
 `tests/rewrite/test_proved_rules.py`, gradients included, on the models in which it finds something to do. Not here,
 because it is done elsewhere: equal ops on equal values (capture shares them, and so does what rules write), a
@@ -54,7 +54,7 @@ PRODUCT_RULES = (
             "Terms that share a factor are added before the product.", tidy=True),
     Rewrite("factor-left", "sum(mm(X, B*)) => mm(X, sum(B*))", "The same from the other side.", tidy=True),
     Rewrite("reassociate-right", "mm(mm(A, B), C) => mm(A, mm(B, C))",
-            "Three factors may be multiplied in either order; the cheaper one hangs on their sizes.", shared=True),
+            "Three factors may be multiplied in either order; the cheaper one depends on their sizes.", shared=True),
     Rewrite("reassociate-left", "mm(A, mm(B, C)) => mm(mm(A, B), C)", "The same, the other way round.", shared=True),
     Rewrite("scale-behind-product", "mm(scale(A, s), B) => scale(mm(A, B), s)",
             "A number is multiplied where there are fewer elements: behind the product,", shared=True),

@@ -1,4 +1,4 @@
-"""How backward hangs on the size of the loss: the degree of each of its values in the gradient of the loss.
+"""How backward depends on the size of the loss: the degree of each of its values in the gradient of the loss.
 
 Autograd itself is linear: twice the loss gives twice every gradient. A hook on a gradient, or the backward of a custom
 function, need not be: `g.clamp(-1, 1)` sees other numbers where the loss of a part is divided by the number of parts
@@ -9,11 +9,10 @@ degrees and quotients subtract them, sums and choices need equal ones, views, su
 keep them, a sign or a comparison with zero has degree 0, and so has all that is computed in forward. A clamp at another
 number than 0, a tanh, a sum with a constant have none. Every gradient must be of degree 1.
 
-The gradient of the loss by itself is a one, and capture computes with it what hangs on nothing else. So a constant that
-only backward reads is taken to be of degree 1, or of degree 0 if it multiplies a gradient or explains more of the graph
-so; zeros have any degree.
-Ops that are not known are taken to be linear in what they are given; so is what runs as opaque code (`laminar.eager`,
-custom ops), which is not looked into. Not noticed: a constant that a hook adds.
+The gradient of the loss by itself is a one, and capture computes with it what depends on nothing else. So a constant
+that only backward reads is taken to be of degree 1, or of degree 0 if it multiplies a gradient or explains more of the
+graph so; zeros have any degree. Ops that are not known are taken to be linear in what they are given; so is what runs
+as opaque code (`laminar.eager`, custom ops), which is not looked into. Not noticed: a constant that a hook adds.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class Coupled(NamedTuple):
     op: str
     where: str
     linear: bool = True
-    """Not so: its samples may be independent, but what it does in backward hangs on the size of the loss."""
+    """Not so: its samples may be independent, but what it does in backward depends on the size of the loss."""
 
     @property
     def said(self) -> str:

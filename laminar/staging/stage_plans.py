@@ -11,7 +11,7 @@ a sum still to be made, as its reader wants it.
 Samples of one batch go through the pipe in parts. An op that couples samples (batch statistics, a softmax over the
 batch) would compute something else then: such ops are found by splitting the batch over ranks and looking at what
 has to be exchanged, and are refused by name unless the caller wants them to see one micro-batch at a time. So are ops
-in backward that hang on the size of the loss: a hook that clamps gradients.
+in backward that depend on the size of the loss: a hook that clamps gradients.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def pipeline(
     the whole graph, or a function that makes one; or one of these for each place. `schedule` is 1f1b, or interleaved
     with virtual stages; `window` is how far a place may leave the order, `stash` how many times as many micro-batches
     as the schedule needs may be under way. `couple="microbatch"` lets ops that couple samples see one micro-batch at
-    a time. `recompute` names modules and values that backward makes again, besides those that inner plans name.
+    a time. `recompute` names modules and values that backward recomputes, besides those that inner plans name.
     `offload` is refused: what stages keep stays on the device. `speeds` says for each place how fast it is beside the
     others, or what each forward op with its backward takes there, in seconds: a faster place gets more of the work.
     `by_place` evens out what places take with all their virtual stages, not what stages do (`balance_places.py`).

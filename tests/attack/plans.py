@@ -7,7 +7,7 @@ cluster that differ, or branches apart. It begins with presets, with what the se
 least cost on that mesh; it keeps the fastest few, and makes the next from these:
 
     without stages   another plan's placements for one op, for all ops alike, for a stretch of the program, or for how
-                     parameters and state are stored; parameters gathered once or twice; blocks made again
+                     parameters and state are stored; parameters gathered once or twice; blocks recomputed
     with stages      another schedule, window or stash; a cut some ops further; other placements on one place or on
                      all; or cuts anyhow: as if ops took other times than they do
 

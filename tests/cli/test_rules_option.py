@@ -285,7 +285,7 @@ def test_a_rule_that_is_wrong_on_graphs_is_refused(rules_file: Path, monkeypatch
     """What was tried as the file writes it is tried again as it would be used."""
     monkeypatch.setattr(prove_rule_files, "error_on", lambda one, on: 1e-3 if one.name == "taken out" else 0.0)
     found = {v.name: v for v in proved_rules(rules_file).verdicts}
-    assert found["taken out"].reason == "the two sides differ" and not found["taken out"].proved
+    assert found["taken out"].left_out.reason == "the two sides differ" and not found["taken out"].proved
     assert found["taken out"].rules == () and found["wider"].rules
 
 

@@ -7,7 +7,6 @@ from functools import cache
 import pytest
 
 from laminar.cost.ops.interned import Forms
-from laminar.cost.ops.strides import local_layouts
 from laminar.cost.ops.table import local_call
 from laminar.forecast.step import machine
 from laminar.ir.clusters.cluster import Cluster
@@ -22,6 +21,7 @@ from laminar.lower.kernels import kernels
 from laminar.lower.memory.mincut_recompute import recompute, written_out
 from laminar.lower.step import step_programs
 from laminar.placement import presets
+from tests.support.local_layouts import local_layouts
 from tests.support.zoo import specimen
 
 MODELS = ["gpt.py:tiny", "llama.py:tiny", "resnet.py:tiny"]

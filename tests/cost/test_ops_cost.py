@@ -17,13 +17,14 @@ import laminar
 from laminar import Mesh
 from laminar.cost.ops.families import family_of, traits_of
 from laminar.cost.ops.price import Answer, OpCost
-from laminar.cost.ops.strides import contiguous, is_contiguous, local_layouts, mark_of, strides_of, viewed
+from laminar.cost.ops.strides import contiguous, is_contiguous, mark_of, strides_of, viewed
 from laminar.cost.ops.table import Entry, Section, Table, cpu_section, key_of, nearest_section, numbered, parse_key
 from laminar.errors import LaminarError
 from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.serial.codec import Dtype, Ref
 from laminar.ir.tensor import TensorSpec
 from laminar.rules.notation import Call
+from tests.support.local_layouts import local_layouts
 from tests.support.zoo import specimen
 
 NAME = cpu_section(2, 1)

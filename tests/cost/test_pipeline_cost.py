@@ -11,7 +11,7 @@ from itertools import pairwise
 
 import pytest
 
-from laminar.cost.sim.pipeline import Execution, execute, transfer_ns
+from laminar.cost.sim.pipeline import Execution, execute
 from laminar.cost.sim.simulate import simulate
 from laminar.cost.sim.tasks import Lane, Load, Task
 from laminar.errors import NetError
@@ -24,6 +24,11 @@ from laminar.lower.stages.schedules import dag_net
 from tests.support.net_machine import Machine, random_net, random_pipeline
 
 WORK = {"F": 100, "B": 200, "I": 100, "W": 100, "R": 0, "O": 0}
+
+
+def transfer_ns(net: Net, link: Link) -> dict[str, int]:
+    """For queues that cross: nanoseconds until one register has arrived over a link."""
+    return {q.name: round(1e9 * (link.latency_s + q.bytes / link.bytes_per_s)) for q in net.queues if net.crosses(q)}
 
 
 def pipe(stages: int, micro_batches: int, schedule: str, virtual: int = 1, **more: float) -> Net:

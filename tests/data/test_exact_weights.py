@@ -146,9 +146,11 @@ def _trained(steps: int) -> tuple[list[float], dict[str, Tensor], list[int]]:
     for _ in range(steps):
         (unit,) = next(loader).units
         row = {
-            "tokens": unit.tokens, "positions": unit.positions, "documents": unit.documents,
+            "tokens": unit.tokens,
+            "positions": unit.positions,
+            "documents": unit.documents,
             "labels": unit.next_tokens(),
-        }  # fmt: skip
+        }
         if job is None:
             job = laminar.parallelize(
                 model, _loss, lambda p: torch.optim.SGD(p, 0.1), batch=row, plan="ddp", device="cpu"

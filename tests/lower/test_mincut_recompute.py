@@ -1,4 +1,4 @@
-"""What backward makes again: the choice is the cheapest there is, it costs no bit, and never more memory."""
+"""What backward recomputes: the choice is the cheapest there is, it costs no bit, and never more memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ INF = float("inf")
 
 
 def cost_of(ops, keep, rewrite, wanted, kept: frozenset[int]) -> float:
-    """What a set of kept values costs, everything else that is wanted being made again; infinite if impossible."""
+    """What a set of kept values costs, everything else that is wanted being recomputed; infinite if impossible."""
     maker = {v: i for i, op in enumerate(ops) for v in op.makes}
     again: set[int] = set()
     made: set[int] = set()
@@ -67,7 +67,7 @@ def test_the_cut_is_the_cheapest_choice(seed: int) -> None:
         for n in range(len(keep) + 1)
         for some in itertools.combinations(keep, n)
     )
-    # A value made again beside a kept one costs its op once, and what it rewrites only if it is not kept itself.
+    # A value recomputed beside a kept one costs its op once, and what it rewrites only if it is not kept itself.
     got = sum(keep[v] for v in kept) + sum(ops[i].again for i in again)
     got += sum(
         rewrite.get(v, 0) for i in again for v in ops[i].makes if v not in kept and _needed(v, ops, again, wanted)

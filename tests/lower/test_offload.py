@@ -1,7 +1,7 @@
 """Offload as a plan decides it: the same bits, two blocks on the device, and the rest where it costs nothing.
 
 The lines are identities, so every comparison of results is exact. That copies run beside compute is tried out with a
-link that copies as late as it is allowed to, and one that copies at once: results must not hang on when.
+link that copies as late as it is allowed to, and one that copies at once: results must not depend on when.
 """
 
 from __future__ import annotations
@@ -251,7 +251,7 @@ def test_results_are_those_without_offload_to_the_last_bit(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["gpt.py:tiny", "moe.py:tiny", "resnet.py:tiny", slow("t5.py:tiny")])
 def test_any_placement_and_any_pattern_gives_the_same_bits(name: str) -> None:
-    """Random placements of every op, random modules and values, some blocks made again."""
+    """Random placements of every op, random modules and values, some blocks recomputed."""
     one, rng = specimen(name), random.Random(f"away {name}")
     modules = sorted({n.module for n in one.graph.nodes if n.phase == "forward" and n.module})
     values = [f"%{n.name}" for n in one.graph.nodes if n.phase == "forward"]

@@ -173,7 +173,7 @@ def test_of_a_block_only_what_comes_in_is_kept(name: str, what: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_a_kept_view_holds_is_not_made_again(name: str) -> None:
-    """It lies in memory already, under another name; made again it would be there twice."""
+    """It lies in memory already, under another name; recomputed it would be there twice."""
     for what in ("alone", "data"):
         _, program = pair(name, what)
         makers = {i.name: i for i in program.instrs}
@@ -277,7 +277,7 @@ def test_gathered_weights_are_never_kept_and_serve_recompute_and_backward() -> N
 
 
 def test_values_can_be_named_alone() -> None:
-    """An activation function between two products: its result is made again, what it reads is kept, and no more."""
+    """An activation function between two products: its result is recomputed, what it reads is kept, and no more."""
     one = specimen("gpt.py:narrow")
     plan = PLANS["alone"](one.graph)
     without, program = (laminar.lower(one.graph, p) for p in (plan, plan.with_recompute("%gelu.*")))
@@ -310,7 +310,7 @@ def test_a_step_takes_what_was_predicted(name: str) -> None:
 @pytest.mark.parametrize("name", ["gpt.py:narrow", "bert.py:tiny", "llama.py:tiny", "resnet.py:tiny"])
 @pytest.mark.parametrize("what", ["alone", "data"])
 def test_the_cut_leaves_to_the_plan_what_the_plan_decides(name: str, what: str) -> None:
-    """What compiled steps choose to make again comes on top: nothing of the plan's comes back into memory."""
+    """What compiled steps choose to recompute comes on top: nothing of the plan's comes back into memory."""
     one = specimen(name)
     _, program = pair(name, what)
     cut = recompute(written_out(program))
@@ -401,7 +401,7 @@ def test_a_stage_keeps_the_patterns_that_name_something_in_it() -> None:
     graph = specimen("gpt.py:narrow").graph
     staged = pipeline(graph, 2, 2, recompute=["blocks.*", "head"])
     assert [s.plan.recompute for s in staged.stages] == [("blocks.*",), ("blocks.*", "head")]
-    assert "made again in backward: blocks.*, head" in staged.explain()
+    assert "recomputed in backward: blocks.*, head" in staged.explain()
     assert Staged.from_json(json.loads(json.dumps(staged.to_json()))).hash == staged.hash
     assert staged.hash != pipeline(graph, 2, 2).hash
     with pytest.raises(PlanError, match="'tail' names no module"):
@@ -460,7 +460,7 @@ def test_regions_that_the_user_checkpoints_take_less_memory_and_give_the_same_bi
 
 
 def test_a_plan_may_name_blocks_inside_of_regions_and_around_them() -> None:
-    """Both say what to make again, and the numbers stay."""
+    """Both say what to recompute, and the numbers stay."""
     one = regions("plain")
     plan = PLANS["data"](one.graph)
     for pattern in ("blocks.*", "blocks.*.0", "%tanh.*"):
@@ -478,7 +478,7 @@ def test_plans_with_recompute_are_saved_told_and_told_apart() -> None:
     assert "recompute" not in plain.to_json() and Plan.from_json(plain.to_json()).recompute == ()
     again = Plan.from_json(json.loads(json.dumps(plan.to_json())))
     assert again.recompute == ("blocks.*",) and again.hash == plan.hash != plain.hash
-    assert "made again in backward: blocks.*" in plan.explain() and "lines run twice" in plan.explain()
+    assert "recomputed in backward: blocks.*" in plan.explain() and "lines run twice" in plan.explain()
     assert "again" not in plain.explain()
     assert plan.with_recompute().hash == plain.hash
     assert plain.with_recompute("blocks.*").hash == plan.hash
@@ -498,7 +498,7 @@ def test_every_preset_takes_patterns() -> None:
 
 
 def test_other_graphs_of_the_model_keep_what_they_have() -> None:
-    """Another size of batch, and evaluation, which has nothing to make again."""
+    """Another size of batch, and evaluation, which has nothing to recompute."""
     one = specimen("gpt.py:tiny")
     plan = PLANS["data"](one.graph).with_recompute("blocks.*")
     assert like(one.graph, plan).recompute == ("blocks.*",)
@@ -562,10 +562,10 @@ def test_the_command_line_takes_patterns(tmp_path: Any, capsys: pytest.CaptureFi
     """`laminar plan --recompute`, in one stage and several; what is written verifies."""
     which, file = str(EXAMPLES / "gpt.py:tiny"), str(tmp_path / "plan.json")
     assert main(["plan", which, "--mesh", "dp=2", "--recompute", "blocks.*", "--recompute", "head", "-o", file]) == 0
-    assert "made again in backward: blocks.*, head" in capsys.readouterr().out
+    assert "recomputed in backward: blocks.*, head" in capsys.readouterr().out
     assert main(["verify", which, "--plan", file]) == 0
     assert main(["plan", which, "--stages", "2", "--micro-batches", "2", "--recompute", "blocks.*", "-o", file]) == 0
-    assert capsys.readouterr().out.count("made again in backward: blocks.*") == 2
+    assert capsys.readouterr().out.count("recomputed in backward: blocks.*") == 2
     assert main(["verify", which, "--plan", file]) == 0
     assert main(["plan", which, "--mesh", "dp=2", "--recompute", "layer.*"]) == 2
     assert "blocks.*" in capsys.readouterr().err

@@ -11,8 +11,14 @@ from laminar.errors import NetError
 from laminar.ir.net import Net
 from laminar.lower.stages.deadlock import check_net
 from laminar.lower.stages.pipeline_net import Layout, Stage, StageEdge, StageLoader, chain
-from laminar.lower.stages.schedules import SCHEDULE_ORDERS, by_priority, dag_net, oldest_first
+from laminar.lower.stages.schedules import SCHEDULE_ORDERS, Item, by_priority, dag_net
 from tests.support.net_machine import Machine, random_layout, random_schedule
+
+
+def oldest_first(layout: Layout, item: Item) -> tuple[int, ...]:
+    """The micro-batch that has been under way longest, gradients before activations."""
+    part, s, k = item
+    return (part == "W", k, "BFW".index(part), layout.depth[s])
 
 
 def line(stages: int, micro_batches: int, apart: bool = False, virtual: int = 1, **stage: bool) -> Layout:

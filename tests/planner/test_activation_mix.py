@@ -1,6 +1,6 @@
 """What becomes of blocks where memory is short: against every choice there is, block by block, on the simulator.
 
-A GPT of four blocks has 256 choices (keep, make again, make again but for products, offload); each is simulated once,
+A GPT of four blocks has 256 choices (keep, recompute, recompute but for products, offload); each is simulated once,
 and under any cap the fastest that fits is known. The search looks at few of them. It is within `DISTANCE` of the
 fastest wherever it finds a plan, and it may find none where only single choices fit: caps here leave a tenth of what
 choices differ by. In float32 a block computes for as long as it travels, so that offload pays; in bfloat16 it doesn't.
@@ -59,7 +59,7 @@ def cluster(devices: int) -> Cluster:
 
 
 def eased(graph: Graph, plan: Plan, choice: str) -> Plan:
-    """A plan with each block kept (k), made again whole (w) or but for products (p), or offloaded (o)."""
+    """A plan with each block kept (k), recomputed whole (w) or but for products (p), or offloaded (o)."""
     named = {c: "|".join(str(k) for k, mine in enumerate(choice) if mine == c) for c in "wpo"}
     again = [rf"blocks\.({named['w']})"] * bool(named["w"]) + [rf"blocks\.({named['p']})-products"] * bool(named["p"])
     return replace(plan, recompute=tuple(again), offload=(rf"blocks\.({named['o']})",) if named["o"] else ())
@@ -111,7 +111,7 @@ def compared(graph: Graph, devices: int, letters: str, parts: tuple[float, ...])
 def test_the_choice_is_next_to_the_fastest_of_all_that_fit(
     devices: int, letters: str, parts: tuple[float, ...]
 ) -> None:
-    """Kept, made again or offloaded, block by block; and never slower than without offload."""
+    """Kept, recomputed or offloaded, block by block; and never slower than without offload."""
     compared(gpt(), devices, letters, parts)
 
 

@@ -27,13 +27,13 @@ from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh
 from laminar.ir.plans.plan import Plan
-from laminar.ir.sbp import B, Partial, Split
+from laminar.ir.sbp import B, NdSbp, Partial, Split
 from laminar.ir.tensor import TensorSpec
 from laminar.placement import minsum, presets
 from laminar.placement.micro_batch import micro
 from laminar.placement.minsum import Factor, MinSum, floor
 from laminar.planner.bounds import piece_bound as leasts
-from laminar.planner.bounds.boxing_bound import GRADIENTS, PARAMETERS, VALUES, Ways, numbers_of, pairs_of
+from laminar.planner.bounds.boxing_bound import GRADIENTS, PARAMETERS, VALUES, Ways, number, pairs_of
 from laminar.planner.bounds.cell_bound import Bounds
 from laminar.planner.bounds.signatures import Piece
 from laminar.planner.estimate.graphs_and_prices import Model
@@ -55,6 +55,11 @@ FORWARD: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Te
     "tied": lambda x, a, b: torch.relu(x @ a) @ a,
 }
 """Models of one to eight ops of forward and as many of backward."""
+
+
+def numbers_of(nds: list[NdSbp]) -> np.ndarray:
+    """Placements as numbers by axis."""
+    return np.array([[number(p) for p in nd] for nd in nds], dtype=np.intp)
 
 
 @cache
@@ -345,11 +350,11 @@ def test_a_floor_that_takes_values_for_alike_that_are_not_is_caught(monkeypatch:
 
 @pytest.mark.parametrize("name", MOST)
 def test_blocks_made_again_are_not_below_what_is_proved_of_them(name: str) -> None:
-    """What is made again is not written and read: a compiler may need fewer kernels for it, and so less time."""
+    """What is recomputed is not written and read: a compiler may need fewer kernels for it, and so less time."""
     graph, cluster = specimen(name).graph, Cluster.preset("1xh100")
     model = Model(graph, Request(cluster))
     if model.blocks is None:
-        pytest.skip("nothing repeats that could be made again")
+        pytest.skip("nothing repeats that could be recomputed")
     bounds, mesh = Bounds(model), Mesh({"dp": 1})
     for recompute in (False, True):
         cell = Cell(1, 1, 1, 1, 1, recompute)

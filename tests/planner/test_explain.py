@@ -198,7 +198,7 @@ def test_why_of_a_value_between_ops(graph: Graph) -> None:
 
 
 def test_what_a_pattern_names_only_in_some_layers_does_not_stop_the_question(graph: Graph) -> None:
-    """Blocks made again that the shallow model lacks are made again where they are."""
+    """Blocks recomputed that the shallow model lacks are recomputed where they are."""
     deep, mesh = traced(8, d=32), laminar.Mesh({"dp": 2})
     plan = presets.recomputing(deep, presets.data_parallel(deep, mesh), r"blocks\.6")
     assert all(not o.reason for o in plan.why("embed.weight", graph=deep, cluster="2xh100").options)

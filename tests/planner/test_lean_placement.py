@@ -1,4 +1,4 @@
-"""Placements that weigh what they store, and blocks of which some are made again as a whole and the others in part."""
+"""Placements that weigh what they store, and blocks of which some are recomputed as a whole and the others in part."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_what_is_made_again_is_told() -> None:
         style = Style(("data",), keep_products=products)
         return described_candidate(Score(cell, style, 0, None, 0.0, 0.0, again=again, blocks=8)).split(", ", 3)[-1]
 
-    assert told((2, 1), "some") == "3 of 8 blocks made again in backward, the others but for products"
-    assert told((0, 0), "some") == "blocks made again but for products in backward"
-    assert told((4, 4), "some") == "blocks made again in backward"
-    assert told((2, 1), "all") == "3 of 8 blocks made again but for products in backward"
+    assert told((2, 1), "some") == "3 of 8 blocks recomputed in backward, the others but for products"
+    assert told((0, 0), "some") == "blocks recomputed but for products in backward"
+    assert told((4, 4), "some") == "blocks recomputed in backward"
+    assert told((2, 1), "all") == "3 of 8 blocks recomputed but for products in backward"

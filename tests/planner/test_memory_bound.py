@@ -1,7 +1,7 @@
 """What memory adds to the bound of a pipeline, held against every order of small pipelines and against nets that run.
 
 Believed are: that all micro-batches of the first stages are held at one moment (the arithmetic), that a layer's least
-is that of all ways to keep or make again, and what stages of real plans keep, store and make again. Each has its
+is that of all ways to keep or recompute, and what stages of real plans keep, store and recompute. Each has its
 oracle: all orders, all subsets, and plans that are simulated with exactly as much room as they take.
 """
 
@@ -151,7 +151,7 @@ def test_every_schedule_of_a_net_holds_as_much(seed: int) -> None:
 
 
 def test_the_bound_is_below_all_that_layers_can_do() -> None:
-    """Layers that make again more or less, ending anywhere: the least of all choices, with whatever worth of a byte."""
+    """Layers that recompute more or less, ending anywhere: the least of all choices, with whatever worth of a byte."""
     rng, close = random.Random(3), 0.0
     for _ in range(60):
         layers, micro, filled = 6, rng.randint(2, 4), rng.uniform(1.0, 1.4)
@@ -195,7 +195,7 @@ def _node(k: int, refs: tuple[Ref, ...]) -> Node:
 
 
 def least_of_all(kept: KeptLayer, byte: float, seconds: dict[str, float]) -> float:
-    """Every set of ops that run again; what they and backward read and nobody makes again is kept."""
+    """Every set of ops that run again; what they and backward read and nobody recomputes is kept."""
     best = math.inf
     sizes = dict(kept.made)
     for mask in itertools.product((False, True), repeat=len(kept.ops)):
@@ -289,7 +289,7 @@ def made_of(model: Model, cell: Cell, rng: random.Random) -> Staged:
 
 
 def again_in(made: Staged, model: Model, rng: random.Random) -> Staged:
-    """Blocks of each stage made again in some way."""
+    """Blocks of each stage recomputed in some way."""
     kinds = ["", "+collectives", "-products", "-products+collectives"]
     family, own = str(model.blocks), []
     for s, stage in enumerate(made.stages):
@@ -380,7 +380,7 @@ def test_a_plan_that_makes_all_blocks_again_is_told_to_pay_for_it(spec: str) -> 
 
 @pytest.mark.parametrize("mesh", [Mesh({"dp": 4}), Mesh({"dp": 2, "tp": 2})])
 def test_no_placement_stores_less_than_a_byte_is_said_to_cost(mesh: Mesh) -> None:
-    """Where nothing but bytes counts: the least is that of everything in pieces, and no plan's stages store less."""
+    """Where nothing but bytes counts: the least is that of everything in shards, and no plan's stages store less."""
     least, stored = stored_bytes(mesh)
     assert 0.9 * min(stored) < least <= min(stored) * (1 + 1e-9)
 

@@ -1,4 +1,4 @@
-"""As few blocks made again as memory asks for: what is chosen fits, is faster than all of them, and computes the same.
+"""As few blocks recomputed as memory asks for: what is chosen fits, is faster than all of them, and computes the same.
 
 The estimate has oracles of its own: the nets that schedules make say what is kept at once, and every way to share
 layers out among a few places says which is the best.
@@ -55,7 +55,7 @@ def deep() -> Graph:
 
 
 def blocks_of(plan: Plan, graph: Graph) -> list[str]:
-    """Blocks that a plan makes again."""
+    """Blocks that a plan recomputes."""
     return sorted(pick(graph, plan.recompute).blocks)
 
 
@@ -82,7 +82,7 @@ def test_what_a_place_keeps_at_once_is_what_the_net_holds(stages: int, virtual: 
 
 
 def made_up(stages: int, keeps: float, room: float, layers: int = 12) -> Places:
-    """Places for a model of made-up figures: layers take 3 s, 1 s more if made again, and keep 10 bytes or one."""
+    """Places for a model of made-up figures: layers take 3 s, 1 s more if recomputed, and keep 10 bytes or one."""
     model = Model(traced(6), Request(Cluster.preset("8xh100"), memory_bytes=room))
     zero = DepthLine(0.0, 0.0)
     bare = Parts(
@@ -115,7 +115,7 @@ def made_up(stages: int, keeps: float, room: float, layers: int = 12) -> Places:
     ],
 )
 def test_layers_are_shared_out_so_that_the_slowest_place_is_as_fast_as_can_be(stages: int, room: float) -> None:
-    """Every way to share out whole layers, with as many made again as there must be: none is faster."""
+    """Every way to share out whole layers, with as many recomputed as there must be: none is faster."""
     here = made_up(stages, 10.0, room)
     best, unit = float("inf"), 4
     for cut in itertools.product(range(12 * unit + 1), repeat=stages - 1):
@@ -142,7 +142,7 @@ def test_first_places_make_more_again_and_have_fewer_layers() -> None:
 
 
 def test_without_room_for_all_made_again_there_is_no_estimate() -> None:
-    """Nothing is made up where nothing can be held; with plenty of room nothing is made again."""
+    """Nothing is made up where nothing can be held; with plenty of room nothing is recomputed."""
     assert made_up(2, 10.0, 50.0).spread() is None
     plenty = made_up(2, 10.0, 1e6).spread()
     assert isinstance(plenty, Spread) and not plenty.again.any()
@@ -152,7 +152,7 @@ def test_without_room_for_all_made_again_there_is_no_estimate() -> None:
 
 
 def caps(graph: Graph, plan: Plan, cluster: Cluster) -> tuple[float, float]:
-    """Bytes of a plan with all of its blocks made again, and with none."""
+    """Bytes of a plan with all of its blocks recomputed, and with none."""
     every, none = (predict(graph, replace(plan, recompute=p), cluster).memory.peak_bytes for p in (("blocks.*",), ()))
     return float(every), float(none)
 
@@ -180,7 +180,7 @@ def test_a_step_makes_again_as_few_blocks_as_fit(part: float) -> None:
         fewer = replace(found.plan, recompute=())
     assert predict(graph, fewer, cluster).memory.peak_bytes > room
     row = found.plan.account["choice"]
-    assert row["again"] == [len(made)] and f"{len(made)} of {LAYERS} blocks made again" in row["plan"]
+    assert row["again"] == [len(made)] and f"{len(made)} of {LAYERS} blocks recomputed" in row["plan"]
 
 
 def test_an_estimate_that_was_too_low_is_put_right_by_the_simulation() -> None:
@@ -207,7 +207,7 @@ def test_an_estimate_that_was_too_low_is_put_right_by_the_simulation() -> None:
 
 
 def staged(graph: Graph, part: float, virtual: int = 1, pin: dict[str, int] | None = None, **more: Any) -> Any:
-    """What is found for two stages if there is room for a part of what none and all blocks made again differ by."""
+    """What is found for two stages if there is room for a part of what none and all blocks recomputed differ by."""
     cluster = Cluster.preset("4xh100")
     pin = {"stages": 2, "microbatches": 8, "virtual": virtual, "tp": 1, "zero": 0, **(pin or {})}
     none = find(graph, Request(cluster, pin={**pin, "recompute": 0}, **more)).finals[0]
@@ -221,7 +221,7 @@ def staged(graph: Graph, part: float, virtual: int = 1, pin: dict[str, int] | No
 
 @pytest.mark.parametrize("virtual", [1, 2])
 def test_stages_make_again_as_few_blocks_as_each_needs(virtual: int) -> None:
-    """Fits, is faster than with all made again, and the first place, which keeps most, makes no fewer than the last."""
+    """Fits, is faster than with all recomputed, and the first place, which keeps most, makes no fewer than the last."""
     graph = deep()
     found, none_s, every_s, room = staged(graph, 0.4, virtual)
     plan = found.plan
@@ -242,7 +242,7 @@ def test_stages_make_again_as_few_blocks_as_each_needs(virtual: int) -> None:
 
 @pytest.mark.parametrize("pipe", [False, True])
 def test_some_blocks_made_again_compute_what_one_device_computes(pipe: bool) -> None:
-    """With stages and without: a found plan in which some blocks are made again, on real numbers."""
+    """With stages and without: a found plan in which some blocks are recomputed, on real numbers."""
     made = recipe("gpt.py:tiny")
     import gpt
 
@@ -279,7 +279,7 @@ def test_some_blocks_made_again_have_flags() -> None:
     assert about.leading and sum(about.layers) >= LAYERS and max(about.again) > 0
     assert "--recompute-method block" in flags.flags and f"--recompute-num-layers {max(about.again)}" in flags.flags
     assert len(set(about.again)) == 1 or "blocks again; there all would make as many" in str(flags)
-    assert "blocks are made again; there all would be" in str(found.plan.flags("torchtitan", graph=deep()))
+    assert "blocks are recomputed; there all would be" in str(found.plan.flags("torchtitan", graph=deep()))
     assert type(about).from_part(JsonPart(about.to_json(), PlanError)) == about
 
 

@@ -59,7 +59,7 @@ def request(spec: str) -> Request:
 
 
 def every(model: Model, asked: Request) -> Iterator[Named]:
-    """Plans with a name, without blocks made again: how many are, a simulation finds out."""
+    """Plans with a name, without blocks recomputed: how many are, a simulation finds out."""
     graph = model.graph
     mine = cells(asked, samples_of(graph), model.cuts, False)
     yield from (one for one in named(asked, mine, model.small(1, model.keeps[-1])) if not one.cell.recompute)
@@ -135,7 +135,7 @@ def some_pipelines(model: Model, asked: Request, seed: str) -> list[Named]:
 
 
 def cut_anyhow(model: Model, asked: Request, one: Named, seed: str) -> Iterator[tuple[Staged, float]]:
-    """A pipeline whose stages begin anywhere, with blocks made again or not, and its seconds; and as it is typed."""
+    """A pipeline whose stages begin anywhere, with blocks recomputed or not, and its seconds; and as it is typed."""
     rng, cell = dice(seed), one.cell
     part, plan = model.whole(cell.micro_batches), model.unfolded(Score(cell, one.style, one.zero, None, 0.0, 0.0))
     for much in (0.0, 0.3, 1.0):
@@ -164,7 +164,7 @@ CUT_CASES = [
 
 @pytest.mark.parametrize(("name", "spec"), CUT_CASES)
 def test_no_pipeline_is_simulated_faster_than_the_bound_of_its_cuts(name: str, spec: str) -> None:
-    """Even cuts and any others, whatever is made again; of even ones it says more than that of the plan."""
+    """Even cuts and any others, whatever is recomputed; of even ones it says more than that of the plan."""
     graph, asked = deep() if name == "deep" else graph_of(name), request(spec)
     model = Model(graph, asked)
     bounds = Bounds(model)

@@ -79,7 +79,7 @@ def test_parts_of_one_data_parallel_rank_are_those_of_all(inner: str, recompute:
 def test_pipelines_are_estimated_near_to_what_they_are_simulated_to_take(
     cell: Cell, memory_bytes: float | None
 ) -> None:
-    """An estimate that is far off would have the search simulate the wrong plans; with some blocks made again too."""
+    """An estimate that is far off would have the search simulate the wrong plans; with some blocks recomputed too."""
     model = model_of(layers=12, batch=64, d=512, memory_bytes=memory_bytes)
     style = Style.of(cell.mesh, "tensor")
     score = scored(model, cell, style, 1)

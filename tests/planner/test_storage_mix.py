@@ -123,7 +123,7 @@ def test_mixes_are_made_only_where_memory_binds_and_zero_is_free() -> None:
 
 
 def test_a_mix_computes_what_one_device_computes() -> None:
-    """Every way of storing, side by side in one plan, with a block made again: the same losses and gradients."""
+    """Every way of storing, side by side in one plan, with a block recomputed: the same losses and gradients."""
     config = gpt.Config(layers=6, d=32, heads=4, vocab=64, tokens=16, batch=8)
     one = zoo.captured(gpt.recipe(config, lr=1e-3, steps=1), "six layers")
     mix = Mix(Model(one.graph, Request(Cluster.preset("2x2xh100"))), Cell(1, 1, 1, 2, 2), INNER)

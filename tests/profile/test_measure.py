@@ -17,7 +17,7 @@ import laminar
 from laminar import Mesh
 from laminar.cost.ops.families import OP_FAMILIES, traits_of
 from laminar.cost.ops.price import OpCost
-from laminar.cost.ops.strides import contiguous, local_layouts, mark_of
+from laminar.cost.ops.strides import contiguous, mark_of
 from laminar.cost.ops.table import Table, cpu_section, key_of, numbered, parse_key
 from laminar.errors import LaminarError
 from laminar.ir.clusters.cluster import Cluster
@@ -31,6 +31,7 @@ from laminar.runtime.code import eager_step
 from laminar.runtime.comm.shards import shard
 from laminar.runtime.comm.transport import Null
 from tests.support.held_out import held_out
+from tests.support.local_layouts import local_layouts
 from tests.support.zoo import specimen
 
 CPU = torch.device("cpu")

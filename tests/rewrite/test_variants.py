@@ -153,7 +153,7 @@ def test_the_change_is_that_of_the_graph() -> None:
 
 
 def test_what_a_site_promises_is_what_the_graph_saves() -> None:
-    """The order of the search hangs on gains that are worked out before anything is rewritten."""
+    """The order of the search depends on gains that are worked out before anything is rewritten."""
     graph = zoo.specimen("llama.py:tiny").graph
     for rule in REWRITE_RULES:
         for site in rule.find(graph):
@@ -210,7 +210,7 @@ def test_rewritten_graphs_are_spread_over_ranks_like_any_other(name: str, which:
 
 
 def test_rewritten_graphs_run_in_stages() -> None:
-    """Stages are cut by phase and module, and see micro-batches: other graphs, to which the rewrite is made again."""
+    """Stages are cut by phase and module, and see micro-batches: other graphs, to which the rewrite is recomputed."""
     made = zoo.recipe("llama.py:tiny")
     model, (ids, target) = made.model(), next(iter(made.data()))
     batches = [(ids, target), (ids[:4], target[:4]), (ids[4:], target[4:])]

@@ -35,12 +35,17 @@ from laminar.ir.sbp import B, NdSbp, P, Partial, S, Sbp, Split, check_placement,
 from laminar.ir.serial.codec import Ref
 from laminar.ir.tensor import TensorSpec
 from laminar.lower.boxing.boxing_lines import boxing_line
-from laminar.rules.boxing.boxing import Step, boxing, chain_bytes, chain_s, step_bytes
+from laminar.rules.boxing.boxing import Step, boxing, chain_s, step_bytes
 from laminar.runtime.check.in_process import lockstep
 from laminar.runtime.comm.shards import assemble, shard
 
 FREE = Link(latency_s=0.0, bytes_per_s=1.0)
 """A wire on which only bytes count."""
+
+
+def chain_bytes(steps: tuple[Step, ...], spec: TensorSpec, sizes: tuple[int, ...]) -> int:
+    """Bytes the busiest rank receives over a chain."""
+    return sum(step_bytes(s, spec, sizes) for s in steps)
 
 
 def legal(spec: TensorSpec, nd: NdSbp, sizes: tuple[int, ...]) -> bool:

@@ -1,4 +1,4 @@
-"""Hooks on gradients, and custom backward functions, in micro-batches: what hangs on the size of the loss is named."""
+"""Hooks on gradients and custom backward functions in micro-batches: what depends on the size of the loss is named."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def check(net: Net, logs: list[Any], steps: int) -> None:
 @pytest.mark.parametrize("window", [0, None])
 @pytest.mark.parametrize("way", WAYS)
 def test_two_stages_on_two_ranks(two: Ranks, way: str, window: int | None) -> None:
-    """Several runs with one set of channels, closed and made again by the next test on the same ranks."""
+    """Several runs with one set of channels, closed and recomputed by the next test on the same ranks."""
     net = pipeline([place(0), place(1)], 4, window=window)
     logs = two.run(numbers, net, [1, 0, 3], way)
     check(net, logs, 4)

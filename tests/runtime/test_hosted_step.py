@@ -15,6 +15,7 @@ from laminar.ir.exact import Exact, Hosting
 from laminar.lower.lower import lower
 from laminar.placement.logical import logical_plan
 from laminar.runtime.exact.hosted_step import HostedStep
+from laminar.runtime.exact.hosts import HostedRanks
 from tests.support.hosted_runs import ThreadHosts, run_hosted
 from tests.support.zoo import Specimen, one_thread, specimen
 
@@ -86,3 +87,26 @@ def test_one_flipped_bit_is_seen() -> None:
     program = lower(one.graph, logical_plan(one.graph, Exact(4)))
     (b,) = run_hosted(program, Hosting.even(4, 1), changed, one.constants)
     assert differing(a[0], b[0])
+
+
+def test_a_run_that_failed_leaves_no_half_of_a_sum() -> None:
+    """After an error in the middle the same step object gives the right bits."""
+    one = specimen("gpt.py:tiny")
+    program = lower(one.graph, logical_plan(one.graph, Exact(4)))
+    step = HostedStep(program, HostedRanks(program.mesh, Hosting.even(4, 1)), one.constants)
+    given = [one.inputs[i.name] for i in program.inputs]
+    want = [t.clone() for t in step(*given)]
+    at = next(k for k, line in enumerate(step.lines) if getattr(line, "product", False))
+    plain, calls = step.lines[at]._add_product, []
+
+    def failing(*args: object) -> None:
+        if len(calls) == 1:
+            raise RuntimeError("spoilt")
+        calls.append(0)
+        plain(*args)
+
+    step.lines[at]._add_product = failing
+    with pytest.raises(RuntimeError, match="spoilt"):
+        step(*given)
+    step.lines[at]._add_product = plain
+    assert all(torch.equal(as_bytes(a), as_bytes(b)) for a, b in zip(step(*given), want, strict=True))

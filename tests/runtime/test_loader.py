@@ -303,7 +303,7 @@ next(loader)
 
 
 def mlp() -> tuple[nn.Module, Callable[[Any, Any], Tensor]]:
-    """A small model with dropout, whose draws hang on the step and not on a generator."""
+    """A small model with dropout, whose draws depend on the step and not on a generator."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.2), nn.Linear(16, 1))
     return model, lambda m, b: (m(b["x"]) - b["y"]).square().mean()

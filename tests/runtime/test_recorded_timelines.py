@@ -153,7 +153,7 @@ def _late(where: str, shares: bool) -> Timeline:
 @pytest.mark.parametrize("shares", [True, False], ids=["shared memory", "gloo"])
 @pytest.mark.parametrize(("where", "culprit"), [("before", "late"), ("inside", "batch")])
 def test_who_waits_waits_for_the_rank_that_is_late(two: Ranks, where: str, culprit: str, shares: bool) -> None:
-    """A wait alone says nothing: the step hangs on what the other rank did meanwhile."""
+    """A wait alone says nothing: the step depends on what the other rank did meanwhile."""
     found, _ = two.run(_late, where, shares)
     waited = {r: found.breakdown(r)["wait"] / 1e9 for r in (0, 1)}
     assert waited[0] >= 0.5 * SLEEP_S and waited[1] < 0.5 * SLEEP_S
@@ -166,7 +166,7 @@ def test_who_waits_waits_for_the_rank_that_is_late(two: Ranks, where: str, culpr
 
 
 def _late_norm() -> Timeline:
-    """Rank 1 is late for the norm of gradients that lie in pieces: it sleeps in the last line of the program's run."""
+    """Rank 1 is late for the norm of gradients that lie in shards: it sleeps in the last line of the program's run."""
     job, batch = _job("zero2"), _batches(1)[0]
     for _ in range(3):
         job.step(batch)

@@ -54,7 +54,7 @@ def check(one: Specimen, rng: random.Random, stages: int | dict[str, int] | None
 @pytest.mark.parametrize("name", MOST)
 def test_random_staged_plans_give_the_numbers_of_one_device(name: str) -> None:
     """Stages, virtual stages, places of different sizes, random placements inside, backward in one part or two,
-    values that are made again: through the actors, registers, edges and exchanges that real ranks have."""
+    values that are recomputed: through the actors, registers, edges and exchanges that real ranks have."""
     one = specimen(name, "f64")
     rng = random.Random(f"staged {name}")
     for _ in range(8 if len(one.graph.nodes) < 100 else 3 if len(one.graph.nodes) < 250 else 2):

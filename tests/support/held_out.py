@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 from laminar.cost.ops.families import measured_traits
 from laminar.cost.ops.price import OpCost
-from laminar.cost.ops.strides import local_layouts
 from laminar.cost.ops.table import Table, key_of, parse_key
 from laminar.ir.clusters.cluster import Cluster
 from laminar.ir.program import Program
 from laminar.profile.sweep import measure_instrs
+from tests.support.local_layouts import local_layouts
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ BLOCKS = {
     "hf.py:gpt2": ("transformer.h.*",),
     "hf.py:bert": ("bert.encoder.layer.*",),
 }
-"""What is made again; `blocks.*` where nothing else is said."""
+"""What is recomputed; `blocks.*` where nothing else is said."""
 
 
 def blocks(name: str) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from laminar.errors import LaminarError, MeshError, OptimizerError, PlanError, S
 from laminar.ir.exact import Exact, Hosting
 from laminar.train.options import JobOptions
 from tests.support.exact_runs import ExactRun, hashes, make_job, on_processes, plain
+from tests.support.seeds import dice
 from tests.support.zoo import one_thread
 
 CALM = JobOptions(check=False)
@@ -168,3 +169,32 @@ def test_a_share_of_the_batch_is_refused() -> None:
         job.timeline()
     with pytest.raises(MeshError, match="1 to 1"):
         job.resize(2)
+
+
+LONG = {
+    "gpt": (ExactRun("gpt.py:tiny", Exact(8)), 5),
+    "moe slices": (ExactRun("moe.py:tiny", Exact(4, 2)), 3),
+    "batch norm": (ExactRun("resnet.py:tiny", Exact(4)), 3),
+    "dlrm bf16": (ExactRun("dlrm.py:tiny", Exact(4), options=replace(CALM, precision="bf16")), 2),
+    "t5": (ExactRun("t5.py:tiny", Exact(4), optimizer="Adagrad"), 2),
+    "gpt micro-batches": (replace(GPT, exact=Exact(2), options=replace(CALM, micro_batches=2, clip_norm=1.0)), 2),
+    "gpt on eight": (ExactRun("gpt.py:tiny", Exact(8)), 8),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LONG)
+def test_one_hash_after_two_hundred_steps(name: str, tmp_path: Path) -> None:
+    """Under hostings by chance, storage by chance, and a restart at a step by chance on another number of processes."""
+    run, most = LONG[name]
+    chance = dice(f"exact {name}")
+    want = hashes(replace(run, steps=200))
+    steps, storage, processes = chance.randrange(20, 180), ("data", "zero1", "zero3"), [chance.randint(1, most), most]
+    chance.shuffle(processes)
+    found: list[str] = []
+    for count, at in zip((steps, 200 - steps), processes, strict=True):
+        hostings = tuple(Hosting.drawn(run.exact.ranks, at, chance.randrange(100)) for _ in range(2))
+        part = replace(run, steps=count, storage=chance.choice(storage), hostings=hostings, save=str(tmp_path),
+                       load=str(tmp_path) if found else "")  # fmt: skip
+        found += on_processes(part, at)
+    assert found == want

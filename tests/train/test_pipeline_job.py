@@ -116,7 +116,7 @@ def _half(precision: str, stages: int) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("precision", ["bf16-kahan", "bf16-stochastic"])
 def test_weights_in_bfloat16_are_rounded_as_without_stages(two: Ranks, precision: str) -> None:
-    """Draws hang on an element's place in the model, so copies of a tied weight stay the same at both places."""
+    """Draws depend on an element's place in the model, so copies of a tied weight stay the same at both places."""
     ranks = two.run(_half, precision, 2)
     alone = _half(precision, 0)
     assert all(t["tied"].dtype == torch.bfloat16 for t in ranks)

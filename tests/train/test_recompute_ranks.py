@@ -1,4 +1,4 @@
-"""Recompute on real ranks: a job whose plan makes blocks again trains to the same bits as one whose plan keeps all."""
+"""Recompute on real ranks: a job whose plan recomputes blocks trains to the same bits as one whose plan keeps all."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_two_ranks_train_to_the_same_bits(two: Ranks, what: str, parts: int) -> 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
 def test_two_stages_train_to_the_same_bits(two: Ranks, schedule: str) -> None:
-    """Micro-batches under way at the same time, each with its own draws, blocks made again in backward."""
+    """Micro-batches under way at the same time, each with its own draws, blocks recomputed in backward."""
     plain, again = (two.run(_staged, schedule, patterns) for patterns in ((), ("blocks.*",)))
     for want, got in zip(plain, again, strict=True):
         equal(want, got)

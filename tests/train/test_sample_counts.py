@@ -1,4 +1,4 @@
-"""Losses that hang on how many samples there are: micro-batches would train something else, which is said.
+"""Losses that depend on how many samples there are: micro-batches would train something else, which is said.
 
 A loss that is a sum, or a number made from `len(batch)`, is a constant in a captured graph. The check of the first
 batch runs the model itself on two micro-batches and on both together, so it sees a mean over labels of which parts

@@ -209,7 +209,7 @@ def _ctc_loss(
     reduction: Any = "mean",
     zero_infinity: bool = False,
 ) -> Tensor:
-    """By samples, with labels in rows: which of torch's kernels runs, and what it keeps, hangs on the lengths."""
+    """By samples, with labels in rows: which of torch's kernels runs, and what it keeps, depends on the lengths."""
     single = log_probs.dim() == 2
     lengths = [_lengths(t) for t in (input_lengths, target_lengths)]
     if single:

@@ -69,9 +69,6 @@ def _key(args: Any) -> Any:
     return tuple(map(_key, args)) if isinstance(args, tuple) else (type(args).__name__, args)
 
 
-CHEAP_SOURCES = ("aten.full", "aten.arange", "aten.expand", "aten.scalar_tensor")
-
-
 def fold_constants(graph: Graph) -> Graph:
     """Subgraphs that depend on no input become constants, or a `full` if all their elements are equal."""
     values: dict[Ref, torch.Tensor] = {Ref(c.name): constant_tensor(c) for c in graph.constants}

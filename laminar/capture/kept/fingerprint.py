@@ -38,7 +38,7 @@ TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Siz
 MOST_CONSTANT_BYTES = 64 << 20
 """Constants that are larger are not looked at."""
 READS = frozenset(["open", "input", "read_text", "read_bytes", "urlopen"])
-"""Names in code that says: what happens here hangs on something outside."""
+"""Names in code that says: what happens here depends on something outside."""
 PER_PROCESS = frozenset(["_original_object_hash"])
 """Attributes that are different in every process and say nothing: transformers keeps a hash of texts."""
 _OURS = str(Path(__file__).parents[2])

@@ -1,6 +1,6 @@
 """Causal attention by blocks of queries: the same bits wherever a sequence is cut into stretches of whole blocks.
 
-`attention_at` calls its kernel on all rows of a stretch, and a kernel's bits hang on how many rows it is given. So
+`attention_at` calls its kernel on all rows of a stretch, and a kernel's bits depend on how many rows it is given. So
 where stretches change from step to step, or from one number of ranks to another, and bits must not, every block of
 queries is worked out by itself: it reads the keys before it, then its own, always of the same shapes and lying in
 memory in the same way, and merges the two in this order. Its rows of the output and of the gradient of the queries are
@@ -10,7 +10,7 @@ A key's gradient is a sum over all blocks of queries that see it. Each block's t
 precision at least, with the number of the block: added up in one fixed order over those numbers (a tree, so that ranks
 can begin without each other), the sum does not depend on stretches either.
 
-Covered: any length, causal or not, grouped queries, CPU in float32, bfloat16 and float64. Bits do hang on the block's
+Covered: any length, causal or not, grouped queries, CPU in float32, bfloat16 and float64. Bits do depend on the block's
 size, on the threads and on the machine's kind. Not covered: masks, and kernels that add up in no fixed order, as fused
 ones on GPUs do in backward unless torch is told to be deterministic.
 """

@@ -299,11 +299,7 @@ def data_dependent(error: Any, called: Any, module: str) -> CaptureError:
 
 def located(error: LaminarError, module: str) -> LaminarError:
     """The same refusal with line and module, where it had none."""
-    labels = {}
-    for line in str(error).split("\n")[1:]:
-        label, _, text = line.strip().partition("  ")
-        labels[label] = text.strip()
-    if "at" in labels:
+    if "at" in error.lines:
         return error
-    found = type(error)(str(error).split("\n")[0], at=blame(error), module=module, **labels)
+    found = type(error)(error.what, **{"at": blame(error), "module": module, **error.lines})
     return found.with_traceback(error.__traceback__)  # who looks for the part that did it goes by the frames

@@ -22,7 +22,6 @@ from laminar.ir.serial.codec import Ref
 from laminar.ir.tensor import ITEM_BYTES
 
 BUFFER_BACKENDS = ("shared", "gloo", "nccl", "null")
-Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)

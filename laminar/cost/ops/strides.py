@@ -21,7 +21,6 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from laminar.cost.ops.interned import Forms, forms_of
-from laminar.ir.mesh import Mesh
 from laminar.ir.ops import FREE, HOST_COPIES, WRITE_INTO_PLACE
 from laminar.ir.program import Program
 from laminar.ir.serial.codec import Ref
@@ -287,11 +286,3 @@ def _view(call: Call, st: Strides) -> list[Strides] | None:
         return [st]
     found = viewed(x, st, out)  # view, reshape, squeeze, unsqueeze
     return None if found is None else [found]
-
-
-def local_layouts(program: Program, mesh: Mesh | None = None, rank: int = 0) -> tuple[dict[str, Call], Layouts]:
-    """The local call of every line that computes, and how everything lies."""
-    from laminar.cost.ops.table import local_call
-
-    calls = {i.name: local_call(i, mesh or program.mesh, rank) for i in program.instrs}
-    return calls, layouts(program, calls)

@@ -44,7 +44,7 @@ PATIENCE = 12
 FEW, MORE = 100, 150
 """So many tasks are simulated sooner than guessed; and so many, sooner than verified in full."""
 ATTEMPTS = 6
-"""How often a guess is made again with the durations that its own speeds ask for."""
+"""How often a guess is repeated with the durations that its own speeds ask for."""
 LITTLE = 200
 """A guess, and each attempt at it, should gain so many tasks: about what it costs to verify one."""
 
@@ -284,7 +284,7 @@ class _Replay:
         to = np.arange(len(start))
         to[follows] = parent[follows]
         far = np.zeros(len(start), np.int64)
-        if first:  # durations are the old ones: all that hang on one task move as it did
+        if first:  # durations are the old ones: all that depend on one task move as it did
             ups = to[follows]
             ups = ups[self.start[ups] >= 0]
             by = end[ups] - self.was_end[ups]

@@ -29,7 +29,6 @@ from heapq import heappop, heappush
 from typing import Any, NamedTuple
 
 from laminar.errors import NetError
-from laminar.ir.mesh import Link
 from laminar.ir.net import Net
 from laminar.ir.timeline import Span, Timeline
 
@@ -159,11 +158,6 @@ class Execution:
         where = {i: k for k, i in enumerate(kept)}
         spans = [replace(found.spans[i], because=where.get(found.spans[i].because, -1)) for i in kept]
         return replace(found, spans=(*spans, *ahead))
-
-
-def transfer_ns(net: Net, link: Link) -> dict[str, int]:
-    """For queues that cross: nanoseconds until one register has arrived over a link."""
-    return {q.name: round(1e9 * (link.latency_s + q.bytes / link.bytes_per_s)) for q in net.queues if net.crosses(q)}
 
 
 def execute(

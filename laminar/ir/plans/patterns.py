@@ -95,7 +95,7 @@ def pick(graph: Graph, patterns: Sequence[str]) -> Picked:
 
 
 def apart(graph: Graph, recompute: Sequence[str], offload: Sequence[str]) -> tuple[Picked, Picked]:
-    """What is made again and what waits in the host's memory; whatever both name is refused."""
+    """What is recomputed and what waits in the host's memory; whatever both name is refused."""
     again, away = pick(graph, recompute), pick(graph, offload)
     if not (again.blocks or again.values) or not (away.blocks or away.values):
         return again, away
@@ -105,7 +105,7 @@ def apart(graph: Graph, recompute: Sequence[str], offload: Sequence[str]) -> tup
         both += [f"%{v}" for v in sorted(values) if other.block_of(graph.by_name[v].module)]
     if both:
         raise PlanError(
-            f"{both[0]} is both made again in backward and sent to the host",
+            f"{both[0]} is both recomputed in backward and sent to the host",
             next="name it in recompute or in offload, not in both",
         )
     return again, away

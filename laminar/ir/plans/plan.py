@@ -85,7 +85,7 @@ class Plan(Planned):
     account: Account = field(default_factory=Account)
     """What it says about itself, filled in by whoever made it: not part of the identity."""
     recompute: tuple[str, ...] = ()
-    """What backward makes again instead of keeping it: patterns of modules and values, see `ir/plans/patterns.py`."""
+    """What backward recomputes instead of keeping it: patterns of modules and values, see `ir/plans/patterns.py`."""
     origin: PlanOrigin | None = field(default=None, compare=False, repr=False)
     """What it was made from, where known: not saved, and no part of the identity."""
     rewrites: Steps = ()
@@ -203,7 +203,7 @@ class Plan(Planned):
         apart(graph, self.recompute, self.offload)
 
     def with_recompute(self, *patterns: str) -> Plan:
-        """The same plan with these modules and values made again in backward, and no others; its account is empty."""
+        """The same plan with these modules and values recomputed in backward, and no others; its account is empty."""
         return replace(self, recompute=as_patterns(patterns), account=Account())
 
     def with_offload(self, *patterns: str) -> Plan:

@@ -69,7 +69,7 @@ def _behind(program: Program) -> Callable[[int], int]:
     """Where a bucket is issued that is ready behind a line: before the next op that has a kernel of its own.
 
     A compiler works between collectives. What an activation's gradient is made of, and often the activation itself,
-    made again for the gradient of a weight, belongs into one kernel: a bucket in between would take it apart.
+    recomputed for the gradient of a weight, belongs into one kernel: a bucket in between would take it apart.
     """
     light = [i.op not in COLLECTIVE_OPS and family_of(i.op) not in (*COMPUTES, "indexing") for i in program.instrs]
 

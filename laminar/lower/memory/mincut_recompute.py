@@ -1,4 +1,4 @@
-"""Recompute: which forward values backward reads back from memory, and which it makes again.
+"""Recompute: which forward values backward reads back from memory, and which it recomputes.
 
 Between forward and backward everything that backward reads has to lie somewhere. What is cheap to make
 again (element by element, from values that are kept anyway) need not. The choice is a minimum cut. Each
@@ -7,19 +7,19 @@ stands between the outs of what it reads and the ins of what it makes, and costs
 it again causes; what backward reads hangs at the sink. An edge in the cut is a value kept or an op run
 again, and the smallest cut is the cheapest choice of all.
 
-    traffic   a value that is made again for an op that can't be fused with its making (a product, a
+    traffic   a value that is recomputed for an op that can't be fused with its making (a product, a
               convolution) is written once more, and what it is made of is read once more, unless a kernel
               that reads that anyway can write it along the way. One byte of traffic counts `TRAFFIC`
-              bytes of memory. Values made again inside a fused kernel cost next to nothing, but not
-              nothing, so that none is made again without need.
+              bytes of memory. Values recomputed inside a fused kernel cost next to nothing, but not
+              nothing, so that none is recomputed without need.
     views     cost nothing and are never kept: keeping one would keep all of the tensor behind it.
     norms     are written out first where the caller says so (`written_out`): their statistics are small
               and kept, the rest is elementwise.
-    reach     a residual stream could be made again from its first value and everything ever added to it,
-              all of it at the moment backward starts. So a value may be made again only from values
+    reach     a residual stream could be recomputed from its first value and everything ever added to it,
+              all of it at the moment backward starts. So a value may be recomputed only from values
               that lie at most `HEAVY_REACH` heavy ops before it.
 
-What a plan makes again (`lower/memory/planned_recompute.py`) is backward here: it reads what its blocks keep, and stays
+What a plan recomputes (`lower/memory/planned_recompute.py`) is backward here: it reads what its blocks keep, and stays
 as it is, since only lines of forward are chosen from. Products, attention, convolutions, reductions and collectives are
 never run again; nor is any op not named here. Results are those of the program without this pass, to the last bit: the
 same ops run on the same values, some of them twice.
@@ -51,7 +51,7 @@ TRAFFIC = 0.45
 function whose input backward reads anyway (1) and one behind a norm per channel (2) run again; a norm's narrow output
 (3) and the narrow copy of a weight (3) are kept. Measured on an H200, GPT of 355M: see bench/results/gpu.jsonl."""
 RECOMPUTED_BYTE = 1 / 64
-"""What each byte made again costs inside a fused kernel; only breaks ties. Assumed, not measured."""
+"""What each byte recomputed costs inside a fused kernel; only breaks ties. Assumed, not measured."""
 SMALL_SHARE = 8
 """Sources that are smaller than the result by this factor are read for nothing: statistics, biases."""
 HEAVY_REACH = 4
@@ -110,7 +110,7 @@ def choose(
     """Values to keep and ops to run again, at the least cost for which everything `wanted` is at hand.
 
     `keep` is what keeping a value costs (inputs of the step are at hand for nothing and are not in it),
-    `rewrite` what a value costs beyond its op if it is made again.
+    `rewrite` what a value costs beyond its op if it is recomputed.
     """
     made = {v for op in ops for v in op.makes}
     number = {v: k for k, v in enumerate(sorted(made))}
@@ -155,7 +155,7 @@ def _sink_side(nodes: int, edges: list[tuple[int, int, float]], source: int, sin
 
 
 def recompute(program: Program, *, traffic: float = TRAFFIC, reach: int = HEAVY_REACH) -> Program:
-    """The same program, with what is cheap made again in backward instead of kept, or sent to the host."""
+    """The same program, with what is cheap recomputed in backward instead of kept, or sent to the host."""
     program = without_offload(program)
     first = early(program)
     forward = [i for i in program.instrs if i.name in first]
@@ -250,7 +250,7 @@ def _readers(
 def written_out(program: Program) -> Program:
     """The program with forward norms and softmaxes as small statistics and elementwise ops.
 
-    For code that is fused anyway: then the statistics are kept and the rest is made again in backward.
+    For code that is fused anyway: then the statistics are kept and the rest is recomputed in backward.
     Rounding may differ from the fused kernels in the last bits.
     """
     first = early(program)

@@ -7,7 +7,7 @@ another, `host.bring`. Both are identities, so that results are those of the pla
     what stays   inputs, weights and what is made of weights alone, results of the step; whatever is smaller than a
                  64th of the block's largest (statistics of norms); and of several blocks that are named the one that
                  backward begins with, if fewer lines lie between the two than inside: it would come straight back.
-    views        are not sent: what they look at is, and they are made again of what came back.
+    views        are not sent: what they look at is, and they are recomputed from what came back.
     there        a send starts when all it takes is made, beside what follows. The next block's send reads the last
                  one's result, and so waits until that has arrived: then its block is off the device.
     and back     one block ahead: a block's values start to come back when backward first reads those of the block
@@ -23,8 +23,8 @@ So at most two blocks' worth of what is sent lies on the device, in forward and 
 three blocks at once (long skip connections). Where copying takes longer than the compute of a block, ranks
 wait, and memory stays.
 
-Compiled steps choose what else to make again (`lower/memory/mincut_recompute.py`) from the program without these lines,
-which are then put in anew: what is made again need not travel.
+Compiled steps choose what else to recompute (`lower/memory/mincut_recompute.py`) from the program without these lines,
+which are then put in anew: what is recomputed need not travel.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from laminar.lower.memory.planned_recompute import boundary_bytes, early
 STAYS_SHARE = 64
 """What is smaller than the block's largest value by this factor stays. Chosen, not measured."""
 BACK = "_back"
-"""Ending of views that are made again of what came back."""
+"""Ending of views that are recomputed from what came back."""
 
 
 @dataclass

@@ -1,18 +1,18 @@
-"""Recompute as a plan decides it: what blocks make inside is dropped after forward and made again in backward.
+"""Recompute as a plan decides it: what blocks make inside is dropped after forward and recomputed in backward.
 
 A plan names blocks (modules) and values; see `ir/plans/patterns.py`. Of a block only what comes in from outside is
 kept, and the ops that lead from there to what backward reads run once more, each right before the first line of
-backward that needs it. What backward does not read is not made again: a block's last ops seldom are.
+backward that needs it. What backward does not read is not recomputed: a block's last ops seldom are.
 
     outputs      of a block that somebody else needs in backward too (the next block starts from it) are kept
-                 anyway, and so never made again; nor is what they are a view of.
+                 anyway, and so never recomputed; nor is what they are a view of.
     collectives  are not repeated unless the pattern says so: what they made is kept like an input of the block.
     products     of blocks that spare them (`blocks.*-products`) are kept in the same way: only what costs little, norms
-                 and activations, is made again.
+                 and activations, is recomputed.
     weights      that are put together from pieces (ZeRO 3) are the exception: they are never kept from forward to
                  backward, with or without recompute. They are gathered for recompute, and the same gathered
                  weight serves the block's backward.
-    draws        have a key, so a mask that is made again is the same mask.
+    draws        have a key, so a mask that is recomputed is the same mask.
     statistics   of batch norm leave forward as new buffers, once; lines that run again only serve backward.
 
 The same ops run on the same values, some of them twice, so that results are those of the plan without
@@ -50,7 +50,7 @@ def early(program: Program) -> set[str]:
 
 
 def with_recompute(program: Program, picked: Picked) -> Program:
-    """The program with what is inside of blocks made again for backward; lines must still be as the graph has them."""
+    """The program with what is inside of blocks recomputed for backward; lines must still be as the graph has them."""
     program = drop_unused(program)
     return drop_unused(_weights_once(run_again(program, lines_again(program, picked), ANEW)))
 

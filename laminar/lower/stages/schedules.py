@@ -139,12 +139,6 @@ def _backward_first(layout: Layout, item: Item) -> tuple[int, ...]:
     return ("BFW".index(part), k if part != "F" else 0, layout.depth[s], k)
 
 
-def oldest_first(layout: Layout, item: Item) -> tuple[int, ...]:
-    """The micro-batch that has been under way longest, gradients before activations."""
-    part, s, k = item
-    return (part == "W", k, "BFW".index(part), layout.depth[s])
-
-
 def by_priority(layout: Layout, rule: Priority) -> Orders:
     """All firings of a place sorted by a rule: an order for windows, hardly one to keep to the letter."""
     order: list[list[Item]] = [[] for _ in range(layout.places)]

@@ -200,7 +200,7 @@ class _Cutter:
         self._begin_regions(twins)
 
     def _begin_regions(self, twins: Mapping[str, str]) -> None:
-        """What a stage makes again starts from what it was given in forward, not from what another makes again."""
+        """What a stage recomputes starts from what it was given in forward, not from what another recomputes."""
 
         def now(node: Node) -> Node:
             def twin(ref: Ref) -> Ref:

@@ -4,7 +4,7 @@ Each stage's own graph is lowered like any other, on its place's mesh, and the l
 run at different times: forward; backward; or, where they are apart, the gradients of what the stage was given
 (which earlier stages wait for) and those of its weights (which nobody waits for before the step ends). What a later
 part reads of an earlier one is *kept*: one such set of tensors per micro-batch under way is the stage's stash. What a
-plan makes again is made in backward, and with the gradients of inputs where these are apart. Parts are merged and
+plan recomputes is made in backward, and with the gradients of inputs where these are apart. Parts are merged and
 ordered one by one, since their collectives can't travel together.
 
 Sums over micro-batches stay unfinished inside of a step: gradients leave backward as each rank's terms where the plan
@@ -152,7 +152,7 @@ def _parts(program: Program, stage: int, apart: bool) -> list[Part]:
         names = {i.name for i in rest}
         sent = {o.ref.name for o in program.outputs if o.kind != "grad"}
         early = _leading_to(rest, sent) & names
-        if early:  # what is made again is made there: gradients of weights then read no more than without recompute
+        if early:  # what is recomputed is made there: gradients of weights then read no more than without recompute
             early = _leading_to(rest, sent | {i.name for i in rest if i.phase == "recompute"}) & names
         groups += [("input", early), ("weight", names - early)]
     else:

@@ -30,7 +30,7 @@ import numpy as np
 
 from laminar.cost.machine import Machine
 from laminar.ir.mesh import Mesh
-from laminar.ir.sbp import B, NdSbp, Partial, Sbp, Split
+from laminar.ir.sbp import B, Partial, Sbp, Split
 from laminar.lower.boxing.buckets import BUCKET_BYTES, GATHER_BYTES, REDUCTIONS, SMALL_BYTES
 
 NO_LATENCY_BYTES = 1 << 28
@@ -98,7 +98,7 @@ class Ways:
         return moves
 
     def _padded(self, ways: np.ndarray) -> np.ndarray:
-        """Whoever wants terms may make them of what is whole or in pieces, for nothing: as the last step."""
+        """Whoever wants terms may make them of what is whole or in shards, for nothing: as the last step."""
         ways = ways.reshape((len(self.states), *(STATES,) * len(self.axes))).copy()
         for axis in self.axes:
             at = np.moveaxis(ways, axis + 1, 0)
@@ -285,8 +285,3 @@ def pairs_of(rows: np.ndarray, columns: np.ndarray) -> Pairs:
         start = start * STATES + codes(here)
         end = end * STATES + codes(there) + ((here != there) & (there > 3))
     return start, end
-
-
-def numbers_of(nds: Sequence[NdSbp]) -> np.ndarray:
-    """Placements as numbers by axis."""
-    return np.array([[number(p) for p in nd] for nd in nds], dtype=np.intp)

@@ -35,18 +35,18 @@ stretch, and a byte worth c p:
                        of them cost exchanges
     j                  the layer that stage r* ends in. later[j + 1]: what stages behind do at least, the work of all
                        ops of the layers behind j, forward and backward (`pipeline_bound.Row`).
-    layer(v)           the least of what a layer makes again, in seconds, and of v times the bytes it keeps
+    layer(v)           the least of what a layer recomputes, in seconds, and of v times the bytes it keeps
 
 A layer counts in (3) if it and the next one lie within stages 0..r*: then all who read its values in forward do, and
 backward ops are where their values were made or read (`lower/stages/split_stages.py`). Those are j - 1; of the first,
 whose neighbour is another, nothing is said.
 
-**A layer** keeps or makes again what backward reads. What is made again needs what its op reads, kept or made again,
+**A layer** keeps or recomputes what backward reads. What is recomputed needs what its op reads, kept or recomputed,
 and takes the op's seconds at their least; kernels that a compiler writes count nothing. Which values a plan keeps is
 its own affair: blocks as a whole, all but their products, what is exchanged, anything between. The least over *all*
 choices is a minimum cut: a node for each op that may run again, one for each value that is wanted; a value that is
 wanted costs its bytes unless its op runs again. What a layer is given counts nothing: the layer before it has made it.
-Where a cell makes nothing again, ops but views cost more than anything. The fullest rank keeps at least its share.
+Where a cell recomputes nothing, ops but views cost more than anything. The fullest rank keeps at least its share.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class KeptLayer:
         return KeptLayer(tuple(ops), made, frozenset(wanted))
 
     def least(self, byte: float, again: Callable[[Node], float]) -> float:
-        """The least of what is made again, `again` for each op, and of the bytes that are kept, `byte` for each."""
+        """The least of what is recomputed, `again` for each op, and of the bytes that are kept, `byte` for each."""
         if not self.wanted or byte <= 0:
             return 0.0
         number = {n.name: k + 2 for k, n in enumerate(self.ops)}
@@ -163,7 +163,7 @@ def held_s(stretch: float, lean_s: float, later_s: Sequence[float], layer_s: flo
     """The bound of all above, for one worth of a byte.
 
     `lean_s`: a micro-batch and what its stages store, at least. `later_s`: by layer, work of all from there on, and of
-    none. `layer_s`: what a layer makes again or keeps, of all micro-batches. `room_s`: all places' memory.
+    none. `layer_s`: what a layer recomputes or keeps, of all micro-batches. `room_s`: all places' memory.
     """
     layers = len(later_s) - 1
     behind, within = np.append(np.asarray(later_s)[1:], 0.0), np.maximum(0, np.arange(layers + 1) - 2) * layer_s

@@ -30,7 +30,7 @@ from laminar.staging.stage_plans import pipeline
 KernelShape = tuple[int, tuple[int, int, str] | None]
 """Bytes that it moves; rows, columns and kind of what it reduces."""
 Again = tuple[str, ...]
-"""Blocks that are made again, as patterns."""
+"""Blocks that are recomputed, as patterns."""
 ONE_DEVICE = Mesh({"dp": 1})
 
 
@@ -47,7 +47,7 @@ class Alone:
     def kernels_s(self, cell: Cell) -> float:
         """Seconds of a micro-batch's kernels at least, at full depth.
 
-        What is made again need not be written and read, so there may be fewer of them: where blocks may be made again,
+        What is recomputed need not be written and read, so there may be fewer of them: where blocks may be recomputed,
         whichever way of doing so takes least, of all blocks at once and, where they differ, of each by itself.
         """
         machine = self.model.machine(cell.mesh)
@@ -80,7 +80,7 @@ class Alone:
         return [block for block in found if block is not None]
 
     def kernels(self, cell: Cell, keep: int, again: Again = ()) -> list[KernelShape]:
-        """Every kernel that a compiler writes, at a depth, with some blocks made again."""
+        """Every kernel that a compiler writes, at a depth, with some blocks recomputed."""
         key = (cell.micro_batches, keep, cell.plain, again)
         if key not in self._kernels:
             programs, _ = self._program(cell, keep, again)
@@ -102,14 +102,14 @@ class Alone:
         return self._kept[key]
 
     def _outside_bytes(self, cell: Cell, keep: int) -> float:
-        """Of what is kept for backward, that which no block has made: with blocks made again, or with none."""
+        """Of what is kept for backward, that which no block has made: with blocks recomputed, or with none."""
         every = self._every(True)
         programs = [self._program(cell, keep, again)[0][0] for again in ((), every)]
         inside = pick(self.model.small(cell.micro_batches, keep), every)
         return float(min(boundary_bytes(p, lambda line: inside.block_of(line.module) is None) for p in programs))
 
     def _every(self, recompute: bool) -> Again:
-        """All blocks, if they may be made again and there are any."""
+        """All blocks, if they may be recomputed and there are any."""
         return (self.model.blocks,) if recompute and self.model.blocks else ()
 
     def _program(self, cell: Cell, keep: int, again: Again) -> tuple[list[Program], float]:

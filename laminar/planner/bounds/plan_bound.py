@@ -38,7 +38,7 @@ def plan_bound_s(bounds: Bounds, plan: Plan, cell: Cell, worth_s: float = math.i
 
 
 def cut_bound_s(bounds: Bounds, plan: Plan, cell: Cell, of: Mapping[str, int], worth_s: float = math.inf) -> float:
-    """Seconds that a pipeline takes at least whose forward ops are in these stages, whatever blocks are made again.
+    """Seconds that a pipeline takes at least whose forward ops are in these stages, whatever blocks are recomputed.
 
     One stage at each place, gradients of weights together with those of inputs. Nothing is said (0) where stages don't
     stand in a row.

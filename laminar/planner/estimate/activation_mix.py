@@ -1,6 +1,6 @@
-"""What becomes of each block where memory is short: kept, made again, made again but for its products, or sent away.
+"""What becomes of each block where memory is short: kept, recomputed, recomputed but for its products, or sent away.
 
-Of a step without stages. Blocks are alike, so a mix is three numbers: how many are made again, how many without their
+Of a step without stages. Blocks are alike, so a mix is three numbers: how many are recomputed, how many without their
 products, and how many wait in the host's memory. What one block of each takes and saves is simulated on a shallow
 model; the first two add up. Copies to the host cost nothing as long as the link keeps up with the work beside it, and
 from there on what is left over (`lower/memory/offload.py` says who waits for whom):
@@ -12,7 +12,7 @@ from there on what is left over (`lower/memory/offload.py` says who waits for wh
     all       blocks is a way of its own: then the last one stays, and gives the one before it time to come back.
 
 Blocks that leave are spread out so that this is least, from the first or second block on. Of the others the first ones
-are made again, whole ones first: their backward comes last.
+are recomputed, whole ones first: their backward comes last.
 
 All mixes are tried on these figures (a few thousand additions); what no other beats in seconds and in bytes is the
 front, on which whatever room there is finds its mix. The fastest that should fit is simulated at full depth; what the
@@ -47,7 +47,7 @@ def eased(model: Model, plan: Plan, style: Style, ways: BlockWays, mix: BlockMix
 
 
 def ways_of(model: Model, kept: Score, whole: Score | None) -> BlockWays:
-    """Of a placement that was scored with all blocks kept, and with all made again."""
+    """Of a placement that was scored with all blocks kept, and with all recomputed."""
     assert kept.plan is not None
     style, blocks, request = kept.style, len(model.block_names), model.request
     depth = model.depths[-1]
@@ -73,7 +73,7 @@ def ways_of(model: Model, kept: Score, whole: Score | None) -> BlockWays:
     kept_s, kept_bytes, forward_s, _ = run(plan)
 
     def way(style: Style) -> tuple[float, float]:
-        """The first blocks made again: in the last one's backward what they have saved is not needed any more."""
+        """The first blocks recomputed: in the last one's backward what they have saved is not needed any more."""
         seconds, held, _, _ = run(replace(plan, recompute=model.patterns(range(few), style, of=depth)))
         return max(0.0, seconds - kept_s) / few, max(0.0, kept_bytes - held) / few
 

@@ -17,15 +17,15 @@ class BlockMix:
     """How many blocks, and of what kind."""
 
     whole: int = 0
-    """Made again."""
+    """Recomputed."""
     spared: int = 0
-    """Made again but for their products."""
+    """Recomputed but for their products."""
     away: int = 0
     """Sent to the host."""
 
     @property
     def again(self) -> int:
-        """Made again, one way or the other."""
+        """Recomputed, one way or the other."""
         return self.whole + self.spared
 
 
@@ -37,7 +37,7 @@ class BlockWays:
     kept_s: float
     kept_bytes: float
     whole: tuple[float, float] | None
-    """Seconds and bytes of a block that is made again; none where that is not allowed."""
+    """Seconds and bytes of a block that is recomputed; none where that is not allowed."""
     spared: tuple[float, float] | None
     sent_bytes: float = 0.0
     """What a block takes to the host; 0 where that is not allowed."""
@@ -100,7 +100,7 @@ class BlockWays:
 
     @property
     def least_bytes(self) -> float:
-        """What is held with all blocks made again, whole."""
+        """What is held with all blocks recomputed, whole."""
         return self.kept_bytes - self.blocks * (self.whole[1] if self.whole else 0.0)
 
     def within(self, room: float) -> tuple[BlockMix, float, float] | None:
@@ -108,7 +108,7 @@ class BlockWays:
         return next((m for m in self.front if m[2] <= room), None)
 
     def placed(self, mix: BlockMix) -> tuple[list[int], list[int], list[int]]:
-        """Which blocks are made again, which without their products, and which leave."""
+        """Which blocks are recomputed, which without their products, and which leave."""
         apart = self.spread[mix.away][0]
         left = self.blocks - 1 - self.behind - (mix.away - 1) * apart
         # What comes into the first block is made outside of it and stays: the second one saves more, if there is time.

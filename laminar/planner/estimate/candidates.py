@@ -37,13 +37,13 @@ class Score:
     rewrites: Steps = ()
     """What the graph was made by that it places, see `planner/space/rewrites.py`."""
     again: tuple[int, ...] = ()
-    """By place, blocks that are made again in backward where not all are; nothing where all are, or none."""
+    """By place, blocks that are recomputed in backward where not all are; nothing where all are, or none."""
     blocks: int = 0
     """Of how many, where not all are."""
     saves_bytes: float = 0.0
-    """What one more saves of a step without stages, where not all are made again."""
+    """What one more saves of a step without stages, where not all are recomputed."""
     spared: int = 0
-    """Of the blocks that are made again, those whose products are kept, where that is not so for all."""
+    """Of the blocks that are recomputed, those whose products are kept, where that is not so for all."""
     away: int = 0
     """Blocks that wait in the host's memory."""
     apart: tuple[int, ...] = ()
@@ -192,7 +192,7 @@ def described_candidate(score: Score) -> str:
         spared = " but for products" if score.style.keep_products == "all" or (score.spared and not part) else part
         both = score.style.keep_products == "some" and bool(some)
         spared = " but for products" if both and not any(score.again) else spared
-        out += f", {some if any(score.again) else ''}blocks made again{spared} in backward"
+        out += f", {some if any(score.again) else ''}blocks recomputed{spared} in backward"
         out += ", the others but for products" if both and any(score.again) else ""
     if score.away:
         out += f", {score.away} of {score.blocks} blocks offloaded"

@@ -59,7 +59,7 @@ class Model:
         self.off: dict[tuple[Cell, Style, int], np.ndarray] = {}
         """By place, bytes by which the estimate of a pipeline was found to be too low."""
         self.shallow: dict[tuple[Cell, Style, int], Score] = {}
-        """Scores of steps without micro-batches in which nothing or everything is made again."""
+        """Scores of steps without micro-batches in which nothing or everything is recomputed."""
         self.ways: dict[tuple[Cell, Style, int], BlockWays] = {}
         """And what else may become of their blocks."""
 
@@ -191,7 +191,7 @@ class Model:
         return replace(plan, recompute=self.again(cell, score.style))
 
     def again(self, cell: Cell, style: Style) -> tuple[str, ...]:
-        """Patterns of what backward makes again; where the stream is in pieces, what is gathered from them too."""
+        """Patterns of what backward recomputes; where the stream is in shards, what is gathered from them too."""
         return self.patterns(range(len(self.block_names)), style) if cell.recompute else ()
 
     def patterns(self, blocks: Sequence[int], style: Style | None = None, of: int | None = None) -> tuple[str, ...]:

@@ -94,7 +94,7 @@ class Sides:
     def told(self, cluster: Cluster) -> str:
         """In words."""
         parts = [f"{side} on {part.device.name}" for side, part in zip(self.sides, cluster.parts, strict=True)]
-        again = ", blocks made again in backward" if self.recompute else ""
+        again = ", blocks recomputed in backward" if self.recompute else ""
         return f"{', then '.join(parts)}, {self.micro_batches} micro-batches{again}"
 
 

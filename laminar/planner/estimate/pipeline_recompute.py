@@ -1,12 +1,12 @@
-"""As few blocks made again in backward as memory asks for.
+"""As few blocks recomputed in backward as memory asks for.
 
 A cell that may make blocks again (`Cell.recompute`) leaves open how many. Each one that is costs its forward once more
 and saves what it would have kept, times the micro-batches that are under way where it lies. Under 1F1B that is most at
 the first place and one at the last: the first ones make more blocks again, and therefore get fewer layers.
 
-Places are weighed in closed form first (`Places`), from parts of a micro-batch with all blocks made again and with none
+Places are weighed in closed form first (`Places`), from parts of a micro-batch with all blocks recomputed and with none
 (`planner/estimate/stage_cost.py`): for a number of seconds that every place may take, each takes as many layers as it
-can, with as many of them made again as it must; the least number of seconds for which they take all layers is the
+can, with as many of them recomputed as it must; the least number of seconds for which they take all layers is the
 estimate. At full depth (`pipelined`, `plain`) stages are cut so that this work is balanced and blocks are picked one
 by one, in a stage the first ones: their backward comes last, when nothing else is kept any more. The simulation then
 says what each rank really holds; what the estimate was off by is taken into account and the choice made once more, a
@@ -83,7 +83,7 @@ def _under_way(stages: int, virtual: int, many: int, place: int, more: int) -> n
 
 @dataclass(frozen=True)
 class Spread:
-    """Layers by place, how many of them are made again, and what the slowest place takes for a micro-batch."""
+    """Layers by place, how many of them are recomputed, and what the slowest place takes for a micro-batch."""
 
     layers: np.ndarray
     again: np.ndarray
@@ -94,7 +94,7 @@ class Places:
     """The places of a pipeline, all of the same mesh: what layers take and hold there."""
 
     def __init__(self, model: Model, cell: Cell, bare: Parts, again: Parts, zero: int, more: int = 0) -> None:
-        """`bare` are parts with nothing made again, `again` with all blocks; `more` micro-batches are under way."""
+        """`bare` are parts with nothing recomputed, `again` with all blocks; `more` micro-batches are under way."""
         self.model, self.cell, self.zero, self.parts = model, cell, zero, again
         self.layers = float(model.layers)
         self.room = model.request.room_bytes
@@ -127,7 +127,7 @@ class Places:
         """By place, bytes by which the estimate was found to be too low."""
 
     def bare_bytes(self, layers: np.ndarray) -> np.ndarray:
-        """What places hold with so many layers (places by any) if nothing is made again."""
+        """What places hold with so many layers (places by any) if nothing is recomputed."""
         stash = np.maximum(self.keeps * self.kept, self.grads) + self.keeps * self.works
         out: np.ndarray = self._rest(layers) + layers * stash
         return out
@@ -138,7 +138,7 @@ class Places:
         return out
 
     def needed(self, layers: np.ndarray) -> np.ndarray:
-        """Layers that places with so many (places by any) have to make again; infinite where that is not enough."""
+        """Layers that places with so many (places by any) have to recompute; infinite where that is not enough."""
         left = self.room - self._rest(layers)
         out = np.zeros_like(layers)
         # While micro-batches are kept, and when gradients are reduced.
@@ -179,20 +179,20 @@ class Places:
         return Spread(layers, np.minimum(made, layers), slowest_s)
 
     def shares(self, spread: Spread) -> tuple[np.ndarray, np.ndarray]:
-        """Where stages begin, in layers, and what share of its layers each makes again: virtual stages are alike."""
+        """Where stages begin, in layers, and what share of its layers each recomputes: virtual stages are alike."""
         each = np.tile(spread.layers, self.cell.virtual) / self.cell.virtual
         share = np.tile(spread.again / np.maximum(spread.layers, 1e-9), self.cell.virtual)
         return np.cumsum(each) - each, share
 
     def held(self, place: int, layers: Sequence[float], again: Sequence[float]) -> float:
-        """Bytes of a place whose virtual stages have so many layers, of which so many are made again."""
+        """Bytes of a place whose virtual stages have so many layers, of which so many are recomputed."""
         kept = self.keeps * np.array(layers) - self.saves * np.array(again)
         stash = max(float((self.rows[place] @ kept).max()), self.grads * sum(layers))
         works = kept.max() * self.works[place, 0] * self.cell.virtual
         return float(self.fixed[place] + self.off[place] + self.stays * sum(layers) + stash + works)
 
     def seconds(self, spread: Spread, blocks: int) -> tuple[float, tuple[int, ...]]:
-        """Of a step, and the blocks made again by place: none is made again by half."""
+        """Of a step, and the blocks recomputed by place: none is recomputed by half."""
         scale = blocks / self.layers
         made = np.minimum(np.ceil(spread.again * scale - 1e-6), np.ceil(spread.layers * scale))
         mean = (self.ends_s + self.layers * self.each_s + made.sum() / scale * self.more_s) / self.cell.stages
@@ -209,14 +209,14 @@ def places(model: Model, cell: Cell, style: Style, zero: int, more: int = 0) -> 
 
 
 def without_whole(share: Share, style: Style) -> Share:
-    """The share of blocks that are not made again as a whole."""
+    """The share of blocks that are not recomputed as a whole."""
     if style.keep_products == "some":
         return replace(share, style=replace(share.style, keep_products="all"))
     return replace(share, recompute=False)
 
 
 def learned(model: Model, cell: Cell, style: Style, zero: int, ran: StagedPrediction) -> None:
-    """What places were found to hold with nothing made again is kept in mind for the cell in which blocks may be."""
+    """What places were found to hold with nothing recomputed is kept in mind for the cell in which blocks may be."""
     here = places(model, cell, style, zero)
     share = replace(share_of(model, cell, style, zero), recompute=False)
     inside = _inside(model, here, ran.staged, work_by_op(model, share, model.whole(cell.micro_batches)))
@@ -228,7 +228,7 @@ def learned(model: Model, cell: Cell, style: Style, zero: int, ran: StagedPredic
 
 
 def held_bytes(model: Model, cell: Cell, parts: Parts, zero: int) -> float:
-    """On the fullest rank, with stages of equal work in which nothing or everything is made again, as parts have it."""
+    """On the fullest rank, with stages of equal work in which nothing or everything is recomputed, as parts have it."""
     here = Places(model, cell, parts, parts, zero)
     layers = np.full(cell.stages, (here.layers + here.ends_layers) / cell.stages)
     layers[-1] = max(0.0, layers[-1] - here.ends_layers)
@@ -239,7 +239,7 @@ def held_bytes(model: Model, cell: Cell, parts: Parts, zero: int) -> float:
 def guessed_recompute(
     model: Model, cell: Cell, bare: Parts, again: Parts, zero: int, room: float
 ) -> tuple[bool, float]:
-    """Whether too little fits even if all blocks are made again; and seconds, with as few as fit."""
+    """Whether too little fits even if all blocks are recomputed; and seconds, with as few as fit."""
     if not cell.plain:
         found = Places(model, cell, bare, again, zero).spread()
         if found is None:
@@ -254,7 +254,7 @@ def guessed_recompute(
 
 
 def some(model: Model) -> bool:
-    """Whether a model has blocks of which some can be made again, and others not."""
+    """Whether a model has blocks of which some can be recomputed, and others not."""
     return len(model.block_names) > 1 and len(model.keeps) > 1
 
 
@@ -262,13 +262,13 @@ def some(model: Model) -> bool:
 
 
 SimulatedRun = tuple[Staged, StagedPrediction, tuple[int, ...]]
-"""A plan with stages, simulated; and how many blocks each place makes again."""
+"""A plan with stages, simulated; and how many blocks each place recomputes."""
 
 
 def pipelined(
     model: Model, score: Score, deep: Graph, plan: Plan, cut: Cut = "stages", worth_s: float = math.inf
 ) -> SimulatedRun:
-    """A score's plan with stages, simulated; and how many blocks each place makes again.
+    """A score's plan with stages, simulated; and how many blocks each place recomputes.
 
     What is too large and takes longer than `worth_s` is not tried with more. Where places have several stages, they
     begin one more micro-batch before the first comes back, if there is room for it: what they hand on then has time to
@@ -334,7 +334,7 @@ def _pipelined(
             break
         made, pieces, counts, held = _picked(model, here, cut, bare, score.style, least)
         if held.max() > request.room_bytes * (MEMORY_DOUBT if last is None else 1.0):
-            break  # with all that it has made again, some place holds too much
+            break  # with all that it has recomputed, some place holds too much
         ran = predict_staged(deep, made, request.cluster, optimizer=request.optimizer)
         last = made, ran, counts
         here.off += np.array(ran.peaks, dtype=float) - held
@@ -352,7 +352,7 @@ def _pipelined(
         cut, least = run(plan, _work(model, here, spread, bare, whole)), [0] * cell.stages
     found = best or last
     if found is None and spread is not None:
-        raise PlanError(f"stages cut for {cell} hold too much, whatever is made again", binds="memory")
+        raise PlanError(f"stages cut for {cell} hold too much, whatever is recomputed", binds="memory")
     if found is None:  # all of them, if nothing less will do
         made = run(replace(plan, recompute=model.again(cell, score.style)), whole)
         found = made, predict_staged(deep, made, request.cluster, optimizer=request.optimizer), ()
@@ -362,7 +362,7 @@ def _pipelined(
 def _work(
     model: Model, here: Places, spread: Spread, bare: Mapping[str, float], whole: Mapping[str, float]
 ) -> dict[str, float]:
-    """Seconds of forward ops with their backward: of blocks where some are made again, in proportion."""
+    """Seconds of forward ops with their backward: of blocks where some are recomputed, in proportion."""
     begins, shares = here.shares(spread)
     of, count = model.block_of, len(model.block_names)
     out = {}
@@ -383,15 +383,15 @@ def _picked(
     style: Style,
     least: Sequence[int],
 ) -> tuple[Staged, tuple[int, ...], tuple[int, ...], np.ndarray]:
-    """Stages with as few blocks made again as places need, `least` of them at least; and what should then be held.
+    """Stages with as few blocks recomputed as places need, `least` of them at least; and what should then be held.
 
-    Between them, how many pieces of blocks each place makes again, and how many blocks: one that is cut between stages
-    counts where it is made again first.
+    Between them, how many pieces of blocks each place recomputes, and how many blocks: one that is cut between stages
+    counts where it is recomputed first.
     """
     cell, shares = here.cell, _inside(model, here, staged, bare)
     own, held, pieces = list(staged.stages), np.zeros(cell.stages), []
     made: dict[int, int] = {}
-    """Block -> the first stage that makes it again."""
+    """Block -> the first stage that recomputes it."""
     for place in range(cell.stages):
         mine = [c * cell.stages + place for c in range(cell.virtual)]
         layers = [sum(shares[s].values()) for s in mine]
@@ -433,7 +433,7 @@ def _inside(model: Model, here: Places, staged: Staged, bare: Mapping[str, float
 def plain(model: Model, score: Score, plan: Plan, worth_s: float = math.inf) -> tuple[Plan, Prediction, BlockMix]:
     """A score's plan without stages, simulated; and what becomes of its blocks.
 
-    As few made again as fit; then mixes that are expected to be faster (`planner/estimate/activation_mix.py`).
+    As few recomputed as fit; then mixes that are expected to be faster (`planner/estimate/activation_mix.py`).
     """
     request = model.request
     if not score.again:
@@ -457,7 +457,7 @@ def plain(model: Model, score: Score, plan: Plan, worth_s: float = math.inf) -> 
 def _fewest(
     model: Model, score: Score, plan: Plan, ways: BlockWays | None, worth_s: float
 ) -> tuple[Plan, Prediction, BlockMix]:
-    """With as few blocks made again as fit, whole ones."""
+    """With as few blocks recomputed as fit, whole ones."""
     request, room = model.request, model.request.room_bytes
     found: dict[int, tuple[Plan, Prediction]] = {}
 
@@ -468,7 +468,7 @@ def _fewest(
 
     blocks, count, first_saves = len(model.block_names), score.again[0], score.saves_bytes
     expected = score.peak_bytes + count * first_saves if score.peak_bytes else 0.0
-    """With nothing made again."""
+    """With nothing recomputed."""
     if ways is not None and ways.whole is not None:
         expected, first_saves = ways.kept_bytes, ways.whole[1] or first_saves
         count = min(blocks, math.ceil((expected - room) / first_saves)) if first_saves else blocks

@@ -2,7 +2,7 @@
 
 Without micro-batches the whole way of a prediction is walked (lowering, prices, simulation, memory), on the folded
 graph with two and with four layers; what two layers add, every further two add. With micro-batches the parts of one are
-put together (`planner/estimate/stage_cost.py`). How many blocks are made again, where some are, follows from what none
+put together (`planner/estimate/stage_cost.py`). How many blocks are recomputed, where some are, follows from what none
 and all would take and hold (`planner/estimate/pipeline_recompute.py`). All are estimates, good for ranking: what is to
 win is simulated at full depth.
 """
@@ -64,7 +64,7 @@ def scored(
 def _shallow(
     model: Model, cell: Cell, style: Style, zero: int, plan: Plan | None, worth_s: float, roomy: float = 0.0
 ) -> Score:
-    """A step without micro-batches, nothing or everything made again."""
+    """A step without micro-batches, nothing or everything recomputed."""
     if plan is None:
         plan = model.placed(Score(cell, style, zero, None, 0.0, 0.0))
     else:
@@ -81,7 +81,7 @@ def _shallow(
 
 
 def _between(model: Model, cell: Cell, style: Style, zero: int, plan: Plan | None, worth_s: float) -> Score:
-    """A step without micro-batches, as few blocks made again as fit: between none and all, in proportion.
+    """A step without micro-batches, as few blocks recomputed as fit: between none and all, in proportion.
 
     Or fewer, if others wait in the host's memory or keep their products.
     """
@@ -107,7 +107,7 @@ def _between(model: Model, cell: Cell, style: Style, zero: int, plan: Plan | Non
 
 
 def _some_again(model: Model, none: Score, every: Score) -> Score:
-    """As few blocks made again as fit."""
+    """As few blocks recomputed as fit."""
     room, blocks = model.request.room_bytes, len(model.block_names)
     saves = (none.peak_bytes - every.peak_bytes) / blocks
     if saves <= 0 or every.peak_bytes > room:
@@ -132,7 +132,7 @@ def _some_again(model: Model, none: Score, every: Score) -> Score:
 
 
 def _first_saves(model: Model, plan: Plan, style: Style) -> float:
-    """Bytes that the first block saves if it alone is made again."""
+    """Bytes that the first block saves if it alone is recomputed."""
     keep = model.depths[-1]
     deep = model.deepened(plan, model.small(1, keep))
     none, one = (_plain(model, replace(deep, recompute=p), keep)[2]() for p in ((), model.patterns([0], style)))
@@ -140,7 +140,7 @@ def _first_saves(model: Model, plan: Plan, style: Style) -> float:
 
 
 def _spread(model: Model, cell: Cell, style: Style, zero: int, plan: Plan | None, worth_s: float) -> Score:
-    """A step with micro-batches in which every place makes again as few blocks as fit."""
+    """A step with micro-batches in which every place recomputes as few blocks as fit."""
     del worth_s
     here = places(model, cell, style, zero)
     found = here.spread()

@@ -1,14 +1,14 @@
 """Where memory keeps a fast plan out: the best of it that fits, tensor by tensor.
 
 ZeRO does one thing to all tensors. Where what is fast is a little too large, the best plan does different things to
-different tensors: tables in pieces over all ranks, layers in pieces within a node, eleven of 24 layers leaner than the
-others, small tensors whole because to gather them costs more than it saves, and a few blocks made again in backward.
+different tensors: tables in shards over all ranks, layers in shards within a node, eleven of 24 layers leaner than the
+others, small tensors whole because to gather them costs more than it saves, and a few blocks recomputed in backward.
 
 A plan's *units* are the tensors of one role in one layer, or one tensor outside of the layers; units of one role are a
 group. What a group would take if it were stored in another way is simulated on a shallow model, one group at a time: so
 a gather that other work hides counts by what it slows down, and one that nothing hides counts in full. What it would
 hold is simulated too for single tensors, which may be large, and follows from shapes for layers. Then every group gets
-a way for each of its units, and the blocks that are made again a number, at the least sum of seconds within the bytes
+a way for each of its units, and the blocks that are recomputed a number, at the least sum of seconds within the bytes
 there are (`placement/minsum_capped.py`). That groups add up is an assumption; the plan is simulated at full depth,
 what the estimate of bytes was off by is taken into account and the choice made once more, a few times at most. Only
 what was simulated at full depth and fits is handed out.
@@ -213,7 +213,7 @@ class Mix:
         return times.step / 1e9, lambda: float(held().peak_bytes)
 
     def plan(self, stored: Mapping[str, int], again: int = 0) -> Plan:
-        """At full depth, with some tensors stored in another way and the first so many blocks made again."""
+        """At full depth, with some tensors stored in another way and the first so many blocks recomputed."""
         base = self.deep[0]
         inputs, state, outputs = dict(base.inputs), dict(base.state), dict(base.outputs)
         for name, storage in stored.items():
@@ -235,7 +235,7 @@ class Mix:
         every, again = self.ways(), self._again()
         ways = [w for w in every if w.nbytes < 0]
         if not ways and not feasible(self.base, request):
-            return None  # nothing but blocks to be made again, which the search does by itself
+            return None  # nothing but blocks to be recomputed, which the search does by itself
         off, found, tried = 0.0, None, set()
         for _ in range(STORAGE_MIXES):
             chosen = self.chosen(ways, again, request.room_bytes - self.base.peak_bytes - off)
@@ -261,7 +261,7 @@ class Mix:
         return found
 
     def simulated(self, stored: Mapping[str, int], count: int) -> Final:
-        """A mix at full depth, so many blocks made again."""
+        """A mix at full depth, so many blocks recomputed."""
         model, request = self.model, self.model.request
         plan = replace(self.plan(stored, count), name="searched")
         ran = predict(model.graph, plan, request.cluster, optimizer=request.optimizer)
@@ -290,7 +290,7 @@ class Mix:
         return stored
 
     def _again(self) -> tuple[int, float, float]:
-        """Blocks that may be made again, and what one takes and holds more."""
+        """Blocks that may be recomputed, and what one takes and holds more."""
         model, request = self.model, self.model.request
         if not (some(model) and request.recomputes):
             return 0, 0.0, 0.0
@@ -305,11 +305,11 @@ class Mix:
     def chosen(
         self, ways: Sequence[Way], again: tuple[int, float, float], room: float
     ) -> tuple[tuple[int, ...], tuple[float, float]] | None:
-        """How many units have each way, and how many blocks are made again; what that takes and holds more."""
+        """How many units have each way, and how many blocks are recomputed; what that takes and holds more."""
         problem = Capped()
         held = problem.resource(room)
         counts: list[list[tuple[int, int]]] = []
-        """By variable and value: which way, and for how many units; -1 stands for blocks made again."""
+        """By variable and value: which way, and for how many units; -1 stands for blocks recomputed."""
 
         def choice(rows: Sequence[tuple[int, int, float, float]]) -> None:
             v = problem.variable(len(rows))
@@ -340,7 +340,7 @@ class Mix:
     def _read(
         self, ways: Sequence[Way], chosen: tuple[tuple[int, ...], tuple[float, float]]
     ) -> tuple[dict[str, int], int, float, float]:
-        """What that means: how tensors are stored, blocks made again, seconds and bytes more."""
+        """What that means: how tensors are stored, blocks recomputed, seconds and bytes more."""
         counts, (seconds, more) = chosen
         stored = {}
         for way, count in zip(ways, counts, strict=False):

@@ -43,11 +43,11 @@ def _plan_lines(plan: Plan) -> list[str]:
         lines.append(f"  {placement:<28} {len(names):>4}  {', '.join(names[:4])}{', ...' if len(names) > 4 else ''}")
     account = plan.account
     if plan.recompute:
-        lines += ["", f"made again in backward: {', '.join(plan.recompute)}", *_recomputed(account.recompute)]
+        lines += ["", f"recomputed in backward: {', '.join(plan.recompute)}", *_recomputed(account.recompute)]
     if plan.offload:
         lines += ["", f"kept in the host's memory: {', '.join(plan.offload)}", *_offloaded(account.offload)]
     if plan.gather_once:
-        lines += ["", "parameters in pieces are gathered once a step: what forward has gathered stays for backward"]
+        lines += ["", "parameters in shards are gathered once a step: what forward has gathered stays for backward"]
     if plan.rewrites:
         lines += ["", f"rewritten before it is spread: {described(plan.rewrites)}"]
         lines += [f"  {name}, from a file: {text}" for name, text in carried(plan.rewrites).items()]
@@ -113,7 +113,7 @@ def _staged_lines(plan: Staged) -> list[str]:
         if about.modules is not None:
             lines.append(f"  {about.modules}")
         if stage.plan.recompute:
-            lines.append(f"  made again in backward: {', '.join(stage.plan.recompute)}")
+            lines.append(f"  recomputed in backward: {', '.join(stage.plan.recompute)}")
         if about.sends is not None:
             lines.append(f"  sends {about.sends:,} bytes per micro-batch")
     return lines

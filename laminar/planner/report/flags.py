@@ -98,14 +98,14 @@ def megatron(found: ParallelForm) -> Flags:
         out.append(f"--num-distributed-optimizer-instances {found.data // found.pieces}")
     if found.recompute:
         if any(p.startswith("%") for p in found.recompute):
-            obstacles.append(f"no flag makes just these again: {', '.join(found.recompute)}")
+            obstacles.append(f"no flag recomputes just these: {', '.join(found.recompute)}")
         if sparing(found):
-            obstacles.append("no flag makes blocks again without their products")
+            obstacles.append("no flag recomputes blocks without their products")
         # `block`: so many of the first layers of each stage; `uniform`: all, one by one.
         method, count = ("block", max(found.again)) if found.again else ("uniform", 1)
         out += ["--recompute-granularity full", f"--recompute-method {method}", f"--recompute-num-layers {count}"]
         if not found.leading:
-            notes.append("blocks that are made again are not the first ones of their stage; there they would be")
+            notes.append("blocks that are recomputed are not the first ones of their stage; there they would be")
         if any(n < min(count, m) for n, m in zip(found.again, found.layers, strict=True)):
             said = ", ".join(map(str, found.again))
             notes.append(f"stages make {said} blocks again; there all would make as many as the most, in more time")
@@ -137,28 +137,28 @@ def torchtitan(found: ParallelForm) -> Flags:
             f"--parallelism.fsdp_reshard_after_forward {'always' if found.zero == 3 and not found.once else 'never'}"
         )
         if found.zero == 1:
-            notes.append("gradients are in pieces there too: it has no stage 1 of ZeRO")
+            notes.append("gradients are in shards there too: it has no stage 1 of ZeRO")
         if found.zero < 3:
-            notes.append("parameters lie in pieces between steps there, and are gathered in forward")
+            notes.append("parameters lie in shards between steps there, and are gathered in forward")
     if found.tensor > 1 and not found.sequence:
         notes.append("the residual stream is split by token there: it has no tensor parallelism without")
     if found.recompute:
         if any(p.startswith("%") for p in found.recompute):
-            obstacles.append(f"no flag makes just these again: {', '.join(found.recompute)}")
+            obstacles.append(f"no flag recomputes just these: {', '.join(found.recompute)}")
         if sparing(found):
             out += ["--activation_checkpoint.mode selective", "--activation_checkpoint.selective_ac_option op"]
-            notes.append("every second product is made again there, too")
+            notes.append("every second product is recomputed there, too")
         else:
             out.append("--activation_checkpoint.mode full")
         if found.again:
-            notes.append(f"{sum(found.again)} of {sum(found.layers)} blocks are made again; there all would be")
+            notes.append(f"{sum(found.again)} of {sum(found.layers)} blocks are recomputed; there all would be")
     else:
         out.append("--activation_checkpoint.mode none")
     return _flags("torchtitan", out, notes, obstacles)
 
 
 def sparing(found: ParallelForm) -> bool:
-    """Whether products are kept of what is made again."""
+    """Whether products are kept of what is recomputed."""
     return any(WITHOUT_PRODUCTS in p for p in found.recompute)
 
 

@@ -230,7 +230,7 @@ class _Asking:
                 check_placement(self.spec, nd, self.mesh.sizes, self.name)
                 found = self.scored(make(), show(nd), rest)
             except LaminarError as error:
-                reason = reason or str(error).splitlines()[0]
+                reason = reason or error.what
                 continue
             if best is None or found.step_s < best.step_s:
                 best = found
@@ -306,7 +306,7 @@ class _Asking:
 
     @cached_property
     def shares(self) -> list[tuple[float, tuple[str, ...]]]:
-        """What is made again: where that is some blocks of many, shares of none and of all stand for it."""
+        """What is recomputed: where that is some blocks of many, shares of none and of all stand for it."""
         patterns = self.whole.recompute
         made, blocks = recomputed_blocks(self.graph, self.whole)[0]
         picked = pick(self.graph, patterns)

@@ -2,7 +2,7 @@
 
     MFU = operations of the model's products a step / (seconds a step x devices x peak of a device in that precision)
 
-Operations are those of the captured step, forward and backward, as the model is written: what a plan makes again does
+Operations are those of the captured step, forward and backward, as the model is written: what a plan recomputes does
 not count. The peak is that of the dtype in which most of them are done.
 """
 

@@ -104,7 +104,7 @@ class Batches:
                 batch.even = any(_even(cell, batch.samples) for cell in cells)
             batch.graph = graph
         except PlanError as error:
-            batch.why, batch.error = str(error).splitlines()[0], error
+            batch.why, batch.error = error.what, error
         return batch
 
     def left(self) -> float:
@@ -260,7 +260,7 @@ def refuse_other(plan: Planned, samples: int, parts: int = 1) -> None:
 def fitted(graph: Graph, plan: Plan) -> Plan:
     """The plan for a graph that was captured with its batch, where numbers that count samples may differ from a part's.
 
-    Rewrites may hang on such numbers. Where one does not fit, tensors stay as they lie, and ops are placed anew.
+    Rewrites may depend on such numbers. Where one does not fit, tensors stay as they lie, and ops are placed anew.
     """
     taken = plan.account.batch
     if taken is None or graph.hash in (plan.graph_hash, plan.captured_hash) or samples_of(graph) != taken.samples:

@@ -59,7 +59,7 @@ OUTSIDE_MIXED = (
     "on several kinds: virtual stages, other schedules, ZeRO 3, rewrites of the graph",
 )
 MIXED_ZERO_STAGES = (0, 1)
-"""Parameters in pieces would be gathered for every micro-batch; who wants that pins it."""
+"""Parameters in shards would be gathered for every micro-batch; who wants that pins it."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class MixedSearch:
             refuse_coupled(model.small(1, model.keeps[-1]))
             self.cells = all_sides(request, model.samples, model.cuts, model.blocks is not None)
         except LaminarError as error:
-            self.outside.append(f"micro-batches: {str(error).splitlines()[0]}")
+            self.outside.append(f"micro-batches: {error.what}")
         self.bounds = SidesBounds(self.shop, min((c.micro_batches for c in self.cells), default=1))
         self.at = {cell: self.bounds.of(cell) for cell in self.cells}
         self.guesses: list[Guess] = []
@@ -167,7 +167,7 @@ class MixedSearch:
         return any(stays / (side.tp * cell.stages) > CROWDED_RANK * room for side, room in sides)
 
     def price(self, cell: Sides) -> None:
-        """A guess for a cell, if there is time; blocks are made again only where it doesn't fit otherwise."""
+        """A guess for a cell, if there is time; blocks are recomputed only where it doesn't fit otherwise."""
         pair = [replace(cell, recompute=again) for again in (False, True)]
         late = self.spent() > (GUESSING_BUDGET if self.guesses else PIPELINES_BUDGET)
         if late or any(c in self.looked_at for c in pair):
@@ -268,7 +268,7 @@ class MixedSearch:
                 self.try_one(one, by_speed)
 
     def try_one(self, one: NamedOverParts, by_speed: bool) -> None:
-        """A pipeline as it is typed; with blocks made again, if it has no room otherwise."""
+        """A pipeline as it is typed; with blocks recomputed, if it has no room otherwise."""
         model, cell = self.shop.model, one.cell
         deep = model.whole(cell.micro_batches)
         for again in (c for c in (cell, one.again) if c is not None):

@@ -26,7 +26,7 @@ class NamedOverParts:
 
     cell: Sides
     again: Sides | None
-    """With blocks made again, where that is allowed."""
+    """With blocks recomputed, where that is allowed."""
 
 
 def named_over_parts(request: Request, cells: Sequence[Sides]) -> Iterator[NamedOverParts]:

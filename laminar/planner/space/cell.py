@@ -35,7 +35,7 @@ class Cell:
     dp: int
     tp: int
     recompute: bool = False
-    """Whether blocks may be made again, or wait in the host's memory, if that is short on the device."""
+    """Whether blocks may be recomputed, or wait in the host's memory, if that is short on the device."""
 
     @property
     def mesh(self) -> Mesh:

@@ -1,7 +1,7 @@
 """The plans that a search is about, as a value: it prints, it has a hash, and it says of any plan whether it is there.
 
 A certificate speaks about this and nothing else. What a cell leaves open (how each tensor lies, where stages are cut,
-in which order micro-batches pass, how many blocks are made again) is in the space whatever it is; what no cell has is
+in which order micro-batches pass, how many blocks are recomputed) is in the space whatever it is; what no cell has is
 outside, and so is what `outside` names.
 
     >>> plan.space.contains(laminar.plans.data_parallel(graph, mesh))
@@ -42,7 +42,7 @@ STAGES_IN_A_ROW = (
     "up to {} stages stand in a row: each waits for the one before it, dealt out to places in turn; with several at a "
     "place, gradients of weights are not apart from those of inputs"
 )
-PARAMETER_GATHERS = "parameters in pieces: once a step, or for forward and for backward"
+PARAMETER_GATHERS = "parameters in shards: once a step, or for forward and for backward"
 ALGORITHMS = "of each exchange the cheapest: ring, trees, direct, by switches with trees between them, by shared memory"
 PRINTED_RULES = 8
 """Rules of a file that are printed by name."""
@@ -78,7 +78,7 @@ class Space:
     def of(
         graph: Graph, request: Request, cells: Sequence[Cell], blocks: str | None = None, rows: int = 0, **more: Any
     ) -> Space:
-        """All plans of these cells; `blocks` names the modules that may be made again, up to `rows` stages in a row."""
+        """All plans of these cells; `blocks` names the modules that may be recomputed, up to `rows` stages in a row."""
         rows = max((n for c in cells if c.stages > 1 and (n := c.stages * c.virtual) <= rows), default=0)
         return Space(
             {
@@ -192,7 +192,7 @@ class Space:
         for one in _plans(plan):
             cut = [n for n, nd in one.state.items() if nd != one.inputs.get(n, nd)]
             if cut and 1 not in self.data["zero"]:
-                return Member(False, f"optimizer state of {cut[0]} is in pieces, and ZeRO is not allowed")
+                return Member(False, f"optimizer state of {cut[0]} is in shards, and ZeRO is not allowed")
             for kind, patterns in (("recompute", one.recompute), ("offload", one.offload)):
                 if patterns and kind not in self.data:
                     return Member(False, f"{kind} is not allowed")
@@ -251,7 +251,7 @@ class Space:
             if cell in self.cells:
                 return Member(True, str(cell), cell)
         shape = " x ".join(map(str, mesh.sizes))
-        what = f"no cell has a mesh of {shape}" + (" with blocks made again" if again else "")
+        what = f"no cell has a mesh of {shape}" + (" with blocks recomputed" if again else "")
         if staged:
             what += f" for each of {stages} stages, {parts} micro-batches, {min(chunks)} virtual stages"
         return Member(False, what)

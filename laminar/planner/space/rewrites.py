@@ -4,7 +4,7 @@
     for steps, variant in found: ...          # the graph as captured is the last of them
     found.unexplored                          # moves that were seen and are in none of these
 
-A placement hangs on the graph it is for: what merges query, key and value makes one wide product, which is split over
+A placement depends on the graph it is for: what merges query, key and value makes one wide product, which is split over
 ranks in other ways than three narrow ones. So a variant is not judged by the placement that is best without it: each of
 those given here is searched like the captured graph, in the same cells and with bounds of its own, all of them in one
 queue (`planner/search/best_first.py`). What is not given here is outside of what the search has proved, and counted.

@@ -67,11 +67,6 @@ def step_bytes(step: Step, spec: TensorSpec, sizes: tuple[int, ...]) -> int:
     return int((2 if step.kind == "all_reduce" else 1) * local * (p - 1) / p)
 
 
-def chain_bytes(steps: tuple[Step, ...], spec: TensorSpec, sizes: tuple[int, ...]) -> int:
-    """Bytes the busiest rank receives over a chain."""
-    return sum(step_bytes(s, spec, sizes) for s in steps)
-
-
 def chain_s(steps: tuple[Step, ...], spec: TensorSpec, sizes: tuple[int, ...], link: Link = WIRE) -> float:
     """Seconds a chain takes, each move paying the latency once."""
     return sum(link.latency_s + step_bytes(s, spec, sizes) / link.bytes_per_s for s in steps if s.moves)

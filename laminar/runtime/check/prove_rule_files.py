@@ -26,7 +26,7 @@ from laminar.errors import RuleError
 from laminar.ir.plans.account import FileRules
 from laminar.rewrite.apply import Rewrite
 from laminar.rewrite.implied import implied
-from laminar.rewrite.rule_files import FAILS, NOT_LOADED, entries, load
+from laminar.rewrite.rule_files import FAILS, NOT_LOADED, Fault, entries, load
 from laminar.rewrite.standalone import stage
 from laminar.runtime.check.prove_rewrites import PROOF_TOLERANCE, error_on
 
@@ -40,8 +40,8 @@ class RuleVerdict:
     """What became of one rule of a file."""
 
     name: str
-    reason: str
-    """Why no search is given it; empty where it is searched with."""
+    left_out: Fault
+    """Why no search is given it, if it is not searched with."""
     proved: bool
     """Whether it holds, whatever came of it."""
     rules: tuple[tuple[str, str, float], ...] = ()
@@ -50,13 +50,14 @@ class RuleVerdict:
     @property
     def loaded(self) -> bool:
         """Whether it could be read, and is about algebra in ops that are known."""
-        return not self.reason.startswith(NOT_LOADED)
+        return self.left_out.reason not in NOT_LOADED
 
     def to_json(self) -> dict[str, Any]:
         """Plain data; `from_json` is the inverse."""
         return {
             "name": self.name,
-            "reason": self.reason,
+            "reason": self.left_out.reason,
+            "detail": self.left_out.detail,
             "loaded": self.loaded,
             "proved": self.proved,
             "rules": [list(rule) for rule in self.rules],
@@ -66,7 +67,7 @@ class RuleVerdict:
     def from_json(data: Mapping[str, Any]) -> RuleVerdict:
         """A verdict from `to_json`'s data."""
         rules = tuple((name, text, error) for name, text, error in data["rules"])
-        return RuleVerdict(data["name"], data["reason"], data["proved"], rules)
+        return RuleVerdict(data["name"], Fault(data["reason"], data["detail"]), data["proved"], rules)
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ class ProvedRules:
     @property
     def left_out(self) -> dict[str, int]:
         """How many rules of the file no search is given, by reason, the most frequent first."""
-        return dict(Counter(v.reason.partition(":")[0] for v in self.verdicts if v.reason).most_common())
+        return dict(Counter(v.left_out.reason for v in self.verdicts if v.left_out).most_common())
 
     def counts(self) -> FileRules:
         """The same in numbers, for the account of a plan."""
@@ -162,9 +163,9 @@ def _verdict(name: str, rules: list[Rewrite], shapes: Mapping[str, Mapping[str, 
             continue
         error = error_on(rule, graph)
         if error > PROOF_TOLERANCE:
-            return RuleVerdict(name, FAILS, False)
+            return RuleVerdict(name, Fault(FAILS), False)
         if implied(rule, graph):
             reason = IN_TABLE
         else:
             found.append((rule.name, rule.text, error))
-    return RuleVerdict(name, "" if found else reason, True, tuple(found))
+    return RuleVerdict(name, Fault("" if found else reason), True, tuple(found))

@@ -9,7 +9,7 @@ Both are started and finished like collectives, so that what stands between runs
               none is made.
     memory    what is sent is held until compute has waited for the copy, and what comes back is taken from compute's
               own memory, so that both return to it in compute's order and the allocator need not be told of another
-              stream: how much a step takes does not hang on how far the host is ahead.
+              stream: how much a step takes does not depend on how far the host is ahead.
 
 On a CPU it is a copy in other memory of the same machine: it saves nothing, but runs the same lines with the same
 results, and holds what a GPU would hold.

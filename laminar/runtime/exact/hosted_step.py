@@ -152,8 +152,12 @@ class HostedStep:
     def __call__(self, *inputs: Tensor) -> list[Tensor]:
         """One step."""
         begun, self._waited = time.perf_counter(), 0.0
-        with torch.no_grad():
-            out = self._run(inputs)
+        try:
+            with torch.no_grad():
+                out = self._run(inputs)
+        except BaseException:
+            self._abandon()
+            raise
         self.own_s = time.perf_counter() - begun - self._waited
         return out
 
@@ -183,6 +187,18 @@ class HostedStep:
         outs = [self.fetch(o.ref, self.hosts.rank) for o in self.program.outputs]
         self.env = {}
         return outs
+
+    def _abandon(self) -> None:
+        """A run has failed in its middle: no half of a sum may be left for the next one."""
+        self.env, self._unfinished = {}, {}
+        for reduction in self.reductions.values():
+            for whole, _ in reduction.sums:
+                whole.waiting = False
+        for line in self.lines:
+            for feed in (
+                (f for feeds in line.feeds for f in feeds if f is not None) if isinstance(line, _ByUnit) else ()
+            ):
+                feed[0].clear()
 
     def _input(self, x: Tensor, placed: Placed) -> dict[LaneKey, Instances]:
         axes = varies(placed)
@@ -361,6 +377,9 @@ class _ByUnit:
         for lane in self.lanes:
             self.together.append(self._stacked(lane, threads) if stacks and len(lane.units) > 1 else None)
         self.together = self.together if any(self.together) else []
+        self.fed = [step.feeds(ref) for ref, _, _ in self.made]
+        self.feeds = [[step.feed(ref, lane) for ref, _, _ in self.made] for lane in self.lanes]
+        """Where terms of sums go as they are made, by lane and result."""
         self.product = instr.op == "aten.mm" and step.feeds(Ref(instr.name))
         self.accumulates: bool | None = None
         """Whether products of a sum may be added as they are made; nothing until there were two."""
@@ -401,16 +420,15 @@ class _ByUnit:
             self.together = self.together if any(self.together) else []
 
     def _run_each(self, at: int, lane: HostedLane) -> None:
-        step, env, keys = self.step, self.step.env, self.keys[at]
-        feeds = [step.feed(ref, lane) if step.feeds(ref) else None for ref, _, _ in self.made]
+        env, keys, feeds = self.step.env, self.keys[at], self.feeds[at]
         for unit, call in zip(lane.units, self.each[at], strict=True):
             feed = feeds[0]
             if self.product and feed is not None and feed[1][unit]:
                 self._add_product(feed[0], unit, *(env[r][keys[r]].of(unit) for r in self.instr.args))
                 continue
             outs = call(lambda ref, unit=unit: env[ref][keys[ref]].of(unit))  # type: ignore[misc]
-            for (ref, k, placed), feed in zip(self.made, feeds, strict=True):
-                if step.feeds(ref):
+            for (ref, k, placed), fed, feed in zip(self.made, self.fed, feeds, strict=True):
+                if fed:
                     if feed is not None and feed[1][unit]:
                         feed[0].add(unit, outs[k], self.own)
                     continue

@@ -43,7 +43,7 @@ class HostedRanks:
         self.device, self.share, self.timeout_s = torch.device(device), share, timeout_s
         self.hosted = hosting.hosted(process)
         self.rank = self.hosted[0]
-        """Any of those here: what does not hang on the rank is asked of this one."""
+        """Any of those here: what does not depend on the rank is asked of this one."""
 
     @property
     def hosts(self) -> int:

@@ -1,6 +1,6 @@
 """Gathers and all-to-alls among logical ranks: what a process lacks comes in one message from each of the others.
 
-Nothing is computed here, so bits don't hang on who sends. Instances that several processes have come from the process
+Nothing is computed here, so bits don't depend on who sends. Instances that several processes have come from the process
 of the first logical rank that has them.
 """
 

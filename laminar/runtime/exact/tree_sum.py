@@ -34,6 +34,10 @@ class PartialSums:
             self._note(left)
             self._note(right)
 
+    def clear(self) -> None:
+        """Forget terms of a sum that was not brought to its end."""
+        self._waiting.clear()
+
     def room(self, index: int) -> Tensor | None:
         """Where the term of this number may be written as it is made, if it begins a sum."""
         return self._first.get(index)

@@ -73,7 +73,8 @@ def off(got: Mapping[str, Tensor], want: Mapping[str, Tensor], tolerance: float)
     grads = [w for k, w in want.items() if k.startswith("grad:")]
     whole = math.sqrt(sum(_norm(g) ** 2 for g in grads if _finite(g)))
     nothing = NOISE_FACTOR * EPSILON["f64"] * _norm(want["loss:loss"], finite=True) if "loss:loss" in want else 0.0
-    floor = max(SHARE * whole, nothing / tolerance if tolerance and whole <= nothing else 0.0)  # it hangs on no weight
+    # What is below this depends on no weight.
+    floor = max(SHARE * whole, nothing / tolerance if tolerance and whole <= nothing else 0.0)
     found = []
     for key in dict.fromkeys((*want, *got)):
         if is_metric(key):

@@ -60,7 +60,7 @@ class FirstBatch:
     graph: Graph
     device: torch.device
     about: Mapping[str, Any]
-    """What a good result hangs on, besides code: it is remembered under this."""
+    """What a good result depends on, besides code: it is remembered under this."""
     missing_bytes: int
     """Of whole weights, as far as this rank has pieces of them."""
     program: Callable[[], dict[str, Tensor]]

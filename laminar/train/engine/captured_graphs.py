@@ -5,7 +5,7 @@ captured again, and the new graph kept beside the old: going back to an earlier 
 captured again, because the job holds it, is refused by name (a parameter replaced) or taken over (a buffer replaced).
 
 A value that is read and changes in every step makes every step a capture. That is said, with what it costs and the ways
-out. One that the step itself changes, and that what it computes hangs on, is refused: a captured step runs no Python.
+out. One that the step itself changes, and that what it computes depends on, is refused: a captured step runs no Python.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Captures:
         """What was read for the last graph; nothing if it was kept from an earlier run of the script."""
         self._autocast = _autocast()
         self.said = ""
-        """What has changed since the job was made, in as far as steps hang on it: ranks compare this."""
+        """What has changed since the job was made, in as far as steps depend on it: ranks compare this."""
         self._of: dict[Any, list[Guarded]] = {}
         self._hits: dict[Any, Graph] = {}
         self._at = guards.version
@@ -107,7 +107,7 @@ class Captures:
             self.said = f"{zlib.crc32((self.said + text).encode()):08x} {text[:300]}"
 
     def digest(self) -> str:
-        """The values that steps hang on, as far as they are the same in another process."""
+        """The values that steps depend on, as far as they are the same in another process."""
         plain = sorted((n, v) for n, v in self.guards.values.items() if n in self.guards.read and isinstance(v, tuple))
         return f"{zlib.crc32(repr(plain).encode()):08x}"
 
@@ -170,7 +170,7 @@ class Captures:
             again = self.capture(leaves, backward)
             if again.hash != graph.hash:
                 raise CaptureError(
-                    f"the step changes {moved[0]} (it is {shown} now), and what it computes hangs on that: "
+                    f"the step changes {moved[0]} (it is {shown} now), and what it computes depends on that: "
                     "a side effect that a captured step can't repeat",
                     next="change it between steps, outside of model and loss, or keep it as a registered buffer",
                 )
@@ -185,7 +185,7 @@ class Captures:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Around the code that is traced, and nothing else: what it reads is what the graph hangs on."""
+        """Around the code that is traced, and nothing else: what it reads is what the graph depends on."""
         with self.guards.reading() as reads:
             yield
         if self._reads is not None:

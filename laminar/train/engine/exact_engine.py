@@ -120,6 +120,6 @@ class ExactEngine(Engine):
         """The whole batch: each process takes the rows of its units out of it."""
         if leaves.local:
             raise BatchError(
-                "in exact mode a rank's share hangs on the hosting", next="hand every rank the global batch"
+                "in exact mode a rank's share depends on the hosting", next="hand every rank the global batch"
             )
         return {i.name: leaves.tensors[i.name] for i in ready.program.inputs if i.kind == "batch"}

@@ -1,4 +1,4 @@
-"""What the bits of a run in exact mode hang on, besides its model, data and seed: the run's identity.
+"""What the bits of a run in exact mode depend on, besides its model, data and seed: the run's identity.
 
 Fixed when a job first starts and saved with it. Whoever goes on with a run, or takes part in it, compares his own: one
 that differs would drift by a bit here and there, so it is refused, and told what differs.
@@ -65,7 +65,7 @@ def refuse_identity(mine: Mapping[str, Any], theirs: Mapping[str, Any], whose: s
     other = [k for k in {**theirs, **mine} if mine.get(k) != theirs.get(k)]
     if other:
         raise StateError(
-            f"in exact mode bits hang on {', '.join(other)}, and {whose} has another",
+            f"in exact mode bits depend on {', '.join(other)}, and {whose} has another",
             mine="; ".join(f"{k} {mine.get(k)}" for k in other),
             theirs="; ".join(f"{k} {theirs.get(k)}" for k in other),
             next="run it as it was begun, or go on without exact mode",

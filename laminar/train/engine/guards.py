@@ -1,4 +1,4 @@
-"""What a captured step hangs on besides tensors: looked at before every step, so that no change is missed.
+"""What a captured step depends on besides tensors: looked at before every step, so that no change is missed.
 
 A graph holds the numbers that the model's code read while it was traced: `self.tau`, `dropout.p`, a flag of the
 config, a global of the loss. Here all of these are watched: attributes of modules and of the objects they hold, of
@@ -98,7 +98,7 @@ class Reads:
 
 
 class Guards:
-    """The values that captured steps of a model and its loss may hang on, as they are now."""
+    """The values that captured steps of a model and its loss may depend on, as they are now."""
 
     def __init__(self, model: nn.Module, loss: Callable[..., Any], unguarded: Sequence[str] = ()) -> None:
         self.model, self.loss, self.unguarded = model, loss, tuple(unguarded)
@@ -430,7 +430,7 @@ class Guards:
             yield reads
 
     def needed(self, reads: Reads) -> dict[str, Any]:
-        """The values that a trace hangs on."""
+        """The values that a trace depends on."""
         return {n: self.values[n] for n, read in self._holders.items() if read is None or read in reads}
 
     def differences(self, needed: Mapping[str, Any], reads: Reads) -> list[str]:
@@ -445,7 +445,7 @@ class Guards:
         return out
 
     def matters(self, name: str) -> bool:
-        """Whether steps hang on a value: some trace has read it, or every step does."""
+        """Whether steps depend on a value: some trace has read it, or every step does."""
         return name in self.read or self._holders.get(name, ()) is None
 
     def show(self, name: str) -> str:

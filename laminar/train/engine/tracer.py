@@ -1,6 +1,6 @@
 """From batches to graphs: one model and loss, captured when a batch of a new kind comes.
 
-Graphs hang on the model's code, on the shapes of the batch and on values that the code reads (`captured_graphs.py`);
+Graphs depend on the model's code, on the shapes of the batch and on values that the code reads (`captured_graphs.py`);
 never on how many ranks there are, on a plan or on what of the model is here. So one of these serves whoever runs
 the graphs: an engine (`engine.py`), another one for another mesh after that, or the stages of a pipeline.
 

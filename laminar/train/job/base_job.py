@@ -95,7 +95,7 @@ class BaseJob:
 
     @property
     def seed(self) -> int:
-        """What all draws hang on, besides the step."""
+        """What all draws depend on, besides the step."""
         return self.state.seed
 
     @property
@@ -165,7 +165,7 @@ class BaseJob:
     def refuse_saved(self, identity: dict[str, Any] | None) -> None:
         """Refuse to go on with a checkpoint whose bits came about in another way, where bits count."""
         if identity is not None:
-            said = "the run that was saved was in exact mode; it goes on without, and its bits hang on the layout"
+            said = "the run that was saved was in exact mode; it goes on without, and its bits depend on the layout"
             logging.getLogger("laminar").warning(said)
 
     # --- the end ----------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 An elementwise update of a tensor is the same update of each of its pieces, so the optimizer itself
 is not rewritten: its parameter groups are made to name what this rank owns, and everything that
-hangs on them (learning-rate schedulers, weight decay by group) goes on working. Which pieces a rank
+depends on them (learning-rate schedulers, weight decay by group) goes on working. Which pieces a rank
 owns is the plan's decision (`Plan.state`). Which updates are elementwise no trial can decide, as one may begin
 to look at norms in its sixth step: torch's own classes are known, others are taken on their user's word
 (`elementwise=True`), and only then tried.
@@ -42,7 +42,7 @@ KNOWN = (
     torch.optim.Rprop,
     torch.optim.ASGD,
 )
-"""Torch's own whose update of an element hangs on that element, its gradient and its state alone."""
+"""Torch's own whose update of an element depends on that element, its gradient and its state alone."""
 TENSORWISE = (torch.optim.Adafactor, torch.optim.Muon)
 """Torch's own that need a whole tensor, but no other than that."""
 TRIAL, TRIAL_STEPS = (6, 4), 8
@@ -182,7 +182,7 @@ def refuse_unless_elementwise(
     if not pieces and places == 1:
         return
     name = type(optimizer).__name__
-    where = "in pieces" if pieces else "at several places"
+    where = "in shards" if pieces else "at several places"
     refuse_closure(optimizer, f"the plan keeps parameters or their state {where}")
     unknown = unknown_part(optimizer, KNOWN if pieces else (*KNOWN, *TENSORWISE))
     whole_plan = 'a plan that keeps parameters and state whole (plan="data")'
@@ -202,13 +202,13 @@ def refuse_unless_elementwise(
         except Exception as error:
             raise OptimizerError(
                 f"{name} can't be tried on a small tensor: {type(error).__name__}: {error}",
-                why="its update must be elementwise, because the plan keeps state in pieces",
+                why="its update must be elementwise, because the plan keeps state in shards",
                 next=advice,
             ) from error
         for half in halves:
             if not torch.allclose(whole, half, rtol=1e-9, atol=1e-12):
                 raise OptimizerError(
-                    f"{name} is not elementwise: updating a tensor in pieces gives other numbers "
+                    f"{name} is not elementwise: updating a tensor in shards gives other numbers "
                     "than updating it whole",
                     next=advice,
                 )

@@ -8,7 +8,7 @@
 
 Gradients of half-precision weights are summed over ranks and micro-batches in float32 in every one.
 fp16 gradients underflow, so the loss is scaled up before backward; a step that overflows is skipped,
-on every rank, because the decision hangs on the norm of the whole gradient, which all ranks share.
+on every rank, because the decision depends on the norm of the whole gradient, which all ranks share.
 """
 
 from __future__ import annotations

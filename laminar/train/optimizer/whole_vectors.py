@@ -1,7 +1,7 @@
-"""Updates whose bits don't hang on where a tensor is cut: no element stands where a kernel treats the last ones apart.
+"""Updates whose bits don't depend on where a tensor is cut: no element is where a kernel treats the last ones apart.
 
 Kernels work through memory a vector at a time and treat what is left over in another way, which rounds some elements
-differently. Which elements these are hangs on the piece that a rank owns. So for the update every tensor is shown to
+differently. Which elements these are depends on the piece that a rank owns. So for the update every tensor is shown to
 the optimizer flat and with room behind it, up to whole vectors; what stands in that room is nobody's. On one thread,
 because threads would cut anew.
 """
@@ -29,7 +29,7 @@ def refuse_if_cuts_change_bits(optimizer: torch.optim.Optimizer, kept: Sequence[
     if unknown and any_in_pieces(kept):
         raise OptimizerError(
             f"{unknown} is not known to give the same bits for a piece of a tensor as for all of it",
-            why="the plan keeps weights or their state in pieces, and in exact mode bits must not hang on these",
+            why="the plan keeps weights or their state in shards, and in exact mode bits must not depend on these",
             next='use plan="data", or one of torch\'s elementwise optimizers',
         )
 

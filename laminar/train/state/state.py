@@ -9,8 +9,8 @@ have one place, of all ranks; with stages there are several, and a tensor is hel
 - Whole tensors need the other ranks: methods that give them take a `Gather` (`gather.py`).
 - `relay` takes all of it into another layout, through whoever carries tensors from place to place.
 
-The random state of a run is `seed` and `steps`: draws hang on these and on nothing that was drawn before. Its place in
-the data is `steps` as well, for data that is drawn again from its beginning (`loop.py`).
+The random state of a run is `seed` and `steps`: draws depend on these and on nothing that was drawn before. Its place
+in the data is `steps` as well, for data that is drawn again from its beginning (`loop.py`).
 
 The user's model holds this rank's parts, and the user's optimizer updates what this rank owns (`optimizer.py`).
 """

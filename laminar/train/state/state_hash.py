@@ -1,4 +1,4 @@
-"""A digest of a run's state that does not hang on how it lies, made without putting a tensor together.
+"""A digest of a run's state that does not depend on how it lies, made without putting a tensor together.
 
 Each element counts with its bits and its place in the whole tensor, mixed to 64 bits; a tensor's digest is the sum of
 these, so every rank sums what it has and the sums are added up. Mixing is one to one for each place: a single other bit

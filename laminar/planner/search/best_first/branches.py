@@ -14,7 +14,7 @@ simulated; then each set tries its other placements, as long as that helps.
 What a way takes at least, whatever its placements, is the business of `planner/bounds/branch_bound.py`.
 
 Not covered: branches that are pipelines themselves, sets without a branch, several regions at a time, branches of a
-graph that was rewritten, blocks made again, devices of several kinds.
+graph that was rewritten, blocks recomputed, devices of several kinds.
 """
 
 from __future__ import annotations
@@ -295,7 +295,7 @@ class Branches:
     # --- plans
 
     def options(self, size: int, micro: int) -> list[Inner]:
-        """Ways to use a set: data parallel, in pieces, placed freely."""
+        """Ways to use a set: data parallel, in shards, placed freely."""
         request, cell = self.request, Cell(1, micro, 1, size, 1)
         pinned = request.pin.get("zero")
         zeros = (0,) if size == 1 or not request.allows("zero") else (0, 1, 3)

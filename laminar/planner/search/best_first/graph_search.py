@@ -79,7 +79,7 @@ class GraphSearch:
         try:
             refuse_coupled(self.model.small(1, self.model.keeps[-1]))
         except LaminarError as error:
-            return str(error).splitlines()[0]
+            return error.what
         return None
 
     @cached_property

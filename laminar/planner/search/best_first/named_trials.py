@@ -3,7 +3,7 @@
 A search is never slower than any plan with a name (`planner/space/named_plans.py`). So one is passed over only
 
     where its cell is, or the bound of its placement (`planner/bounds/plan_bound.py`) is not below the best
-    where that of its stages as they are cut is not, however many blocks are made again
+    where that of its stages as they are cut is not, however many blocks are recomputed
     where parameters, gradients and state alone have no room as it keeps them
     where it is the very plan that another name stands for, as ZeRO 2 and 1 mostly are
 
@@ -47,7 +47,7 @@ class NamedBounds:
         self._cut_s: dict[tuple[object, ...], float] = {}
         """Bounds of pipelines, by what they depend on: how ZeRO stores does not matter."""
         self._plans: dict[tuple[object, ...], Plan] = {}
-        """Of stages: whether blocks are made again does not matter."""
+        """Of stages: whether blocks are recomputed does not matter."""
         self._asked: set[tuple[Cell, str]] = set()
         """Plans without stages that were asked about, by cell and hash."""
         self.bound_s = 0.0
@@ -116,7 +116,7 @@ class NamedBounds:
         return contradicted(described_candidate(final.score), final.seconds, self.bound_s)
 
     def score(self, one: Named) -> Score:
-        """What is to be simulated; where blocks are made again, with as many of them as are expected to fit."""
+        """What is to be simulated; where blocks are recomputed, with as many of them as are expected to fit."""
         plan = one.typed() if one.typed else None
         if one.cell.recompute:
             return scored(self.model, one.cell, one.style, one.zero, plan)

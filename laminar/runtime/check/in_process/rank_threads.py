@@ -1,8 +1,8 @@
 """Several ranks in one process, one at a time: each has a thread, and only the one whose turn it is runs.
 
 A rank goes on until it waits for something that is not there; then the turn passes to another that can go on. Who that
-is hangs on a seed and nothing else, so every run is the same run. If nobody can go on, ranks wait for each other, which
-is an error that says for what.
+is depends on a seed and nothing else, so every run is the same run. If nobody can go on, ranks wait for each other,
+which is an error that says for what.
 """
 
 from __future__ import annotations
