@@ -150,16 +150,11 @@ def cut_anyhow(model: Model, asked: Request, one: Named, seed: str) -> Iterator[
 
 
 CUT_CASES = [
-    ("deep", "4xh100"),
-    ("gpt.py:tiny", "2x2xa100"),
-    slow("deep", "4xcpu far"),
-    slow("deep", "2x4xh100"),
-    slow("moe.py:tiny", "4xh100"),
-    slow("unet.py:tiny", "4xcpu"),
-    slow("llama.py:tiny", "8xh100@pcie"),
-    slow("resnet.py:tiny", "4xcpu"),
-    slow("dlrm.py:tiny", "3xcpu"),
-]
+    ("deep", "4xh100"), ("gpt.py:tiny", "2x2xa100"), slow("deep", "4xcpu far"), slow("deep", "2x4xh100"),
+    slow("vit.py:tiny", "4xcpu"), slow("vit.py:tiny", "8xa100"), slow("unet.py:tiny", "4xcpu"),
+    slow("llama.py:tiny", "8xh100@pcie"), slow("gpt.py:tiny", "4xcpu far"),
+]  # fmt: skip
+"""Of others (branches, tiny ones) stages are not known to stand in a row: nothing is said of their cuts."""
 
 
 @pytest.mark.parametrize(("name", "spec"), CUT_CASES)
