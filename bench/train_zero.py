@@ -1,6 +1,6 @@
 """Does ZeRO-3 of ours beat FSDP2?
 
-Parameters, gradients and optimizer state in pieces on both sides, gathered for forward and again for
+Parameters, gradients and optimizer state in shards on both sides, gathered for forward and again for
 backward; fused AdamW on the pieces, batches split by sample, float32, one thread a rank, Gloo.
 
     python bench/train_zero.py [--model gpt cnn mlp dlrm] [--ranks 2] [--rounds 12] [--repeats 3]

@@ -307,7 +307,7 @@ class plans:
         offload: Patterns = (),
         gather_once: bool = False,
     ) -> Plan:
-        """Data parallel with optimizer state (1), gradients (2) and parameters (3) in pieces.
+        """Data parallel with optimizer state (1), gradients (2) and parameters (3) in shards.
 
         With `gather_once` what forward has gathered of parameters stays for backward: a third less is exchanged, and
         parameters are whole on every rank while a step lasts.
@@ -445,7 +445,7 @@ def verify(
 def verify_exact(
     recipe: str, exact: Any = True, processes: int = 2, steps: int = 3, seed: int = 0, precision: str = "f32"
 ) -> ExactReport:
-    """Train a recipe in exact mode on one process and on several, scattered and in pieces, and compare hashes.
+    """Train a recipe in exact mode on one process and on several, scattered and in shards, and compare hashes.
 
     Where they part, what comes back names the first step, op and tensor that differ.
     """
@@ -570,7 +570,7 @@ def parallelize(
     compile        through Inductor; unless given on GPUs only
     detect_anomaly stop at the first NaN or infinity and name the module and op that made it
     cluster        for plan="auto": the machine, a file of `laminar profile` or a name, for which the fastest plan
-                   without stages is searched; unless given, "auto" is data parallel, in pieces if memory asks for it
+                   without stages is searched; unless given, "auto" is data parallel, in shards if memory asks for it
     elementwise    the optimizer updates each element by itself, so it may be run on pieces; torch's own are known
     check          compare loss, gradients and buffers of the first (micro-)batch with the model run in plain PyTorch
     unguarded      names of attributes whose changes between steps don't matter; others are followed

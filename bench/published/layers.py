@@ -71,7 +71,7 @@ def in_pieces_s(
     end_gather_s: float,
     end_reduce_s: float,
 ) -> float:
-    """Micro-batches with weights in pieces: one layer's weights on their way while the one before is used."""
+    """Micro-batches with weights in shards: one layer's weights on their way while the one before is used."""
 
     def run(layers: int) -> float:
         out = _List()

@@ -39,7 +39,7 @@ def tensor_plan(graph: Graph, tp: int, *, kv_heads: int, gated: bool, split_norm
             pins.inputs[item.name] = Split(1)
         elif layer in ("embed", "head"):
             pins.inputs[item.name] = Split(0)
-    # Weights are read in pieces, and norms follow the residual stream: completion is not to find something better.
+    # Weights are read in shards, and norms follow the residual stream: completion is not to find something better.
     pins.split = matrices(graph, {n for n, p in pins.inputs.items() if isinstance(p, Split)})
     along = Split(1) if split_norms else B
     for ref in residual_stream(graph) | norms(graph):

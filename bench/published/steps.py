@@ -195,7 +195,7 @@ class _Assembly:
         return self.prices.move_s("all_gather", wide * elements, self.mesh, self._data_axes())
 
     def _reduce_s(self, elements: float) -> float:
-        """Gradients summed over data-parallel ranks, whole or in pieces."""
+        """Gradients summed over data-parallel ranks, whole or in shards."""
         nbytes = (4 if self.does.wide_grads else 2) * elements
         if self.row.hybrid:
             inner = self._inside("reduce_scatter", nbytes)
@@ -206,7 +206,7 @@ class _Assembly:
         return self.prices.move_s(kind, nbytes, self.mesh, self._data_axes())
 
     def _inside(self, kind: str, nbytes: float) -> float:
-        """Inside a node, where weights are in pieces there and repeated across nodes."""
+        """Inside a node, where weights are in shards there and repeated across nodes."""
         nodes = max(1, self.row.gpus // self.row.gpu.node)
         return self.prices.move_s(kind, nbytes, Mesh({"nodes": nodes, "inside": self.row.gpus // nodes}), (1,))
 
@@ -262,7 +262,7 @@ class _Assembly:
         return whole / share + max(0.0, whole - whole / share - share * forward_s)
 
     def _pieces_s(self, micro_batches: int) -> float:
-        """Weights in pieces: gathered ahead of use in forward and again in backward, gradients reduced behind."""
+        """Weights in shards: gathered ahead of use in forward and again in backward, gradients reduced behind."""
         p, b = self.part_s, self.bills.params
         ends = self._gather_s(b["embed"])
         block_gather, block_reduce = self._gather_s(b["block"]), self._reduce_s(b["block"])

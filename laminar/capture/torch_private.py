@@ -234,7 +234,7 @@ def compiled_inside(model: Any) -> Any:
 
 
 def is_fully_sharded(module: Any) -> bool:
-    """Whether torch's FSDP, in either form, keeps this module's parameters in pieces."""
+    """Whether torch's FSDP, in either form, keeps this module's parameters in shards."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and isinstance(module, (fsdp.FullyShardedDataParallel, fsdp.FSDPModule))
 

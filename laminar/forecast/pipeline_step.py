@@ -144,7 +144,7 @@ def part_memory(program: Program, cluster: Cluster, optimizer: str) -> Memory:
 
 
 def owned(program: Program, plan: Plan) -> Program:
-    """A part whose gradients lie as those want them who update: in pieces, where state is in pieces."""
+    """A part whose gradients lie as those want them who update: in shards, where state is in shards."""
     outputs = []
     for o in program.outputs:
         if o.kind == "grad":

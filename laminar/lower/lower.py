@@ -268,5 +268,5 @@ def _gathered(graph: Graph, plan: Plan) -> set[str]:
 
 
 def check_stored(name: str, nd: NdSbp) -> None:
-    """Inputs are stored whole or in pieces, never as terms of a sum."""
+    """Inputs are stored whole or in shards, never as terms of a sum."""
     raise PlacementError(f"input {name} can't be stored as {show(nd)}", allowed="S(d)  B")

@@ -1,7 +1,7 @@
 """What a training step runs besides forward and backward: where gradients go, and how updated pieces come back.
 
 A gradient leaves the program as the piece that whoever updates that piece of the parameter needs. Parameters
-that are kept whole but updated in pieces (ZeRO 1 and 2) are then gathered by a program of their own.
+that are kept whole but updated in shards (ZeRO 1 and 2) are then gathered by a program of their own.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def owners(graph: Graph, plan: Plan) -> dict[str, NdSbp]:
 
 
 def step_programs(graph: Graph, plan: Plan) -> tuple[Program, Program | None]:
-    """The program of one batch, and the one that puts updated parameters together, if any are in pieces."""
+    """The program of one batch, and the one that puts updated parameters together, if any are in shards."""
     plan.fits(graph)
     program = lower(graph, replace(plan, outputs={**plan.outputs, **owners(graph, plan)}))
     items: list[Move] = [

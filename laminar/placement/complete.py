@@ -51,7 +51,7 @@ class Pins:
     stored_byte_s: float = 0.0
     """Seconds charged for each byte of a parameter stored whole."""
     split: set[Ref] = field(default_factory=set)
-    """Values that ops named in `spread` read in pieces, where there is any way."""
+    """Values that ops named in `spread` read in shards, where there is any way."""
     sums: set[str] = field(default_factory=set)
     """Ops whose results stay partial, where there is any way."""
     spread: set[str] = field(default_factory=set)

@@ -2,7 +2,7 @@
 
 A preset that promises a pattern pins it. Data parallel: parameters are read whole and the batch is
 split, so the only traffic is gradients. ZeRO: the same, with parameters, gradients or optimizer
-state stored in pieces. Tensor parallel: the residual stream is whole, and weights are split
+state stored in shards. Tensor parallel: the residual stream is whole, and weights are split
 wherever that keeps it so, which leaves two all-reduces per block each way. Context parallel: every
 sequence is split by token, parameters are read whole, and attention is done row by row of its queries.
 """
@@ -73,7 +73,7 @@ def zero(
     offload: Patterns = (),
     gather_once: bool = False,
 ) -> Plan:
-    """Data parallel with optimizer state (1), gradients (2) and parameters (3) in pieces.
+    """Data parallel with optimizer state (1), gradients (2) and parameters (3) in shards.
 
     With `gather_once` parameters that were gathered for forward stay whole until backward: a third less to exchange,
     for as much memory as they take.
@@ -97,7 +97,7 @@ def zero(
 
 
 def in_pieces(graph: Graph, plan: Plan, stage: int, axes: Sequence[int] | None = None, spared: float = 0.0) -> Plan:
-    """ZeRO on any plan: what lies whole on an axis is kept in pieces there; ops read what they read before.
+    """ZeRO on any plan: what lies whole on an axis is kept in shards there; ops read what they read before.
 
     Of optimizer state (1), of gradients too (2), of parameters too (3); on all axes, or only on some (the ranks of a
     node share pieces, nodes hold the same). The smallest parameters, as many as are that share of all, are `spared`.
@@ -250,7 +250,7 @@ def seeded(graph: Graph, mesh: Mesh, seeds: Seeds, recompute: Patterns = (), off
     """A few tensors placed by name pattern, the rest completed at least cost.
 
     A split that is asked for is used: ops it reaches by itself are not computed whole on every rank,
-    and products read seeded weights in pieces, even where gathering a small tensor first would be
+    and products read seeded weights in shards, even where gathering a small tensor first would be
     cheaper. Only where the batch is split by sample on the same axis are pieces of weights mere storage.
     """
     pins = match(graph, mesh, seeds)
@@ -344,7 +344,7 @@ def context_pins(graph: Graph, mesh: Mesh, axis: int, stretches: int) -> Pins:
     for node in graph.nodes:  # by head or by sample may cost less, and need as many of them
         if node.op in ATTENTION and node.outs[0] is not None and node.outs[0].shape[2] == tokens:
             pins.values[Ref(node.name)] = Split(2, stretches)
-            for ref in node.ins:  # a mask is read in pieces, also where it is a buffer
+            for ref in node.ins:  # a mask is read in shards, also where it is a buffer
                 pins.read.pop(ref, None)
     return pins
 
@@ -406,7 +406,7 @@ def tensor_pins(graph: Graph) -> Pins:
     for ref in residual_stream(graph):
         pins.values[ref] = B
         pins.read[ref] = B
-    # Weights are read in pieces, also where an op merely turns or casts them first: otherwise splitting
+    # Weights are read in shards, also where an op merely turns or casts them first: otherwise splitting
     # the batch and gathering weights would be cheaper for small ones, which is another pattern.
     pins.split = _weights(graph, {i.name for i in graph.of_kind("param")})
     return pins

@@ -215,7 +215,7 @@ class Attack:
         return Pipes(self.graph, way.micro_batches, way.homes, places, None, more, self.branches.stage_of(way))
 
     def placed(self, micro_batches: int) -> Callable[[Mesh], list[Plan]]:
-        """Placements of least cost on a mesh, as the search would ask for them, with and without state in pieces."""
+        """Placements of least cost on a mesh, as the search would ask for them, with and without state in shards."""
 
         def on(mesh: Mesh) -> list[Plan]:
             if (mesh, micro_batches) not in self.least:

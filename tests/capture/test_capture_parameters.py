@@ -280,7 +280,7 @@ def test_what_was_computed_from_parameters_before_is_refused_if_read(kind: str) 
 
 
 def test_parameters_in_the_same_memory_are_refused() -> None:
-    """Plans that keep parameters in pieces would part them without a word."""
+    """Plans that keep parameters in shards would part them without a word."""
     model = Fn(lambda m, x: m.inner(x) * m.row, inner=nn.Linear(3, 3))
     model.row = nn.Parameter(model.inner.weight.data[0])
     with pytest.raises(laminar.CaptureError, match=r"inner\.weight and row lie in the same memory|row and inner"):

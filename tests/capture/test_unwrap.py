@@ -109,7 +109,7 @@ def test_a_model_under_ddp_trains_sharded(two: Ranks) -> None:
     ("kind", "says"),
     [
         pytest.param("first", "FullyShardedDataParallel", marks=pytest.mark.slow),
-        ("second", "keeps its weights in pieces"),
+        ("second", "keeps its weights in shards"),
         pytest.param("inner", "0 of the model", marks=pytest.mark.slow),
     ],
 )

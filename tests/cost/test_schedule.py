@@ -159,7 +159,7 @@ def test_labels_say_what_each_span_is() -> None:
 
 @pytest.mark.parametrize("ms", [0.0, 2.5])
 def test_the_update_and_what_follows_it_come_behind_the_program(ms: float) -> None:
-    """Parameters that are kept whole and updated in pieces are gathered after the update."""
+    """Parameters that are kept whole and updated in shards are gathered after the update."""
 
     class Around(Listed):
         def around(self, program: Program, rank: int) -> Any:

@@ -77,6 +77,16 @@ def test_cuts_are_at_multiples() -> None:
     assert found.slowest_over_mean <= 1.005
 
 
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_pieces_that_cost_something_by_being_there_are_balanced(name: str) -> None:
+    """Half of what a middling sample costs."""
+    cost = SampleCost(per_token=663883653.0, per_square=8417.0, per_sample=663883653.0 * 100)
+    lengths = drawn(name, 512)
+    found = cut_and_assign(lengths, 64, cost)
+    tiles(found, lengths.tolist())
+    assert found.slowest_over_mean <= 1.01
+
+
 def test_ranks_of_different_speeds_get_pieces_to_match() -> None:
     """One at half speed."""
     speeds = np.ones(32)

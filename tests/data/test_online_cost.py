@@ -89,6 +89,16 @@ def test_no_coefficient_is_negative() -> None:
     assert found.cost.per_token >= 0 and found.cost.per_square >= 0 and found.per_unit_s >= 0
 
 
+def test_what_a_sample_costs_by_being_there_is_found() -> None:
+    """A kernel called for each of them: many short ones cost more than their tokens."""
+    found = OnlineCost()
+    for unit in units(200):
+        found.observe(unit, took(unit) + 5e-4 * len(unit))
+    assert found.cost.per_sample == pytest.approx(5e-4, rel=0.05) and found.per_unit_s == pytest.approx(
+        PER_UNIT, rel=0.2
+    )
+
+
 def test_speeds_of_ranks_are_taken_out() -> None:
     """A unit on a rank at half speed takes twice as long and says the same."""
     found = OnlineCost()
@@ -103,7 +113,7 @@ def test_several_units_may_be_told_at_once() -> None:
     found, each = OnlineCost(), units(200)
     for some in (each[i : i + 3] for i in range(0, 198, 3)):
         lengths = np.concatenate(some).astype(float)
-        found.observe_sums(3, lengths.sum(), (lengths**2).sum(), sum(map(took, some)))
+        found.observe_sums((3, len(lengths), lengths.sum(), (lengths**2).sum()), sum(map(took, some)))
     assert error(found) < 0.01
 
 

@@ -37,6 +37,15 @@ def test_pieces_cost_what_the_whole_costs(causal: bool, cuts: list[int], linear:
     assert pieces == pytest.approx(float(cost.of([500])[0]), rel=1e-12)
 
 
+def test_a_sample_may_cost_something_by_being_there() -> None:
+    """And so does every piece of one that is cut."""
+    cost = SampleCost(per_token=2.0, per_square=0.5, per_sample=10.0)
+    assert cost.of([0, 4]).tolist() == [10.0, 26.0]
+    assert cost.of_rows(0, 2, 4) + cost.of_rows(2, 4, 4) == 36.0
+    assert cost.rows_worth(cost.of_rows(2, 4, 4), 4, 4) == pytest.approx(2.0) and cost.rows_worth(5.0, 4, 4) == 0.0
+    assert str(cost).startswith("10 + ")
+
+
 def test_later_rows_of_a_causal_sample_cost_more() -> None:
     """They look at more keys."""
     assert LLAMA.of_rows(90_000, 100_000, 100_000) > 1.5 * LLAMA.of_rows(0, 10_000, 100_000)

@@ -165,7 +165,7 @@ def test_speeds_that_change_move_work_within_the_epoch() -> None:
 def test_a_cost_that_learns_is_planned_with_when_it_is_renewed() -> None:
     """And its state goes along."""
     one = BalancedSampler(LENGTHS, 64, ranks=2, rank=0, cost=OnlineCost())
-    rows = [[1e-3 + 1e-6 * n + 1e-9 * n * n, 1.0, float(n), float(n * n)] for n in (100, 3000)]
+    rows = [[1e-3 + 1e-6 * n + 1e-9 * n * n, 1.0, 1.0, float(n), float(n * n)] for n in (100, 3000)]
     for _ in range(20):
         one.planner.learn(rows, renew=False)
     assert one.planner.cost == SampleCost()

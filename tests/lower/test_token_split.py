@@ -2,7 +2,7 @@
 
 Keys and values are whole where attention reads them; a stretch of the queries knows where it begins. Covered:
 batches of one sequence, which data parallel can't split; lengths that don't divide; grouped queries and rotary
-positions; masks and dropout, half precision, two axes, real ranks. Not covered: keys in pieces (a ring of them).
+positions; masks and dropout, half precision, two axes, real ranks. Not covered: keys in shards (a ring of them).
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ def test_a_table_looked_up_for_every_sample_is_split_by_sample() -> None:
 
 
 def test_a_bucket_has_a_size() -> None:
-    """Gradients are reduced in pieces as backward makes them, so that the first ones travel early."""
+    """Gradients are reduced in shards as backward makes them, so that the first ones travel early."""
     one = specimen("gpt.py:tiny")
     plan = laminar.plans.data_parallel(one.graph, Mesh({"dp": 2}))
     program = laminar.lower(one.graph, plan, bucket_bytes=40_000)
@@ -277,7 +277,7 @@ def test_zero_has_three_stages() -> None:
 @pytest.mark.parametrize("axes", [{"tp": 2}, {"dp": 2, "tp": 2}], ids=str)
 @pytest.mark.parametrize("name", FEW)
 def test_tensor_parallel_equals_one_device(name: str, axes: dict[str, int]) -> None:
-    """Whatever the model; and its weights really are in pieces."""
+    """Whatever the model; and its weights really are in shards."""
     one = specimen(name)
     plan = laminar.plans.tensor_parallel(one.graph, Mesh(axes))
     verified(one, plan)

@@ -176,7 +176,7 @@ def deep() -> Graph:
 
 
 def test_the_bound_knows_that_the_first_op_waits(deep: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without that it is lower, by what rows of a table in pieces take to come together. ZeRO 3 is above it."""
+    """Without that it is lower, by what rows of a table in shards take to come together. ZeRO 3 is above it."""
     cluster, cell = Cluster.preset("8xh100"), Cell(1, 1, 1, 8, 1)
     model = Model(deep, Request(cluster))
     found = Bounds(model).of(cell).seconds

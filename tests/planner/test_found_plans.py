@@ -6,7 +6,7 @@ is run on as many ranks in one process, in float64. On two and four ranks it the
 few steps, beside an ordinary loop.
 
 The whole tables are slow. The normal run takes most models once, so that every number of devices and every kind of plan
-(with stages, on two axes, in pieces) is there.
+(with stages, on two axes, in shards) is there.
 """
 
 from __future__ import annotations

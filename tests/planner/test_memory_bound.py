@@ -380,7 +380,7 @@ def test_a_plan_that_makes_all_blocks_again_is_told_to_pay_for_it(spec: str) -> 
 
 @pytest.mark.parametrize("mesh", [Mesh({"dp": 4}), Mesh({"dp": 2, "tp": 2})])
 def test_no_placement_stores_less_than_a_byte_is_said_to_cost(mesh: Mesh) -> None:
-    """Where nothing but bytes counts: the least is that of everything in pieces, and no plan's stages store less."""
+    """Where nothing but bytes counts: the least is that of everything in shards, and no plan's stages store less."""
     least, stored = stored_bytes(mesh)
     assert 0.9 * min(stored) < least <= min(stored) * (1 + 1e-9)
 

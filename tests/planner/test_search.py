@@ -201,7 +201,7 @@ def test_stages_that_were_asked_for_are_found_and_right() -> None:
 
 
 def test_memory_decides_when_it_binds() -> None:
-    """With room for everything weights may lie whole; with less, in pieces; with nothing, the limit is named."""
+    """With room for everything weights may lie whole; with less, in shards; with nothing, the limit is named."""
     graph = traced(3, batch=8, d=512, tokens=32)
     cluster = Cluster.preset("4xh100")
 

@@ -233,7 +233,7 @@ def _shares() -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("plan", [slow("data"), slow("zero3"), "tensor"])
 def test_no_placement_changes_what_a_micro_batch_draws(two: Ranks, plan: str) -> None:
-    """Two ranks, three parts of ten samples: split by sample, in pieces, by column."""
+    """Two ranks, three parts of ten samples: split by sample, in shards, by column."""
     options: dict[str, Any] = {"plan": plan}
     if plan == "tensor":
         options["mesh"] = Mesh({"tp": 2})

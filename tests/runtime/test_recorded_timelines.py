@@ -166,7 +166,7 @@ def test_who_waits_waits_for_the_rank_that_is_late(two: Ranks, where: str, culpr
 
 
 def _late_norm() -> Timeline:
-    """Rank 1 is late for the norm of gradients that lie in pieces: it sleeps in the last line of the program's run."""
+    """Rank 1 is late for the norm of gradients that lie in shards: it sleeps in the last line of the program's run."""
     job, batch = _job("zero2"), _batches(1)[0]
     for _ in range(3):
         job.step(batch)

@@ -56,7 +56,7 @@ class Tried:
         return found
 
     def stored(self, spec: TensorSpec) -> list[tuple[NdSbp, NdSbp]]:
-        """(parameter, state): whole, in pieces, or whole with the state in pieces, on each axis."""
+        """(parameter, state): whole, in shards, or whole with the state in shards, on each axis."""
         pieces: list[Sbp] = [Split(d) for d in range(len(spec.shape))]
         kinds: list[tuple[Sbp, Sbp]] = [(B, B), *((B, p) for p in pieces), *((p, p) for p in pieces)]
         return [

@@ -366,7 +366,7 @@ def _average(plan: str) -> float:
 
 @pytest.mark.parametrize("plan", ["data", "zero1", "zero3"])
 def test_moving_average(two: Ranks, plan: str) -> None:
-    """Kept in pieces, in float32."""
+    """Kept in shards, in float32."""
     assert max(two.run(_average, plan)) < 1e-6
 
 
@@ -851,7 +851,7 @@ def test_ranks_may_run_ahead_of_each_other(two: Ranks) -> None:
 
 
 def _drawing(split: bool) -> list[float]:
-    """Losses of a model with dropout; the key of its draws whole, or in pieces like any other tensor."""
+    """Losses of a model with dropout; the key of its draws whole, or in shards like any other tensor."""
 
     def made(graph: laminar.Graph, mesh: Mesh) -> laminar.Plan:
         plan = laminar.plans.data_parallel(graph, mesh)

@@ -1,4 +1,4 @@
-"""The user's own model under a plan that has it in pieces: refused by name, or whole.
+"""The user's own model under a plan that has it in shards: refused by name, or whole.
 
 Half a model that saves, copies or runs as if it were one would be the worst of mistakes: nobody looks at a checkpoint
 before the run is over.

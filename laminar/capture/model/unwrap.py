@@ -1,7 +1,7 @@
 """Models that came wrapped for another way to train: the model inside is what is captured.
 
 Data parallel wrappers of torch (and what Accelerate's `prepare` makes with them) and compiled modules hold the user's
-model whole, so it is taken out. A model whose weights another library keeps in pieces is not whole any more, and is
+model whole, so it is taken out. A model whose weights another library keeps in shards is not whole any more, and is
 refused by name.
 """
 
@@ -15,7 +15,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from laminar.capture.torch_private import compiled_inside, is_distributed_tensor, is_fully_sharded
 from laminar.errors import CaptureError
 
-UNWRAP_IT = 'hand over the model as it is before it is wrapped: plan="zero3" keeps it in pieces'
+UNWRAP_IT = 'hand over the model as it is before it is wrapped: plan="zero3" keeps it in shards'
 
 
 def unwrapped(model: Any) -> Any:
@@ -41,7 +41,7 @@ def _refuse_sharded(model: nn.Module) -> None:
         name = f"{path} of the model" if path else "the model"
         kind = type(module).__name__
         if is_fully_sharded(module) or kind in ("DeepSpeedEngine", "PipelineEngine"):
-            raise CaptureError(f"{name} is wrapped in {kind}, which keeps its weights in pieces", next=UNWRAP_IT)
+            raise CaptureError(f"{name} is wrapped in {kind}, which keeps its weights in shards", next=UNWRAP_IT)
         if path and isinstance(module, (DataParallel, DistributedDataParallel)):
             raise CaptureError(
                 f"{name} is wrapped in {kind}, inside of a model that is not", next="put the module itself in its place"

@@ -347,7 +347,7 @@ def called(
 
 
 def _unguarded(module: nn.Module) -> None:
-    """Without our own hooks that refuse to run a model in pieces: here its tensors are whole. They come back."""
+    """Without our own hooks that refuse to run a model in shards: here its tensors are whole. They come back."""
     for m in module.modules():
         for key, hook in list(m._forward_pre_hooks.items()):
             if beside(hook):

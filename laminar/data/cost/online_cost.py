@@ -14,6 +14,7 @@ stays.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -38,19 +39,19 @@ class OnlineCost:
     def __init__(self, prior: SampleCost | None = None) -> None:
         self.prior = SampleCost() if prior is None else prior
         self.seen = 0
-        self._gram = np.zeros((3, 3))
-        self._target = np.zeros(3)
+        self._gram = np.zeros((4, 4))
+        self._target = np.zeros(4)
         self._reference = 0.0
         """Cost by the prior per second, smoothed: what makes the prior comparable to seconds."""
-        self._found: tuple[float, float, float] | None = None
+        self._found: tuple[float, float, float, float] | None = None
 
     @property
     def cost(self) -> SampleCost:
         """What samples cost now; the given cost until something was measured."""
         if self._found is None:
             return self.prior
-        _, linear, square = self._found
-        return SampleCost(per_token=linear, per_square=square, causal=self.prior.causal)
+        _, sample, linear, square = self._found
+        return SampleCost(per_token=linear, per_square=square, per_sample=sample, causal=self.prior.causal)
 
     @property
     def per_unit_s(self) -> float:
@@ -64,15 +65,15 @@ class OnlineCost:
     def observe(self, lengths: ArrayLike, seconds: float, speed: float = 1.0) -> None:
         """A unit of samples of these lengths took so long on a rank of that speed."""
         n = checked_lengths(lengths).astype(np.float64)
-        self.observe_sums(1, float(n.sum()), float((n * n).sum()), seconds, speed)
+        self.observe_sums((1.0, float(len(n)), float(n.sum()), float((n * n).sum())), seconds, speed)
 
-    def observe_sums(self, units: int, tokens: float, squares: float, seconds: float, speed: float = 1.0) -> None:
-        """So many units with so many tokens, whose squared lengths add up to `squares`, took so long together."""
+    def observe_sums(self, sums: Sequence[float], seconds: float, speed: float = 1.0) -> None:
+        """So many (units, samples, tokens, lengths squared and added up) took so long together."""
         if not (math.isfinite(seconds) and seconds > 0 and math.isfinite(speed) and speed > 0):
             raise DataError(f"a unit that took {seconds} s at speed {speed}", allowed="finite and above zero")
-        if not tokens:
+        took, row = seconds * speed, np.asarray(sums, dtype=np.float64)
+        if row.shape != (4,) or not row[2]:
             return
-        took, row = seconds * speed, np.asarray([float(units), tokens, squares])
         about = took
         if self._found is not None and self.seen >= SETTLED:
             about = float(row @ np.asarray(self._found))  # a weight by a noisy time would favour those measured short
@@ -80,30 +81,31 @@ class OnlineCost:
         keep = 0.5 ** (1.0 / HALF_LIFE)
         self._gram = keep * self._gram + np.outer(row, row) / (about * about)
         self._target = keep * self._target + row * took / (about * about)
-        rate = float(row[1:] @ (self.prior.per_token, self.prior.per_square)) / took
+        rate = float(row[1:] @ (self.prior.per_sample, self.prior.per_token, self.prior.per_square)) / took
         self.seen += 1
         self._reference += (rate - self._reference) / min(self.seen, 50)
         self._found = self._solved()
 
-    def _solved(self) -> tuple[float, float, float]:
+    def _solved(self) -> tuple[float, float, float, float]:
         """Least squares with the prior as a weak spring, and no coefficient below zero."""
-        start = np.asarray([0.0, self.prior.per_token, self.prior.per_square]) / self._reference
+        prior = (0.0, self.prior.per_sample, self.prior.per_token, self.prior.per_square)
+        start = np.asarray(prior) / self._reference
         scale = np.sqrt(np.maximum(np.diag(self._gram), 1e-300))  # columns of one size
         gram = self._gram / np.outer(scale, scale)
         target = self._target / scale
         spring = SPRING / min(self.seen, HALF_LIFE)
-        left, right = gram + spring * np.eye(3), target + spring * start * scale
-        kept = [0, 1, 2]
+        left, right = gram + spring * np.eye(4), target + spring * start * scale
+        kept = [0, 1, 2, 3]
         while True:
-            solved = np.zeros(3)
+            solved = np.zeros(4)
             solved[kept] = np.linalg.solve(left[np.ix_(kept, kept)], right[kept])
             if (solved >= 0).all() or len(kept) == 1:
                 break
             kept = [k for k in kept if solved[k] >= 0]
-        unit, linear, square = (float(x) for x in np.maximum(solved, 0.0) / scale)
+        unit, sample, linear, square = (float(x) for x in np.maximum(solved, 0.0) / scale)
         if not linear + square:
-            linear, square = float(start[1]), float(start[2])
-        return unit, linear, square
+            linear, square = float(start[2]), float(start[3])
+        return unit, sample, linear, square
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values, for a checkpoint."""

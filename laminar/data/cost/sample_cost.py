@@ -1,4 +1,4 @@
-"""What a sample costs, by its length: a part per token and a part per pair of tokens.
+"""What a sample costs, by its length: a part per token, a part per pair of tokens, and a part for being there.
 
 Linear layers work on tokens one by one, attention on pairs of them, so the cost of a sample of n tokens is `per_token
 * n + per_square * n * n`. The unit is free (flops, seconds): balancing needs ratios only.
@@ -13,7 +13,7 @@ Not covered: costs that depend on more than the length (images beside text, expe
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -31,29 +31,32 @@ class SampleCost:
 
     per_token: float = 1.0
     per_square: float = 0.0
+    per_sample: float = 0.0
+    """What every sample costs however short it is, and every piece of one that is cut."""
     causal: bool = True
     """Whether a row looks only at keys before it, which decides what a piece of a sample costs."""
 
     def __post_init__(self) -> None:
-        both = (self.per_token, self.per_square)
-        if not all(math.isfinite(x) and x >= 0 for x in both) or not sum(both):
+        parts = (self.per_token, self.per_square, self.per_sample)
+        if not all(math.isfinite(x) and x >= 0 for x in parts) or not self.per_token + self.per_square:
             raise DataError(
-                f"a cost of {self.per_token} per token and {self.per_square} per pair of tokens",
-                allowed="finite, not negative, and not both zero",
+                f"a cost of {self.per_token} per token, {self.per_square} per pair, {self.per_sample} per sample",
+                allowed="finite, not negative, and not zero for any length",
             )
 
     def of(self, lengths: ArrayLike) -> FloatArray:
         """The cost of samples of these lengths."""
         n = np.asarray(lengths, dtype=np.float64)
-        return n * (self.per_token + self.per_square * n)
+        return self.per_sample + n * (self.per_token + self.per_square * n)
 
     def of_rows(self, start: float, stop: float, length: float) -> float:
         """The cost of the rows [start, stop) of a sample of `length` tokens."""
         keys = start + stop if self.causal else length
-        return (stop - start) * (self.per_token + self.per_square * keys)
+        return self.per_sample + (stop - start) * (self.per_token + self.per_square * keys)
 
     def rows_worth(self, cost: float, stop: float, length: float) -> float:
-        """How many rows before `stop` cost that much: the inverse of `of_rows`, not rounded."""
+        """How many rows before `stop` cost that much: the inverse of `of_rows`, not rounded, at least none."""
+        cost = max(cost - self.per_sample, 0.0)
         if not self.causal or not self.per_square:
             return cost / (self.per_token + self.per_square * (0.0 if self.causal else length))
         before = max(stop * (self.per_token + self.per_square * stop) - cost, 0.0)
@@ -63,21 +66,25 @@ class SampleCost:
 
     def scaled(self, factor: float) -> SampleCost:
         """The same ratios in another unit."""
-        return SampleCost(per_token=self.per_token * factor, per_square=self.per_square * factor, causal=self.causal)
+        return SampleCost(
+            per_token=self.per_token * factor,
+            per_square=self.per_square * factor,
+            per_sample=self.per_sample * factor,
+            causal=self.causal,
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
-        return {"per_token": self.per_token, "per_square": self.per_square, "causal": self.causal}
+        return asdict(self)
 
     @staticmethod
     def from_json(data: Any) -> SampleCost:
         """The inverse."""
-        return SampleCost(
-            per_token=float(data["per_token"]), per_square=float(data["per_square"]), causal=bool(data["causal"])
-        )
+        return SampleCost(**data)
 
     def __str__(self) -> str:
-        return f"{self.per_token:.4g} n + {self.per_square:.4g} n^2"
+        fixed = f"{self.per_sample:.4g} + " if self.per_sample else ""
+        return f"{fixed}{self.per_token:.4g} n + {self.per_square:.4g} n^2"
 
 
 def checked_lengths(lengths: ArrayLike) -> IntArray:

@@ -52,10 +52,16 @@ def packed_attention(
     if _varlen_fits(q):
         rows = _varlen(q, k, v, packed.offsets if isinstance(packed, Packed) else None, bounds, causal, scale, grouped)
     else:
+        query, key, value = (t.reshape(-1, *t.shape[-3:]) for t in (q, k, v))  # fused kernels want four dims, no less
         pieces = [
             F.scaled_dot_product_attention(
-                q[..., a:b, :], k[..., a:b, :], v[..., a:b, :], is_causal=causal, scale=scale, enable_gqa=grouped
-            )
+                query[:, :, a:b],
+                key[:, :, a:b],
+                value[:, :, a:b],
+                is_causal=causal,
+                scale=scale,
+                enable_gqa=grouped,
+            ).reshape(*q.shape[:-2], b - a, v.shape[-1])
             for a, b in pairwise(bounds)
             if b > a
         ]

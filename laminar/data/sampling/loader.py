@@ -108,7 +108,8 @@ class BalancedLoader:
         if self.sampler is None and self._workers:
             raise DataError("a stream that workers read is planned by them, ahead", next="use num_workers=0")
         told = zlib.crc32(np.asarray([share.epoch, share.step, share.batch_samples, *share.work], float).tobytes())
-        row = [float(told), seconds, float(len(share.micro_batches)), float(share.tokens), float(share.squares)]
+        parts = (len(share.micro_batches), len(share.samples), share.tokens, share.squares)
+        row = [float(told), seconds, *map(float, parts)]
         rows = self._gather(row)
         if len(rows) != len(share.work):
             raise DataError(

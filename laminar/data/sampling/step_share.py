@@ -125,14 +125,14 @@ class StepPlanner:
         return StepShare(epoch, step, parts, len(batch), int(lengths.sum()), found.work, tokens, squares)
 
     def learn(self, rows: Sequence[Sequence[float]], renew: bool) -> None:
-        """What ranks have measured in a step, (seconds, units, tokens, squares) each, for a cost that learns.
+        """What ranks have measured in a step, (seconds, units, samples, tokens, squares) each, for a cost that learns.
 
         It is planned with only when `renew` says so, because every change throws away what was planned ahead.
         """
         if isinstance(self._learning, OnlineCost):
-            for (seconds, units, tokens, squares), speed in zip(rows, self.speeds.speeds, strict=True):
-                if units and seconds > 0:
-                    self._learning.observe_sums(int(units), tokens, squares, seconds, float(speed))
+            for (seconds, *sums), speed in zip(rows, self.speeds.speeds, strict=True):
+                if sums[0] and seconds > 0:
+                    self._learning.observe_sums(sums, seconds, float(speed))
             if renew:
                 self.cost = self._learning.cost
 

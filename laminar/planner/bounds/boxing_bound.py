@@ -98,7 +98,7 @@ class Ways:
         return moves
 
     def _padded(self, ways: np.ndarray) -> np.ndarray:
-        """Whoever wants terms may make them of what is whole or in pieces, for nothing: as the last step."""
+        """Whoever wants terms may make them of what is whole or in shards, for nothing: as the last step."""
         ways = ways.reshape((len(self.states), *(STATES,) * len(self.axes))).copy()
         for axis in self.axes:
             at = np.moveaxis(ways, axis + 1, 0)

@@ -19,14 +19,14 @@ A sum that no plan can undercut, minimised over all placements. What it adds up,
                own; so has, with micro-batches, the reduction of gradients, which begins when all of them are done.
     lanes      A step is not over before its exchanges are: a mixture of the sum above and of their seconds alone is a
                bound as well. It is only looked at where exchanges could take longer than everything together.
-    update     Optimizer state lies whole or in pieces. In pieces it is updated faster, but then what was updated is
+    update     Optimizer state lies whole or in shards. In shards it is updated faster, but then what was updated is
                gathered, which nothing hides, and ranks that hold pieces add up the norm of their gradients.
-    fetching   Parameters in pieces are gathered for forward, and for backward again, or held in between. What that
+    fetching   Parameters in shards are gathered for forward, and for backward again, or held in between. What that
                saves is bounded by the room there is.
     stages     With S stages and M micro-batches some stage has at least its share of the work, wherever stages are cut,
                and does it M times. Where stages stand in a row, the pipe has to be filled and emptied as well
                (`pipeline_bound`). Besides, ranks agree on the beginning and the end of the step.
-    memory     A pipeline that fits keeps its parameters in pieces, lets micro-batches wait, or recomputes what it does
+    memory     A pipeline that fits keeps its parameters in shards, lets micro-batches wait, or recomputes what it does
                not keep (`memory_bound`).
 
 Layers stand in a row, and one stands for all (`Least.repeated`); what lies outside of layers may lie anyhow. Or the

@@ -250,8 +250,8 @@ class Least:
     ) -> None:
         """Parameters: how each is stored, and who updates it.
 
-        Stored and updated whole; stored whole and updated in pieces, which are gathered behind the update; or stored
-        and updated in pieces, gathered whenever somebody reads them otherwise. Gradients go to whoever updates.
+        Stored and updated whole; stored whole and updated in shards, which are gathered behind the update; or stored
+        and updated in shards, gathered whenever somebody reads them otherwise. Gradients go to whoever updates.
         """
         readers: dict[str, list[tuple[Node, int]]] = {}
         made = {n.name: len(n.ins) for n in self.piece.nodes}

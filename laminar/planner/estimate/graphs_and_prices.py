@@ -191,7 +191,7 @@ class Model:
         return replace(plan, recompute=self.again(cell, score.style))
 
     def again(self, cell: Cell, style: Style) -> tuple[str, ...]:
-        """Patterns of what backward recomputes; where the stream is in pieces, what is gathered from them too."""
+        """Patterns of what backward recomputes; where the stream is in shards, what is gathered from them too."""
         return self.patterns(range(len(self.block_names)), style) if cell.recompute else ()
 
     def patterns(self, blocks: Sequence[int], style: Style | None = None, of: int | None = None) -> tuple[str, ...]:

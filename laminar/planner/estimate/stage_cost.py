@@ -4,7 +4,7 @@ The model is lowered as one stage with two and with three layers, its forward an
 the third layer adds, every further one adds: seconds, what forward keeps for backward, weights, gradients. Data
 parallel ranks do the same on their own samples, so the parts of a micro-batch depend on the samples of one rank and on
 the tensor parallel ranks beside it, not on how many data parallel ranks, stages or micro-batches there are: these are
-put together in closed form, and all cells with the same share have their parts in common. (Parameters in pieces,
+put together in closed form, and all cells with the same share have their parts in common. (Parameters in shards,
 ZeRO 3, are gathered inside of parts; those depend on all ranks of a stage.)
 
 All of it is an estimate, to decide what is worth simulating. A share that nobody has looked at yet is guessed from
@@ -195,9 +195,9 @@ def split_layers(model: Model, cell: Cell) -> bool:
 
 
 def ends_s(model: Model, cell: Cell, parts: Parts, zero: int) -> float:
-    """What a stage does once a step: sums reduced to who updates, updates, and what was updated in pieces gathered.
+    """What a stage does once a step: sums reduced to who updates, updates, and what was updated in shards gathered.
 
-    Gradients that tensor parallel ranks have parts of are added up there first, and travel on in pieces.
+    Gradients that tensor parallel ranks have parts of are added up there first, and travel on in shards.
     """
     layers, stages = model.layers, cell.stages
     update_s = parts.update_s.at(layers) / stages

@@ -1,7 +1,7 @@
 """Where memory keeps a fast plan out: the best of it that fits, tensor by tensor.
 
 ZeRO does one thing to all tensors. Where what is fast is a little too large, the best plan does different things to
-different tensors: tables in pieces over all ranks, layers in pieces within a node, eleven of 24 layers leaner than the
+different tensors: tables in shards over all ranks, layers in shards within a node, eleven of 24 layers leaner than the
 others, small tensors whole because to gather them costs more than it saves, and a few blocks recomputed in backward.
 
 A plan's *units* are the tensors of one role in one layer, or one tensor outside of the layers; units of one role are a

@@ -379,7 +379,7 @@ class Additive:
 
 
 def _refines(state: NdSbp, stored: NdSbp) -> bool:
-    """Whether state lies as what is stored does, or in pieces of it."""
+    """Whether state lies as what is stored does, or in shards of it."""
     return all(a in (b, B) for a, b in zip(stored, state, strict=True))
 
 

@@ -2,9 +2,9 @@
 
 Names play no part: neither what an axis is called nor which style a search had in mind. An axis is a *data* axis if the
 batch is split on it by sample and every weight is used whole; it is a *tensor* axis if the batch is whole and weights
-are used in pieces. On a tensor axis the pattern is Megatron's if every product with a weight is a column (input whole,
+are used in shards. On a tensor axis the pattern is Megatron's if every product with a weight is a column (input whole,
 weight and output split by output features) or a row (input and weight split by input features, a sum left to make),
-attention is split by heads, and the residual stream is whole or split by token. A parameter stored in pieces but used
+attention is split by heads, and the residual stream is whole or split by token. A parameter stored in shards but used
 whole is ZeRO's.
 
 What differs is told in two lists: `obstacles`, which no flag of another system expresses, and `notes`, what such a
@@ -243,7 +243,7 @@ class _Reading:
             if len(i.spec.shape) == 1 and self.used[i.name][axis] == B and self.plan.inputs[i.name][axis] != B
         ]
         if biases:
-            self.notes.append(f"{len(biases)} vectors are stored in pieces on {name} and used whole: {_some(biases)}")
+            self.notes.append(f"{len(biases)} vectors are stored in shards on {name} and used whole: {_some(biases)}")
 
     def _products(self, axis: int) -> Iterator[tuple[Node, str, Sbp, Sbp, Sbp]]:
         """Forward products with a weight: the op, the weight's name, and how input, weight and output lie."""
@@ -293,7 +293,7 @@ class _Reading:
         stage = max((k for k, n in cut.items() if 2 * n > total), default=0)
         if not stage:
             if cut[1]:
-                self.notes.append(f"{cut[1] / total:.0%} of the parameters are in pieces, the rest is not")
+                self.notes.append(f"{cut[1] / total:.0%} of the parameters are in shards, the rest is not")
             return 0, ()
         return stage, over.most_common(1)[0][0]
 

@@ -47,7 +47,7 @@ def _plan_lines(plan: Plan) -> list[str]:
     if plan.offload:
         lines += ["", f"kept in the host's memory: {', '.join(plan.offload)}", *_offloaded(account.offload)]
     if plan.gather_once:
-        lines += ["", "parameters in pieces are gathered once a step: what forward has gathered stays for backward"]
+        lines += ["", "parameters in shards are gathered once a step: what forward has gathered stays for backward"]
     if plan.rewrites:
         lines += ["", f"rewritten before it is spread: {described(plan.rewrites)}"]
         lines += [f"  {name}, from a file: {text}" for name, text in carried(plan.rewrites).items()]

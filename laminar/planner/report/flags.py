@@ -137,9 +137,9 @@ def torchtitan(found: ParallelForm) -> Flags:
             f"--parallelism.fsdp_reshard_after_forward {'always' if found.zero == 3 and not found.once else 'never'}"
         )
         if found.zero == 1:
-            notes.append("gradients are in pieces there too: it has no stage 1 of ZeRO")
+            notes.append("gradients are in shards there too: it has no stage 1 of ZeRO")
         if found.zero < 3:
-            notes.append("parameters lie in pieces between steps there, and are gathered in forward")
+            notes.append("parameters lie in shards between steps there, and are gathered in forward")
     if found.tensor > 1 and not found.sequence:
         notes.append("the residual stream is split by token there: it has no tensor parallelism without")
     if found.recompute:

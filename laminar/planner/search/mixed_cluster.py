@@ -59,7 +59,7 @@ OUTSIDE_MIXED = (
     "on several kinds: virtual stages, other schedules, ZeRO 3, rewrites of the graph",
 )
 MIXED_ZERO_STAGES = (0, 1)
-"""Parameters in pieces would be gathered for every micro-batch; who wants that pins it."""
+"""Parameters in shards would be gathered for every micro-batch; who wants that pins it."""
 
 
 @dataclass(frozen=True)

@@ -240,7 +240,7 @@ class Replan:
             yield from _kept(cluster, falling, least, tp)
 
     def guess(self, cell: Sides, cluster: Cluster) -> Guess | None:
-        """What it takes, if it fits: state in pieces where it has to be."""
+        """What it takes, if it fits: state in shards where it has to be."""
         room = room_bytes(self.request, cluster.parts[0])
         shop = self.shop
         shop.request = replace(self.request, cluster=cluster)

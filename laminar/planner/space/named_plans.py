@@ -2,7 +2,7 @@
 
     data parallel, ZeRO 1 to 3, gathered once or twice
     tensor parallel inside a node, over some nodes and over all, with data parallel around it, with ZeRO, with the
-    residual stream whole or in pieces of the sequence
+    residual stream whole or in shards of the sequence
     pipelines of equal stages, with data and tensor parallel inside, of 1 to 8 micro-batches for each stage
     each with blocks recomputed where that is what it takes to fit
 

@@ -42,7 +42,7 @@ STAGES_IN_A_ROW = (
     "up to {} stages stand in a row: each waits for the one before it, dealt out to places in turn; with several at a "
     "place, gradients of weights are not apart from those of inputs"
 )
-PARAMETER_GATHERS = "parameters in pieces: once a step, or for forward and for backward"
+PARAMETER_GATHERS = "parameters in shards: once a step, or for forward and for backward"
 ALGORITHMS = "of each exchange the cheapest: ring, trees, direct, by switches with trees between them, by shared memory"
 PRINTED_RULES = 8
 """Rules of a file that are printed by name."""
@@ -192,7 +192,7 @@ class Space:
         for one in _plans(plan):
             cut = [n for n, nd in one.state.items() if nd != one.inputs.get(n, nd)]
             if cut and 1 not in self.data["zero"]:
-                return Member(False, f"optimizer state of {cut[0]} is in pieces, and ZeRO is not allowed")
+                return Member(False, f"optimizer state of {cut[0]} is in shards, and ZeRO is not allowed")
             for kind, patterns in (("recompute", one.recompute), ("offload", one.offload)):
                 if patterns and kind not in self.data:
                     return Member(False, f"{kind} is not allowed")

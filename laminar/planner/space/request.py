@@ -18,7 +18,7 @@ from laminar.rewrite.apply import Rewrite
 
 DIMENSIONS = ("data", "tensor", "pipeline", "zero", "recompute", "offload", "rewrite")
 """`data`: the batch in parts. `tensor`: any other split of tensors. `pipeline`: stages and micro-batches. `zero`:
-state, gradients and parameters in pieces. `recompute`: activations recomputed. `offload`: activations in the host's
+state, gradients and parameters in shards. `recompute`: activations recomputed. `offload`: activations in the host's
 memory, on GPUs and without stages. `rewrite`: other graphs that compute the same."""
 BATCHES = ("fixed", "free")
 """The batch that was captured; or that, or an equal part of it, whichever trains most samples a second."""

@@ -4,12 +4,12 @@
     inner     the same on both axes, where ZeRO cuts pieces along the inner one only: nodes hold the same; with `data`
               on both, pieces are cut along both, and travel between nodes before they do so inside
     tensor    weights split, the residual stream whole (Megatron's way)
-    sequence  the same, with the residual stream in pieces of the sequence between products: leaner, and nearly as fast
+    sequence  the same, with the residual stream in shards of the sequence between products: leaner, and nearly as fast
     free      whatever is cheapest: every tensor of the graph is placed at least cost, exactly on each axis
     lean      the same, where a byte of a parameter that is stored costs something: what a byte costs in the mean that
-              the leanest placement saves; so of parameters those lie in pieces that take least to do so
+              the leanest placement saves; so of parameters those lie in shards that take least to do so
 
-Each comes without ZeRO, with state in pieces, and with everything in pieces. A free axis may find any of the others.
+Each comes without ZeRO, with state in shards, and with everything in shards. A free axis may find any of the others.
 Where gradients are reduced while backward is still at work, how much of that is hidden can't be known before the whole
 is simulated; so free placements are asked for twice, as if all of it were hidden and as if nothing were. With
 micro-batches gradients are reduced once a step (`once`): splitting tokens and keeping weights whole costs little then.
@@ -34,7 +34,7 @@ from laminar.planner.space.pins import pinned
 from laminar.planner.tuning import HIDDEN_REDUCTION, LEAST_BYTE_S, REDUCED_ONCE, SMALL_PARAMETERS
 
 ZERO_STAGES = (0, 1, 3)
-"""Stages of ZeRO that differ: gradients leave a step in pieces wherever state is in pieces."""
+"""Stages of ZeRO that differ: gradients leave a step in shards wherever state is in shards."""
 
 
 AxisStyle = Literal["data", "inner", "tensor", "sequence", "free", "lean"]
@@ -181,7 +181,7 @@ class Placer:
             for stored in [stored_bytes(graph, plan)]
         )
         if least >= most:
-            raise PlanError("parameters in pieces save nothing on this mesh")
+            raise PlanError("parameters in shards save nothing on this mesh")
         return float(max(0.0, lean_s - fast_s) / (most - least))
 
     def pieces(self, graph: Graph, plan: Plan, style: Style, zero: int) -> Plan:

@@ -52,7 +52,7 @@ def reduced(spec: TensorSpec, src: Place, begin: NdSbp, goal: Goal, link: Link) 
 
 
 def _ways(spec: TensorSpec, src: Place, begin: NdSbp, goal: Goal) -> Iterator[NdSbp]:
-    """Placements in which a partial source could leave: each term kept, summed up, or summed up in pieces.
+    """Placements in which a partial source could leave: each term kept, summed up, or summed up in shards.
 
     Axes on which the source is whole may be cut as well, or each of their ranks would reduce the same numbers.
     """

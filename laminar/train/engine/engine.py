@@ -11,7 +11,7 @@ generation of the world it is closed, and another is made around the same state 
 
 Where several micro-batches make one step, gradients that the plan keeps whole are not reduced after
 each of them: they leave the program as this rank's terms of the sum, are added up here, and travel
-once at the end. Gradients that the plan keeps in pieces are reduced at once, which is what bounds
+once at the end. Gradients that the plan keeps in shards are reduced at once, which is what bounds
 their memory.
 """
 
@@ -69,7 +69,7 @@ class Ready:
     outputs: dict[str, int]
     """Position of each output by `kind:name`."""
     cuts: Mapping[int, Callable[[Tensor], Tensor]] = field(default_factory=dict)
-    """For inputs besides the batch that a plan has in pieces: a key of random draws may lie like any other tensor."""
+    """For inputs besides the batch that a plan has in shards: a key of random draws may lie like any other tensor."""
 
     def __call__(self, leaves: Mapping[str, Tensor], key: Tensor | None, scale: Tensor | None) -> list[Tensor]:
         """Run one (micro-)batch of local leaves; local outputs in order."""

@@ -19,7 +19,7 @@ from laminar.rewrite.variants import carrying, replayed
 from laminar.train.options import PLANS
 
 FULL_SHARE = 0.6
-"""Share of a device that weights, gradients and Adam's state may fill before "auto" keeps them in pieces."""
+"""Share of a device that weights, gradients and Adam's state may fill before "auto" keeps them in shards."""
 
 
 def mesh_for(plan: Any, mesh: Mesh | None, world: int) -> Mesh:

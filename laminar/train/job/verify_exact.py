@@ -1,7 +1,7 @@
 """Whether a recipe trains to the same bits however it is hosted; and if not, in which step, op and tensor it parts.
 
 It is trained twice, in processes of their own: by one, and by several whose hostings scatter units and change from
-step to step, with weights in pieces. Hashes are compared after every step. Where they part, both are trained again up
+step to step, with weights in shards. Hashes are compared after every step. Where they part, both are trained again up
 to that step, and in it every line of the program leaves a digest of what each logical rank has: the first that differs
 is named.
 """

@@ -182,7 +182,7 @@ def refuse_unless_elementwise(
     if not pieces and places == 1:
         return
     name = type(optimizer).__name__
-    where = "in pieces" if pieces else "at several places"
+    where = "in shards" if pieces else "at several places"
     refuse_closure(optimizer, f"the plan keeps parameters or their state {where}")
     unknown = unknown_part(optimizer, KNOWN if pieces else (*KNOWN, *TENSORWISE))
     whole_plan = 'a plan that keeps parameters and state whole (plan="data")'
@@ -202,13 +202,13 @@ def refuse_unless_elementwise(
         except Exception as error:
             raise OptimizerError(
                 f"{name} can't be tried on a small tensor: {type(error).__name__}: {error}",
-                why="its update must be elementwise, because the plan keeps state in pieces",
+                why="its update must be elementwise, because the plan keeps state in shards",
                 next=advice,
             ) from error
         for half in halves:
             if not torch.allclose(whole, half, rtol=1e-9, atol=1e-12):
                 raise OptimizerError(
-                    f"{name} is not elementwise: updating a tensor in pieces gives other numbers "
+                    f"{name} is not elementwise: updating a tensor in shards gives other numbers "
                     "than updating it whole",
                     next=advice,
                 )

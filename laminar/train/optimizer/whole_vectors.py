@@ -29,7 +29,7 @@ def refuse_if_cuts_change_bits(optimizer: torch.optim.Optimizer, kept: Sequence[
     if unknown and any_in_pieces(kept):
         raise OptimizerError(
             f"{unknown} is not known to give the same bits for a piece of a tensor as for all of it",
-            why="the plan keeps weights or their state in pieces, and in exact mode bits must not depend on these",
+            why="the plan keeps weights or their state in shards, and in exact mode bits must not depend on these",
             next='use plan="data", or one of torch\'s elementwise optimizers',
         )
 

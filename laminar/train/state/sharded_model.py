@@ -1,4 +1,4 @@
-"""The user's own model while a job has it in pieces: whole on request, refused where pieces would pass for weights.
+"""The user's own model while a job has it in shards: whole on request, refused where pieces would pass for weights.
 
 Under a plan that cuts parameters, or gives stages to different ranks, the modules that a user made hold this rank's
 part. Whoever then calls the model, saves it, copies it or asks it for its state dict would get half a model, or an
@@ -95,7 +95,7 @@ class Pieces:
 
 
 def stripped(model: nn.Module) -> nn.Module:
-    """A copy of such a model, without what says that it is in pieces."""
+    """A copy of such a model, without what says that it is in shards."""
     for module in model.modules():
         for name in _DICTS:
             hooks: dict[int, Any] = getattr(module, name, {})
@@ -106,7 +106,7 @@ def stripped(model: nn.Module) -> nn.Module:
 
 
 def released(model: nn.Module) -> None:
-    """Make a model whole that other jobs have in pieces; every rank calls this."""
+    """Make a model whole that other jobs have in shards; every rank calls this."""
     found: dict[int, Pieces] = {}
     for module in model.modules():
         for hook in getattr(module, "_forward_pre_hooks", {}).values():

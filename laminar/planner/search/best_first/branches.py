@@ -295,7 +295,7 @@ class Branches:
     # --- plans
 
     def options(self, size: int, micro: int) -> list[Inner]:
-        """Ways to use a set: data parallel, in pieces, placed freely."""
+        """Ways to use a set: data parallel, in shards, placed freely."""
         request, cell = self.request, Cell(1, micro, 1, size, 1)
         pinned = request.pin.get("zero")
         zeros = (0,) if size == 1 or not request.allows("zero") else (0, 1, 3)
