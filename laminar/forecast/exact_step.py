@@ -30,7 +30,7 @@ from laminar.rules.boxing.boxing import boxing
 
 STORAGES = ("data", "zero1", "zero3")
 """What processes may store, by the names of plans."""
-UNITS = 0
+PROCESS_AXIS = 0
 """The one mesh axis: processes, each with its units."""
 
 
@@ -115,7 +115,7 @@ def _unit_by_unit(program: Program, units: int) -> Program:
 
 
 def _is_term(made: Placed | None) -> bool:
-    return made is not None and isinstance(made.nd[UNITS], Partial)
+    return made is not None and isinstance(made.nd[PROCESS_AXIS], Partial)
 
 
 def _now(refs: Sequence[Ref], now: dict[Ref, Ref]) -> tuple[Ref, ...]:
@@ -128,7 +128,7 @@ def _cut(each: Sequence[Placed | None], units: int) -> tuple[Placed, ...]:
 
 
 def _part(p: Placed, units: int) -> Placed:
-    cut = p.nd[UNITS]
+    cut = p.nd[PROCESS_AXIS]
     if not isinstance(cut, Split):
         return p
     shape = list(p.spec.shape)
