@@ -44,6 +44,7 @@ examples
   laminar plan examples/gpt.py:deep --cluster 8xh100 --flags megatron --png plan.png
   laminar plan examples/gpt.py:small --cluster here.json --measure              run the best candidates on this machine
   laminar plan examples/gpt.py:deep --cluster 8xh100 --rules rules.json            with a TASO or FlexFlow rule file
+  laminar plan examples/gpt.py:deep --cluster 8xh100 --exact                    steps in exact mode, by storage
   laminar plan examples/gpt.py:tiny --mesh dp=2,tp=2 --preset tensor -o plan.json
   laminar plan examples/gpt.py:tiny --mesh tp=2 --place 'blocks.*up.weight=tp:S(0)' -o plan.json
   laminar plan examples/gpt.py:tiny --stages 2 --micro-batches 4 -o plan.json
@@ -111,6 +112,8 @@ def do_plan(args: argparse.Namespace) -> int:
     for text in args.what_if:
         parse_changes(text)  # before anything is searched
     told = args.mesh or args.preset or args.place
+    if args.exact is not None:
+        return _exact(args)
     if args.stages:
         return _stages(args, parse_mesh(args.mesh) if args.mesh else None)
     if args.cluster and not told:
@@ -177,6 +180,45 @@ def _search(args: argparse.Namespace) -> int:
         if not args.json:
             print(f"{rules}\n  {_taken(account.rules.used)}\n")
     return tell(args, found, lambda: graph, cluster, data)
+
+
+def _exact(args: argparse.Namespace) -> int:
+    """What a step in exact mode takes for each way to store, the fastest that fits first."""
+    from laminar.api import graph_of
+    from laminar.forecast.exact_step import exact_steps
+    from laminar.ir.exact import Exact
+    from laminar.planner.report.words import sized
+    from laminar.planner.space.request import asking
+
+    asked = Exact.of(args.exact) or Exact()
+    if not args.cluster or args.mesh or args.preset or args.place or args.stages:
+        raise PlanError("--exact predicts steps on a cluster", next="laminar plan RECIPE --exact --cluster 8xh100")
+    cluster = cli_cost.cluster_from(args.cluster)
+    with working("capturing", args.json):
+        graph = graph_of(args.recipe, 1, args.precision, _kind(cluster))
+    with working("simulating", args.json):
+        found = exact_steps(graph, asked, cluster)
+    room = asking(cluster, args.memory, margin=args.margin).room_bytes
+    rows: list[dict[str, Any]] = [
+        {
+            "storage": step.storage,
+            "step_s": step.prediction.seconds,
+            "peak_bytes": step.prediction.peak_bytes,
+            "fits": step.prediction.peak_bytes <= room,
+        }
+        for step in found
+    ]
+    rows.sort(key=lambda row: not row["fits"])  # within that by time, as they come
+    if args.json:
+        print(json.dumps({"exact": asked.to_json(), "processes": found[0].processes, "storages": rows}))
+        return 0
+    print(
+        f"exact mode ({asked}) of {args.recipe} on {found[0].processes} of {cluster.devices} devices of {cluster.name}"
+    )
+    for row in rows:
+        fits = "" if row["fits"] else f"  does not fit {sized(room)}"
+        print(f"  --plan {row['storage']:<6} {row['step_s'] * 1e3:10.2f} ms  {sized(row['peak_bytes']):>10}{fits}")
+    return 0
 
 
 def _rules(args: argparse.Namespace) -> ProvedRules | None:
@@ -309,6 +351,13 @@ def plan_options(p: argparse.ArgumentParser) -> None:
         help="the machines: a file from `laminar profile`, or a name such as 8xh100; alone it means: search",
     )
     p.add_argument("-o", "--output", metavar="FILE", help="save the plan")
+    p.add_argument(
+        "--exact",
+        nargs="?",
+        const="",
+        metavar="units=8",
+        help="with --cluster: predict steps in exact mode, for each way in which processes may store weights and state",
+    )
     p.add_argument(
         "--precision",
         default="f32",
