@@ -111,7 +111,7 @@ def _tried(
 ) -> Tried:
     """What comes of finalists of the net: hash, account, events."""
     model, data = net(), batches(1)
-    with told("TURN_S", 0.02), ExitStack() as around:
+    with told("FINALIST_TURN_S", 0.02), ExitStack() as around:
         for patch in patches:
             around.enter_context(patch())
         heard = around.enter_context(listening())
@@ -187,7 +187,7 @@ def _front_door(
     cluster: Cluster, micro_batches: int, measure: bool
 ) -> tuple[str, dict[str, Any], list[dict[str, Any]], list[float]]:
     model, data = net(), batches(3)
-    with listening() as heard, told("TURN_S", 0.02):
+    with listening() as heard, told("FINALIST_TURN_S", 0.02):
         job = laminar.parallelize(
             model, mean, adamw(model), batch=data[0], cluster=cluster, measure=measure, micro_batches=micro_batches
         )
@@ -227,7 +227,7 @@ def _untouched(finals: list[Finalist], plan: Plan) -> tuple[dict[str, bool], boo
     model.up.register_forward_hook(lambda module, given, made: setattr(model, "last", made))
     given = {k: v.clone() for k, v in data[0].items()}
     before, twin = _bits(model, optimizer), copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    with told("TURN_S", 0.02):
+    with told("FINALIST_TURN_S", 0.02):
         taken = try_finalists.tried_finalists(
             World("cpu"),
             plan,
@@ -274,7 +274,7 @@ def _drawing(finals: list[Finalist], plan: Plan) -> tuple[bool, int, int]:
 
     model, data = net(), batches(1)
     before = drawn()
-    with told("TURN_S", 0.02), events.listening(lambda e: phases.append(e.fields.get("name"))):
+    with told("FINALIST_TURN_S", 0.02), events.listening(lambda e: phases.append(e.fields.get("name"))):
         try_finalists.tried_finalists(World("cpu"), plan, finals, model, mean, makes, data[0])
     return drawn() == before, len(made), phases.count("capturing")
 
@@ -299,7 +299,11 @@ def _left_behind(finals: list[Finalist], plan: Plan) -> tuple[int, int, int, int
         seen.extend(map(weakref.ref, (made[0], *made[0].parameters())))
         return made
 
-    with mock.patch.object(try_finalists, "job_copies", noted), told("PATIENCE_S", 60.0), told("TURN_S", 0.02):
+    with (
+        mock.patch.object(try_finalists, "job_copies", noted),
+        told("TRIAL_PATIENCE_S", 60.0),
+        told("FINALIST_TURN_S", 0.02),
+    ):
         taken = try_finalists.tried_finalists(World("cpu"), plan, finals, model, mean, adamw(model), data[0])
     alive = sum(ref() is not None for ref in seen)
     left = len(torch.distributed.distributed_c10d._world.pg_map) - groups
@@ -353,7 +357,7 @@ def test_a_finalist_that_fails_on_one_rank_is_left_out_on_all(two: Ranks) -> Non
     plan, finals = found()
     patches = (
         functools.partial(breaking, "step", finals[1].plan.hash, False),
-        functools.partial(told, "PATIENCE_S", 4.0),
+        functools.partial(told, "TRIAL_PATIENCE_S", 4.0),
     )
     _, account, _ = of_both(two, finals, plan, *patches)
     (out,) = account["measured"]["out"]
