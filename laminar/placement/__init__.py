@@ -1,4 +1,4 @@
-"""Placements of a graph: presets, completion at minimum cost, random plans, repeated layers folded.
+"""Placements of a graph: presets (data, ZeRO, tensor), completion at minimum cost, random plans, folded layers.
 
 What needs no prices of a cluster.
 """

@@ -1,1 +1,1 @@
-"""The machine as data: what devices can do, links that join them, machines people have, kinds of device joined."""
+"""The machine as data: devices by name and what they can do, links, what detects or measures one, kinds joined."""

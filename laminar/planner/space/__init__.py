@@ -1,4 +1,4 @@
-"""What a search is about: what is asked, the cells it is divided into, placements and rewrites that are in it.
+"""What a search is about: what is asked, its cells, presets to be tried, placements and rewrites that are in it.
 
 Nothing here prices or simulates anything.
 """

@@ -1,1 +1,1 @@
-"""What goes into a step and what comes out: batches taken apart and loaded ahead, losses and metrics."""
+"""What goes into a step and comes out: leaves of batches cut into shares and micro-batches, loaded ahead; metrics."""
