@@ -56,7 +56,8 @@ class RuleVerdict:
         """Plain data; `from_json` is the inverse."""
         return {
             "name": self.name,
-            "reason": self.left_out.reason,
+            "reason": str(self.left_out),
+            "left_out": self.left_out.reason,
             "detail": self.left_out.detail,
             "loaded": self.loaded,
             "proved": self.proved,
@@ -67,7 +68,7 @@ class RuleVerdict:
     def from_json(data: Mapping[str, Any]) -> RuleVerdict:
         """A verdict from `to_json`'s data."""
         rules = tuple((name, text, error) for name, text, error in data["rules"])
-        return RuleVerdict(data["name"], Fault(data["reason"], data["detail"]), data["proved"], rules)
+        return RuleVerdict(data["name"], Fault(data["left_out"], data["detail"]), data["proved"], rules)
 
 
 @dataclass(frozen=True)
