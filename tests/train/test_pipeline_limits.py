@@ -432,6 +432,7 @@ def _disturbed(options: dict[str, Any], ways: list[tuple[str, ...]]) -> list[tup
     for i, way in enumerate(ways):
         job.load_state_dict(weights)
         job.optimizer.state.clear()
+        job.state.steps = 1
         undo = []
         if "jitter" in way:
             undo.append(hooked(job, late(f"{rank} {i}", 0.002)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,10 +17,11 @@ from laminar.ir.exact import Exact
 from laminar.runtime.check.processes import on_ranks
 from laminar.runtime.exact.hosted_step import HostedStep
 from laminar.train.auto.rebalance import Rebalance, slowest_process, unit_counts
+from laminar.train.engine.exact_engine import ExactEngine
 from tests.support.exact_runs import ExactRun, hashes, make_job
 from tests.support.zoo import recipe
 
-SLOW_S, FAST_S = 0.10, 0.05
+SLOW_S, FAST_S, NAP_S = 0.10, 0.05, 1.0
 RUN = ExactRun("mlp.py:tiny", Exact(8), steps=9)
 
 
@@ -36,14 +38,13 @@ def test_counts_are_the_best_integers(processes: int, more: int, data: st.DataOb
 def slowed(run: ExactRun) -> tuple[list[str], list[list[int]]]:
     """One process takes twice as long for each of its units from the third step on: hashes, and units by process."""
     job, data = make_job(run), iter(recipe(run.model).data())
-    balance, plain = Rebalance(), HostedStep._run
+
+    def own_s(engine: ExactEngine) -> float:
+        return len(engine.hosts.hosted) * (SLOW_S if job.steps > 3 and job.rank == 1 else FAST_S)
+
+    ExactEngine.own_s = property(own_s)  # type: ignore[assignment]
+    balance = Rebalance()
     balance.begin(job)
-
-    def slow(step: HostedStep, inputs: object) -> list[torch.Tensor]:
-        time.sleep(len(step.hosts.hosted) * (SLOW_S if job.steps >= 3 and job.rank == 1 else FAST_S))
-        return plain(step, inputs)  # type: ignore[arg-type]
-
-    HostedStep._run = slow  # type: ignore[method-assign,assignment]
     found, hosted = [], []
     for _ in range(run.steps):
         result = job.step(next(data))
@@ -56,7 +57,32 @@ def slowed(run: ExactRun) -> tuple[list[str], list[list[int]]]:
 def test_a_process_that_slows_down_has_less_within_three_steps_and_no_bit_changes() -> None:
     for found, hosted in on_ranks(2, slowed, RUN, timeout_s=280):
         assert found == hashes(RUN)
-        assert hosted[2] == [4, 4] and hosted[5] == [5, 3], hosted  # 5/1 and 3/0.5: the best of eight units
+        assert hosted[2] == [4, 4] and hosted[5:] == [[5, 3]] * 4, hosted  # 5/1 and 3/0.5: the best of eight units
+
+
+def dawdling(run: ExactRun) -> list[float]:
+    """Own seconds of each step, of which one process sleeps away some."""
+    job, data, plain = make_job(run), iter(recipe(run.model).data()), HostedStep._run
+
+    def slow(step: HostedStep, inputs: object) -> list[torch.Tensor]:
+        if job.rank == 1:
+            time.sleep(NAP_S)
+        return plain(step, inputs)  # type: ignore[arg-type]
+
+    HostedStep._run = slow  # type: ignore[method-assign,assignment]
+    out = []
+    for _ in range(run.steps):
+        job.step(next(data))
+        out.append(job.engine.own_s)
+    return out
+
+
+def test_own_time_is_not_the_time_of_the_step() -> None:
+    """Who waits for another has not worked; the run that tries lines out does not count."""
+    waits, sleeps = on_ranks(2, dawdling, replace(RUN, steps=4), timeout_s=280)
+    assert waits[0] == sleeps[0] == 0.0
+    assert min(sleeps[1:]) >= NAP_S
+    assert sorted(waits[1:])[len(waits) // 2] < NAP_S / 2
 
 
 def test_it_is_for_exact_jobs() -> None:

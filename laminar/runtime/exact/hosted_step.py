@@ -69,7 +69,8 @@ class HostedStep:
         self.lanes = HostedLanes(hosts.mesh, hosts.hosting, hosts.process)
         self.watch = watch
         self.own_s = self._waited = 0.0
-        """Seconds of the last run that this process spent on its own work, not on exchanges."""
+        """Seconds of the last run that this process spent on its own work, not on exchanges; 0 of a first run."""
+        self._ran = False
         self.placed = {Ref(i.name): i.placed for i in program.inputs}
         self.placed |= {Ref(i.name, k): p for i in program.instrs for k, p in enumerate(i.outs) if p is not None}
         given = constants or {}
@@ -158,7 +159,8 @@ class HostedStep:
         except BaseException:
             self._abandon()
             raise
-        self.own_s = time.perf_counter() - begun - self._waited
+        self.own_s = time.perf_counter() - begun - self._waited if self._ran else 0.0
+        self._ran = True
         return out
 
     def wait(self, exchange: Callable[[], Any]) -> Any:
