@@ -64,14 +64,14 @@ def _rejoined(rank: int, port: int, said: Any) -> None:
     plain(other, mean, adamw(other), data)
     found.append((job.peers.generation, 3, gap(job.state_dict(), other.state_dict()), 0.0))
     job.close()
-    found.append((job.peers.generation, 4, *_renumbered(rank)))
+    found.append(_renumbered(rank))
     said.put((rank, found))
     said.close()
     said.join_thread()
     os._exit(0)
 
 
-def _renumbered(rank: int) -> tuple[float, float]:
+def _renumbered(rank: int) -> tuple[int, int, float, float]:
     """A job with stages whose two processes change numbers: each goes on as what the other was, with its state."""
     data, model = _batches(4), pipeline_jobs.model(True)
     job = StagedJob(model, _loss, pipeline_jobs.make, data[0], staged({"stages": ["blocks.1"]}), OPTIONS)
@@ -88,7 +88,7 @@ def _renumbered(rank: int) -> tuple[float, float]:
     plain(other, _loss, pipeline_jobs.make(other.parameters()), data)
     weights = gap(job.state_dict(), other.state_dict())
     job.close()
-    return weights, 0.0
+    return job.peers.generation, 4, weights, 0.0
 
 
 def test_processes_leave_a_world_and_make_the_next() -> None:
