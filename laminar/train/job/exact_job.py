@@ -173,7 +173,8 @@ class ExactJob(Job):
         if identity is None:
             logging.getLogger("laminar").warning("the run that was saved was not in exact mode: exact from here on")
         else:
-            refuse_identity(self.identity, identity, "the run that was saved")
+            before = {**Exact().to_json(), **identity}  # what this run says and that one did not yet is as it was
+            refuse_identity(self.identity, before, "the run that was saved")
 
 
 def refuse_options(plan: Any, options: JobOptions) -> None:
@@ -182,8 +183,9 @@ def refuse_options(plan: Any, options: JobOptions) -> None:
         raise PlanError(
             f"plan={plan!r} in exact mode",
             allowed="  ".join(STORAGE) + ", what processes store",
-            why="which ranks compute what belongs to the run: units and slices of laminar.Exact",
-            next="slices of weights: exact=laminar.Exact(slices=2); stages are not to be had yet",
+            why="which ranks compute what belongs to the run: units, slices and context of laminar.Exact",
+            next="weights cut: exact=laminar.Exact(slices=2); sequences cut: exact=laminar.Exact(context=2); "
+            "stages are not to be had yet",
         )
     asked = {
         "mesh": options.mesh is not None,
