@@ -30,7 +30,7 @@ from laminar.train.job import plan_for
 from laminar.train.job.job import Job
 from laminar.train.optimizer.whole_vectors import WholeVectors, refuse_if_cuts_change_bits
 from laminar.train.options import DEFAULTS, JobOptions
-from laminar.train.state.relay import relay
+from laminar.train.state.change_layout import change_layout
 from laminar.train.state.resharder import CarryBetweenMeshes, Resharder
 from laminar.train.state.state import JobState, StateLayout
 from laminar.train.timeline import Recording
@@ -144,7 +144,7 @@ class ExactJob(Job):
         if self._guard is not None:
             self._guard.take_off()
         group = dist.new_group(list(old.ranks[:ranks]))
-        relay(state, layout, range(old.size), CarryBetweenMeshes(old))
+        change_layout(state, layout, range(old.size), CarryBetweenMeshes(old))
         emit("resize", ranks=ranks, before=old.size)
         if not stays:
             self._released, self._guard = True, None
@@ -165,7 +165,8 @@ class ExactJob(Job):
         if identity is None:
             logging.getLogger("laminar").warning("the run that was saved was not in exact mode: exact from here on")
         else:
-            refuse_identity(self.identity, identity, "the run that was saved")
+            before = {**Exact().to_json(), **identity}  # what this run says and that one did not yet is as it was
+            refuse_identity(self.identity, before, "the run that was saved")
 
 
 def refuse_options(plan: Any, options: JobOptions) -> None:
@@ -174,8 +175,9 @@ def refuse_options(plan: Any, options: JobOptions) -> None:
         raise PlanError(
             f"plan={plan!r} in exact mode",
             allowed="  ".join(STORAGE) + ", what processes store",
-            why="which ranks compute what belongs to the run: units and slices of laminar.Exact",
-            next="slices of weights: exact=laminar.Exact(slices=2); stages are not to be had yet",
+            why="which ranks compute what belongs to the run: units, slices and context of laminar.Exact",
+            next="weights cut: exact=laminar.Exact(slices=2); sequences cut: exact=laminar.Exact(context=2); "
+            "stages are not to be had yet",
         )
     asked = {
         "mesh": options.mesh is not None,

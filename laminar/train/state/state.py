@@ -7,7 +7,7 @@ have one place, of all ranks; with stages there are several, and a tensor is hel
 
 - `shards()` tells what this rank holds, box by box in global coordinates, and asks nobody.
 - Whole tensors need the other ranks: methods that give them take a `Gather` (`gather.py`).
-- Into another layout, with other ranks, meshes or stages, all of it is taken by `relay.py`.
+- Into another layout, with other ranks, meshes or stages, all of it is taken by `change_layout.py`.
 
 The random state of a run is `seed` and `steps`: draws depend on these and on nothing that was drawn before. Its place
 in the data is `steps` as well, for data that is drawn again from its beginning (`loop.py`).
@@ -38,7 +38,7 @@ from laminar.runtime.comm.shards import shard
 from laminar.train.optimizer import optimizer as optim
 from laminar.train.optimizer.memory_layout import make_dense, refuse_shared_memory
 from laminar.train.optimizer.optimizer import Kept
-from laminar.train.optimizer.optimizer_changes import Tracked
+from laminar.train.optimizer.param_group_changes import Tracked
 from laminar.train.optimizer.precision import Scaler
 from laminar.train.state.gather import Gather, HeldPart
 from laminar.train.state.resharder import Resharder
@@ -531,7 +531,7 @@ class JobState:
         trained: Sequence[Kept],
         listed: list[list[str]],
     ) -> None:
-        """Take what was put in place for another layout (`relay.py`)."""
+        """Take what was put in place for another layout (`change_layout.py`)."""
         self.layout, self.held, self.kept, self.ema, self.listed = layout, held, kept, ema, listed
         self._settled(trained)
         self._copy = None
