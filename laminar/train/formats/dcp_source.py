@@ -21,10 +21,10 @@ from laminar.capture.ops.torch_ops import DTYPE_NAMES
 from laminar.errors import StateError
 from laminar.ir.tensor import TensorSpec
 from laminar.train.formats.tensor_source import checked_slice, copy_of
-from laminar.train.formats.torch_save_source import loaded
+from laminar.train.formats.torch_save_source import weights_only
 from laminar.train.state.shards import Slices
 
-ALLOWED = {
+METADATA_NAMES = {
     "torch.distributed.checkpoint.metadata": (
         "Metadata TensorStorageMetadata TensorProperties ChunkStorageMetadata BytesStorageMetadata MetadataIndex "
         "StorageMeta _MEM_FORMAT_ENCODING"
@@ -64,11 +64,14 @@ class DcpSource:
         for chunk in about.chunks:
             offsets, sizes = tuple(map(int, chunk.offsets)), tuple(map(int, chunk.sizes))
             inside = len(offsets) == len(sizes) == len(shape) and all(
-                0 <= o and 0 <= n and o + n <= whole for o, n, whole in zip(offsets, sizes, shape, strict=True)
+                o >= 0 and n >= 0 and o + n <= whole for o, n, whole in zip(offsets, sizes, shape, strict=True)
             )
             stored = [s for i, s in storage.items() if i.fqn == name and tuple(i.offset or ()) == offsets]
             if not inside or not stored:
-                raise StateError(f"{self.where}: {name} has a chunk at {list(offsets)} of {list(sizes)} that is nowhere")
+                raise StateError(
+                    f"{self.where}: {name} has a chunk at {list(offsets)} of {list(sizes)} that is nowhere"
+                )
+            self._lies(name, stored[0])
             found.append((offsets, sizes, stored[0]))
         self.specs[name] = TensorSpec(shape, dtype)
         self._chunks[name] = found
@@ -92,18 +95,23 @@ class DcpSource:
             raise StateError(f"{self.where}: chunks of {name} give {filled} of {out.numel()} elements of {list(index)}")
         return checked_slice(self, name, index, copy_of(out))
 
-    def _chunk(self, name: str, stored: Any, sizes: tuple[int, ...]) -> Tensor:
-        if self._last is not None and self._last[0] is stored:
-            return self._last[1]
+    def _lies(self, name: str, stored: Any) -> tuple[Path, int, int]:
+        """The file of a chunk, and from where to how far it lies there."""
         path, offset, length = str(stored.relative_path), int(stored.offset), int(stored.length)
         file = self.folder / path
         if Path(path).name != path or file.is_symlink() or not file.is_file():
             raise StateError(f"{self.where}: {name} is said to lie in {path!r}, which is no file of this folder")
         if offset < 0 or length < 0 or offset + length > file.stat().st_size:
             raise StateError(f"{file} is cut off: {name} is said to lie at {offset} to {offset + length}")
+        return file, offset, length
+
+    def _chunk(self, name: str, stored: Any, sizes: tuple[int, ...]) -> Tensor:
+        if self._last is not None and self._last[0] is stored:
+            return self._last[1]
+        file, offset, length = self._lies(name, stored)
         with open(file, "rb") as opened:
             opened.seek(offset)
-            tensor = loaded(io.BytesIO(opened.read(length)), mapped=False)
+            tensor = weights_only(io.BytesIO(opened.read(length)), mapped=False)
         if not isinstance(tensor, Tensor) or tuple(tensor.shape) != sizes:
             raise StateError(f"{file}: what lies at {offset} is not the part of {name} it is said to be")
         self._last = stored, tensor
@@ -114,11 +122,11 @@ class _Restricted(pickle.Unpickler):
     """Lets in what metadata is made of, and nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if module == "pathlib" and name in ALLOWED["pathlib"].split():
+        if module == "pathlib" and name in METADATA_NAMES["pathlib"].split():
             return pathlib.PurePosixPath  # it is only looked at
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        if name not in ALLOWED.get(module, "").split():
+        if name not in METADATA_NAMES.get(module, "").split():
             raise pickle.UnpicklingError(f"it asks for {module}.{name}")
         return getattr(importlib.import_module(module), name)
 

@@ -16,7 +16,7 @@ from laminar.train.formats.tensor_source import checked_slice
 from laminar.train.state.shards import Slices
 
 INDEX = "model.safetensors.index.json"
-WHOLE = "model.safetensors"
+ONE_FILE = "model.safetensors"
 DTYPES_IN_FILES = {
     "F64": "f64",
     "F32": "f32",
@@ -46,7 +46,7 @@ class SafetensorsSource:
             with said_of(file):
                 from safetensors import safe_open
 
-                opened = safe_open(str(file), framework="pt")
+                opened: Any = safe_open(str(file), framework="pt")
                 for name in opened.keys():  # noqa: SIM118 # no mapping: it has no iterator
                     if name in self.specs:
                         raise StateError(f"{where}: {name} stands in two files, {file.name} is the second")
@@ -59,8 +59,8 @@ class SafetensorsSource:
         if (folder / INDEX).is_file():
             return SafetensorsSource(_indexed(folder), str(folder))
         found = sorted(folder.glob("*.safetensors"))
-        if (folder / WHOLE).is_file():
-            found = [folder / WHOLE]
+        if (folder / ONE_FILE).is_file():
+            found = [folder / ONE_FILE]
         if len(found) != 1:
             raise StateError(
                 f"{folder} holds {len(found)} safetensors files and no {INDEX}",

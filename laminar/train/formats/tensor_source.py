@@ -3,14 +3,13 @@
 A source knows names, shapes and dtypes before anything is read, so everything can be checked before a byte reaches a
 model. None of them runs code that a file brings along. Errors are ours, with the file's name, whatever library reads.
 
-To add one: write a class with these members, let `open_source` find it, and add a writer of such files to
+To add one: write a class with these members, let `open_source.py` find it, and add a writer of such files to
 `tests/train/test_formats.py`, which holds all of them against each other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -20,41 +19,23 @@ from laminar.errors import StateError
 from laminar.ir.tensor import TensorSpec
 from laminar.train.state.shards import Slices
 
-KNOWN = "a .safetensors file, a folder with model.safetensors.index.json, a file of torch.save, a DCP folder"
-
 
 class TensorSource(Protocol):
     """Tensors by name."""
 
-    where: str
-    """The file or folder, for errors."""
-    specs: Mapping[str, TensorSpec]
-    """What there is."""
+    @property
+    def where(self) -> str:
+        """The file or folder, for errors."""
+        ...
+
+    @property
+    def specs(self) -> Mapping[str, TensorSpec]:
+        """What there is."""
+        ...
 
     def read(self, name: str, index: Slices) -> Tensor:
         """One box of a tensor, on the CPU; no memory is shared with anything that lasts."""
         ...
-
-
-def open_source(path: str | Path) -> TensorSource:
-    """A source for what lies at a path, by its kind."""
-    from laminar.train.formats.dcp_source import DcpSource
-    from laminar.train.formats.safetensors_source import SafetensorsSource
-    from laminar.train.formats.torch_save_source import TorchSaveSource
-
-    where = Path(path)
-    if not where.exists():
-        raise StateError(f"there is nothing at {where}", next=f"name {KNOWN}")
-    if where.is_dir():
-        if (where / ".metadata").is_file():
-            return DcpSource(where)
-        files = sorted(where.glob("*.safetensors"))
-        if not files:
-            raise StateError(f"{where} holds no weights that can be read", allowed=KNOWN)
-        return SafetensorsSource.of_folder(where)
-    if where.suffix == ".safetensors":
-        return SafetensorsSource([where], str(where))
-    return TorchSaveSource(where)
 
 
 def checked_slice(source: TensorSource, name: str, index: Slices, tensor: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ class TorchSaveSource:
 
     def __init__(self, file: Path) -> None:
         self.where = str(file)
-        self.tensors = _state_dict(loaded(file), self.where)
+        self.tensors = _state_dict(weights_only(file), self.where)
         self.specs: dict[str, TensorSpec] = {}
         for name, tensor in self.tensors.items():
             try:
@@ -38,14 +38,15 @@ class TorchSaveSource:
         return copy_of(checked_slice(self, name, index, self.tensors[name][index]))
 
 
-def loaded(file: Any, mapped: bool = True) -> Any:
+def weights_only(file: Any, mapped: bool = True) -> Any:
     """What torch reads from a file without running any code of it."""
-    wrong = (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, KeyError, AttributeError, TypeError)
     try:
-        return torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
-    except wrong as error:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of pickles that other programs wrote
+            return torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
+    except Exception as error:  # a damaged file can fail in any way
         if mapped and "mmap" in str(error):  # files of before 2020 can't be mapped
-            return loaded(file, mapped=False)
+            return weights_only(file, mapped=False)
         raise StateError(
             f"{file} can't be read as weights: {str(error).splitlines()[0] if str(error) else type(error).__name__}",
             next="save a state dict: torch.save(model.state_dict(), file)",

@@ -363,6 +363,21 @@ class JobState:
         found = dict(zip(wanted, made, strict=True))
         return {n: found[self._slot_of[n]] if n in self._slot_of else x for n, x in own_state(self.model).items()}
 
+    def named_specs(self) -> dict[str, TensorSpec]:
+        """The tensors of the model's own state dict, tied ones once, in its order."""
+        first: dict[str, str] = {}
+        for name, slot in self._slot_of.items():
+            first.setdefault(slot, name)
+        return {name: self.specs[slot] for slot, name in first.items()}
+
+    def model_names(self) -> dict[str, str]:
+        """Every name in the model's own state dict that is a tensor's, with the slot that holds it."""
+        return dict(self._slot_of)
+
+    def whole_named(self, gather: Gather, names: Sequence[str], ema: bool = False) -> list[Tensor]:
+        """Some tensors of the model's own state dict, whole; the weights' average in their place if asked."""
+        return gather.whole([self._part(self._slot_of[n], ema) for n in names])
+
     def load_state_dict(self, given: Mapping[str, Any]) -> None:
         """Take weights and buffers from a state dict of this model, from here or from plain PyTorch."""
         missing, extra = sorted(set(self._slot_of) - set(given)), sorted(set(given) - set(own_state(self.model)))
