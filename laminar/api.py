@@ -577,8 +577,9 @@ def parallelize(
     measure        with a cluster: run copies of the model under the plans that the search finds fastest, and under data
                    parallel, for some seconds on these ranks, and take the fastest; where that costs little
     exact          `True` or `laminar.Exact(units=8, slices=1)`: `job.hash()` is the same for any number of processes
-                   and any hosting. The batch is computed in so many units, whoever computes them; `plan` then says
-                   what processes store: "data", "zero1", "zero3"
+                   and any hosting. The batch is computed in so many units, whoever computes them (weights
+                   in slices, and sequences in parts with `context=2`); `plan` then says what processes store: "data",
+                   "zero1", "zero3"
 
     Works alone in one process, under `laminar train`, and under `torchrun`. All methods of a job are
     collective: every rank calls them, in the same order.

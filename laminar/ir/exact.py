@@ -1,8 +1,9 @@
 """Exact mode as values: which logical ranks a job is computed by, and which process hosts which of them.
 
-A job in exact mode is computed by *logical ranks*: units of the batch times slices of the weights. They are part of
-what the job is; a `Hosting` says which process computes which of them, and is no part of it. Everything that ranks add
-up is added in a fixed binary tree over logical indices (`left_size`, `children`), so bits don't depend on the hosting.
+A job in exact mode is computed by *logical ranks*: units of the batch times slices of the weights times parts of every
+sequence. They are part of what the job is; a `Hosting` says which process computes which of them, and is no part of it.
+Everything that ranks add up is added in a fixed binary tree over logical indices (`left_size`, `children`), so bits
+don't depend on the hosting.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ class Exact:
     """Parts of the weights, as tensor parallelism cuts them; each costs, so only as many as will ever be needed."""
     threads: int = 1
     """Threads of each process: kernels share work out by their number."""
+    context: int = 1
+    """Parts of every sequence, split by token; each reads the keys and values of the others."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -62,13 +65,14 @@ class Exact:
 
     @property
     def mesh(self) -> Mesh:
-        """The logical ranks, a unit's slices side by side."""
-        return Mesh({"unit": self.units} if self.slices == 1 else {"unit": self.units, "slice": self.slices})
+        """The logical ranks, those of a unit side by side."""
+        within = {"context": self.context, "slice": self.slices}
+        return Mesh({"unit": self.units} | {name: parts for name, parts in within.items() if parts > 1})
 
     @property
     def ranks(self) -> int:
         """How many logical ranks there are: the most processes that can take part."""
-        return self.units * self.slices
+        return self.units * self.slices * self.context
 
     def to_json(self) -> dict[str, int]:
         """Plain data; `from_json` is the inverse."""

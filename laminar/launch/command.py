@@ -94,7 +94,7 @@ def _where_options(p: argparse.ArgumentParser) -> None:
         "--exact",
         nargs="?",
         const="",
-        metavar="units=8,slices=1",
+        metavar="units=8,slices=1,context=1",
         help="the same bits for any number of workers: the batch is computed in so many units, and --plan says what "
         "workers store",
     )
