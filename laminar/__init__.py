@@ -11,7 +11,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from laminar.ir.clusters.cluster_makers import clusters_made_by
+from laminar.ir.clusters.maker_hook import clusters_made_by
 from laminar.ir.plans.answers import answered_by
 
 __version__ = "0.1.0"

@@ -30,7 +30,7 @@ from laminar.train.job import plan_for
 from laminar.train.job.job import Job
 from laminar.train.optimizer.whole_vectors import WholeVectors, refuse_if_cuts_change_bits
 from laminar.train.options import DEFAULTS, JobOptions
-from laminar.train.state.relay import relay
+from laminar.train.state.change_layout import change_layout
 from laminar.train.state.resharder import CarryBetweenMeshes, Resharder
 from laminar.train.state.state import JobState, StateLayout
 from laminar.train.timeline import Recording
@@ -144,7 +144,7 @@ class ExactJob(Job):
         if self._guard is not None:
             self._guard.take_off()
         group = dist.new_group(list(old.ranks[:ranks]))
-        relay(state, layout, range(old.size), CarryBetweenMeshes(old))
+        change_layout(state, layout, range(old.size), CarryBetweenMeshes(old))
         emit("resize", ranks=ranks, before=old.size)
         if not stays:
             self._released, self._guard = True, None

@@ -58,8 +58,8 @@ from laminar.train.optimizer.gradients import Norm, scale_and_clip
 from laminar.train.optimizer.optimizer import Kept
 from laminar.train.optimizer.precision import Precision, update
 from laminar.train.options import DEFAULTS, JobOptions
+from laminar.train.state.change_layout import change_layout, refuse_layout
 from laminar.train.state.gather import GatherFromMesh
-from laminar.train.state.relay import refuse_layout, relay
 from laminar.train.state.resharder import CarryBetweenMeshes
 from laminar.train.state.state import JobState, StateLayout
 from laminar.train.timeline import StepRecorder
@@ -172,7 +172,7 @@ class Job(BaseJob):
         self.engine.close()
         if self._guard is not None:
             self._guard.take_off()
-        relay(self.state, layout, range(self.world) if ranks is None else ranks, CarryBetweenMeshes(world))
+        change_layout(self.state, layout, range(self.world) if ranks is None else ranks, CarryBetweenMeshes(world))
         self._begin(world, self.state, plan, first)
 
     def _builder(self, through_inductor: bool) -> Build:

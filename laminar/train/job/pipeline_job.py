@@ -51,8 +51,8 @@ from laminar.train.optimizer import optimizer as optim
 from laminar.train.optimizer.gradients import scale_and_clip
 from laminar.train.optimizer.precision import Precision, update
 from laminar.train.options import DEFAULTS, JobOptions
+from laminar.train.state.change_layout import change_layout, refuse_layout
 from laminar.train.state.gather import GatherFromPlaces, HeldPart
-from laminar.train.state.relay import refuse_layout, relay
 from laminar.train.state.resharder import CarryBetweenMeshes, Resharder
 from laminar.train.state.state import JobState, StateLayout
 from laminar.train.timeline import StepRecorder
@@ -149,7 +149,7 @@ class StagedJob(BaseJob):
         self.pipes.close()
         if self._guard is not None:
             self._guard.take_off()
-        relay(self.state, layout, range(self.world) if ranks is None else ranks, CarryBetweenMeshes(world))
+        change_layout(self.state, layout, range(self.world) if ranks is None else ranks, CarryBetweenMeshes(world))
         self._begin(world, self.state, plan, captured, made)
 
     # --- a step

@@ -49,7 +49,7 @@ class Resharder:
 
 
 class CarryBetweenMeshes:
-    """From one place of a world to another: what `relay` takes everything along with."""
+    """From one place of a world to another: what `change_layout` takes everything along with."""
 
     def __init__(self, world: World) -> None:
         self.world = world

@@ -7,7 +7,7 @@ have one place, of all ranks; with stages there are several, and a tensor is hel
 
 - `shards()` tells what this rank holds, box by box in global coordinates, and asks nobody.
 - Whole tensors need the other ranks: methods that give them take a `Gather` (`gather.py`).
-- Into another layout, with other ranks, meshes or stages, all of it is taken by `relay.py`.
+- Into another layout, with other ranks, meshes or stages, all of it is taken by `change_layout.py`.
 
 The random state of a run is `seed` and `steps`: draws depend on these and on nothing that was drawn before. Its place
 in the data is `steps` as well, for data that is drawn again from its beginning (`loop.py`).
@@ -38,7 +38,7 @@ from laminar.runtime.comm.shards import shard
 from laminar.train.optimizer import optimizer as optim
 from laminar.train.optimizer.memory_layout import make_dense, refuse_shared_memory
 from laminar.train.optimizer.optimizer import Kept
-from laminar.train.optimizer.optimizer_changes import Tracked
+from laminar.train.optimizer.param_group_changes import Tracked
 from laminar.train.optimizer.precision import Scaler
 from laminar.train.state.gather import Gather, HeldPart
 from laminar.train.state.resharder import Resharder
@@ -363,6 +363,21 @@ class JobState:
         found = dict(zip(wanted, made, strict=True))
         return {n: found[self._slot_of[n]] if n in self._slot_of else x for n, x in own_state(self.model).items()}
 
+    def named_specs(self) -> dict[str, TensorSpec]:
+        """The tensors of the model's own state dict, tied ones once, in its order."""
+        first: dict[str, str] = {}
+        for name, slot in self._slot_of.items():
+            first.setdefault(slot, name)
+        return {name: self.specs[slot] for slot, name in first.items()}
+
+    def model_names(self) -> dict[str, str]:
+        """Every name in the model's own state dict that is a tensor's, with the slot that holds it."""
+        return dict(self._slot_of)
+
+    def whole_named(self, gather: Gather, names: Sequence[str], ema: bool = False) -> list[Tensor]:
+        """Some tensors of the model's own state dict, whole; the weights' average in their place if asked."""
+        return gather.whole([self._part(self._slot_of[n], ema) for n in names])
+
     def load_state_dict(self, given: Mapping[str, Any]) -> None:
         """Take weights and buffers from a state dict of this model, from here or from plain PyTorch."""
         missing, extra = sorted(set(self._slot_of) - set(given)), sorted(set(given) - set(own_state(self.model)))
@@ -531,7 +546,7 @@ class JobState:
         trained: Sequence[Kept],
         listed: list[list[str]],
     ) -> None:
-        """Take what was put in place for another layout (`relay.py`)."""
+        """Take what was put in place for another layout (`change_layout.py`)."""
         self.layout, self.held, self.kept, self.ema, self.listed = layout, held, kept, ema, listed
         self._settled(trained)
         self._copy = None

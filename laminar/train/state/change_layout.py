@@ -52,7 +52,7 @@ def refuse_layout(state: JobState, layout: StateLayout) -> None:
     optim.refuse_unless_elementwise(state.optimizer, now, state.elementwise, len(layout.places))
 
 
-def relay(state: JobState, layout: StateLayout, numbers: Sequence[int], carry: Carry) -> None:
+def change_layout(state: JobState, layout: StateLayout, numbers: Sequence[int], carry: Carry) -> None:
     """Take everything into another layout; every rank of the former one calls this.
 
     `numbers` says which rank of the world each rank of the former layout is now.
