@@ -115,17 +115,23 @@ def main() -> None:
             {
                 "hosting": name,
                 "processes": list(hosting.processes),
-                **{f"integers_over_tree_{how}": ratio(first["times"], f"integers_{how}", f"tree_{how}")
-                   for how in ("shared", "messages")},
-                **{f"integers_over_tree_{how}_cpu": ratio(total, f"integers_{how}", f"tree_{how}")
-                   for how in ("shared", "messages")},
-                "sent_over_ring": {side: round(max(f["sent_bytes"][side] / f["ring_bytes"] for f in found), 3)
-                                   for side in first["sent_bytes"]},
+                **{
+                    f"integers_over_tree_{how}": ratio(first["times"], f"integers_{how}", f"tree_{how}")
+                    for how in ("shared", "messages")
+                },
+                **{
+                    f"integers_over_tree_{how}_cpu": ratio(total, f"integers_{how}", f"tree_{how}")
+                    for how in ("shared", "messages")
+                },
+                "sent_over_ring": {
+                    side: round(max(f["sent_bytes"][side] / f["ring_bytes"] for f in found), 3)
+                    for side in first["sent_bytes"]
+                },
                 "ms": {side: round(sorted(ts)[len(ts) // 2] * 1e3, 1) for side, ts in first["times"].items()},
                 "cpu_ms_of_all": {side: round(sorted(ts)[len(ts) // 2] * 1e3, 1) for side, ts in total.items()},
                 "load_before": round(load, 2),
             },
-        )  # fmt: skip
+        )
 
 
 if __name__ == "__main__":

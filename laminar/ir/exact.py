@@ -20,7 +20,7 @@ from laminar.ir.serial.reading import JsonPart
 
 TreeNode = tuple[int, int]
 """A node of the tree: the terms from its first up to and without its second number."""
-SUMS = ("tree", "integers")
+KINDS_OF_SUM = ("tree", "integers")
 """How terms may be added."""
 MOST_AS_INTEGERS = 64
 """Terms: of more, too few bits would be left for each."""
@@ -43,9 +43,9 @@ class Exact:
     """How terms are added: up a fixed tree, or as integers, which are added in any order ("integers")."""
 
     def __post_init__(self) -> None:
-        if self.sums not in SUMS:
-            raise LaminarError(f"exact mode with sums={self.sums!r}", allowed="  ".join(SUMS), next=EXAMPLE)
-        for name in COUNTS:
+        if self.sums not in KINDS_OF_SUM:
+            raise LaminarError(f"exact mode with sums={self.sums!r}", allowed="  ".join(KINDS_OF_SUM), next=EXAMPLE)
+        for name in COUNTED:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise LaminarError(
@@ -73,7 +73,7 @@ class Exact:
         found: dict[str, Any] = {}
         for item in asked.split(","):
             name, _, value = item.partition("=")
-            number = name.strip() in COUNTS and value.strip().isdigit()
+            number = name.strip() in COUNTED and value.strip().isdigit()
             if not number and name.strip() != "sums":
                 raise LaminarError(f"exact mode is asked for with {item.strip()!r}", allowed=EXAMPLE)
             found[name.strip()] = int(value) if number else value.strip()
@@ -97,13 +97,13 @@ class Exact:
     @staticmethod
     def from_json(part: JsonPart) -> Exact:
         """From `to_json`'s data."""
-        return Exact(**{name: part[name].whole(1) for name in COUNTS}, sums=part["sums"].text())
+        return Exact(**{name: part[name].whole(1) for name in COUNTED}, sums=part["sums"].text())
 
     def __str__(self) -> str:
         return ",".join(f"{f.name}={getattr(self, f.name)}" for f in fields(self))
 
 
-COUNTS = tuple(f.name for f in fields(Exact) if f.name != "sums")
+COUNTED = tuple(f.name for f in fields(Exact) if f.name != "sums")
 """The fields of `Exact` that are numbers."""
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from laminar.capture.tensor_bytes import as_bytes
 from laminar.ir.exact import Exact, Hosting
-from laminar.runtime.exact.integer_sum import BLOCK, integer_sum
+from laminar.runtime.exact.integer_sum import PER_EXPONENT, integer_sum
 from laminar.runtime.exact.sums import HostedSum
 from laminar.runtime.exact.tree_sum import tree_sum
 from tests.support.hosted_runs import Meeting, ThreadHosts
@@ -51,7 +51,7 @@ def hosted_sum(
 
 
 @pytest.mark.parametrize("spoilt", [False, True], ids=["finite", "not finite"])
-@pytest.mark.parametrize("numel", [BLOCK, 1000 * BLOCK])
+@pytest.mark.parametrize("numel", [PER_EXPONENT, 1000 * PER_EXPONENT])
 @pytest.mark.parametrize("integers", [False, True], ids=["tree", "integers"])
 def test_whoever_has_the_terms(integers: bool, numel: int, spoilt: bool) -> None:
     terms, want = terms_of(numel, spoilt), torch.empty(numel)
@@ -67,7 +67,7 @@ def test_whoever_has_the_terms(integers: bool, numel: int, spoilt: bool) -> None
 
 
 def test_integers_are_a_ring_s_bytes_for_any_hosting() -> None:
-    terms = terms_of(1000 * BLOCK, False)
+    terms = terms_of(1000 * PER_EXPONENT, False)
     ring = 2 * terms[0].nbytes / 2
     scattered = (0, 1, 0, 1, 0, 1, 0)
     (_, integers), _ = hosted_sum(Hosting((0, 1)), scattered, terms, True)

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from laminar.capture.tensor_bytes import as_bytes
 from laminar.runtime.exact.integer_sum import (
-    BLOCK,
-    IN_CACHE,
+    CHUNK_ELEMENTS,
+    PER_EXPONENT,
     bits_of,
     block_exponents,
     floats_of,
@@ -53,7 +53,7 @@ def in_groups(terms: list[Tensor], chance: random.Random) -> Tensor:
 
 
 def filled(values: list[float]) -> Tensor:
-    return torch.tensor((values * BLOCK)[:BLOCK], dtype=torch.float32)
+    return torch.tensor((values * PER_EXPONENT)[:PER_EXPONENT], dtype=torch.float32)
 
 
 @settings(max_examples=150, deadline=None)
@@ -86,10 +86,10 @@ def test_eight_terms_lose_at_most_a_quarter_of_a_last_place_of_the_largest() -> 
     """Of ordinary numbers, many of them; a tree of floats for comparison."""
     terms = [torch.randn(1 << 18) for _ in range(8)]
     exact = torch.stack(terms).double().sum(0)
-    largest = torch.stack(terms).abs().amax(0).view(-1, BLOCK).amax(1, keepdim=True).double()
+    largest = torch.stack(terms).abs().amax(0).view(-1, PER_EXPONENT).amax(1, keepdim=True).double()
     off = (summed(terms).double() - exact).abs()
     rounding = exact.abs() * 2**-24
-    assert ((off - rounding).view(-1, BLOCK) / largest).max() <= 2**-25
+    assert ((off - rounding).view(-1, PER_EXPONENT) / largest).max() <= 2**-25
     tree = ((terms[0] + terms[1]) + (terms[2] + terms[3])) + ((terms[4] + terms[5]) + (terms[6] + terms[7]))
     assert off.pow(2).mean() < (tree.double() - exact).pow(2).mean()
 
@@ -98,7 +98,7 @@ def test_eight_terms_lose_at_most_a_quarter_of_a_last_place_of_the_largest() -> 
 @pytest.mark.parametrize("count", [1, 2, 3, 8, 13, 64])
 def test_any_order_and_grouping_gives_the_same_bits(dtype: torch.dtype, count: int) -> None:
     chance = random.Random(count)
-    numel = IN_CACHE + 3 * BLOCK
+    numel = CHUNK_ELEMENTS + 3 * PER_EXPONENT
     terms = [(torch.randn(numel) * torch.randn(numel).mul(4).exp()).clamp(-6e4, 6e4).to(dtype) for _ in range(count)]
     want = summed(terms)
     assert torch.equal(as_bytes(summed(chance.sample(terms, count))), as_bytes(want))
@@ -116,15 +116,17 @@ def test_floats_are_not_like_that() -> None:
 
 def test_the_largest_terms_there_may_be_don_t_overflow_integers() -> None:
     for count in (1, 2, 5, 8, 33, 64):
-        terms = [torch.full((BLOCK,), 1 - 2**-24) for _ in range(count)]
-        assert torch.equal(summed(terms).double(), torch.full((BLOCK,), count * (1 - 2**-24)).float().double())
+        terms = [torch.full((PER_EXPONENT,), 1 - 2**-24) for _ in range(count)]
+        assert torch.equal(summed(terms).double(), torch.full((PER_EXPONENT,), count * (1 - 2**-24)).float().double())
         most = torch.finfo(torch.float32).max
-        assert summed([torch.full((BLOCK,), most) for _ in range(count)])[0] == (most if count == 1 else math.inf)
+        assert summed([torch.full((PER_EXPONENT,), most) for _ in range(count)])[0] == (
+            most if count == 1 else math.inf
+        )
 
 
 def test_what_is_not_finite_is_kept_and_spoils_nothing_beside_it() -> None:
     """As floats have it: infinities of both signs make NaN; elements of the same block are still sums."""
-    terms = [torch.randn(3 * BLOCK) for _ in range(4)]
+    terms = [torch.randn(3 * PER_EXPONENT) for _ in range(4)]
     terms[1][70], terms[2][71], terms[0][72], terms[3][72], terms[3][73] = (
         math.inf,
         -math.inf,
@@ -134,11 +136,11 @@ def test_what_is_not_finite_is_kept_and_spoils_nothing_beside_it() -> None:
     )
     found = summed(terms)
     assert found[70] == math.inf and found[71] == -math.inf and found[72].isnan() and found[73].isnan()
-    rest = torch.ones(3 * BLOCK, dtype=torch.bool)
+    rest = torch.ones(3 * PER_EXPONENT, dtype=torch.bool)
     rest[70:74] = False
     torch.testing.assert_close(found[rest], torch.stack(terms).sum(0)[rest])
     plain = [t.clone() for t in terms]
     for t in plain:
-        t[BLOCK : 2 * BLOCK] = 0
-    others = torch.cat([found[:BLOCK], found[2 * BLOCK :]])
-    assert torch.equal(others, torch.cat([summed(plain)[:BLOCK], summed(plain)[2 * BLOCK :]]))
+        t[PER_EXPONENT : 2 * PER_EXPONENT] = 0
+    others = torch.cat([found[:PER_EXPONENT], found[2 * PER_EXPONENT :]])
+    assert torch.equal(others, torch.cat([summed(plain)[:PER_EXPONENT], summed(plain)[2 * PER_EXPONENT :]]))

@@ -24,13 +24,13 @@ from torch import Tensor
 
 from laminar.runtime.exact.tree_sum import tree_sum
 
-BLOCK = 64
+PER_EXPONENT = 64
 """Elements that share an exponent. Fewer lose less of small elements, and cost more: a byte of exponent for each."""
-IN_CACHE = 1 << 16
+CHUNK_ELEMENTS = 1 << 16
 """Elements that go through all passes at once, so that what lies between stays in a core's cache."""
 NOT_FINITE = 255
 """The exponent of a block with an infinity or a NaN in it."""
-TYPES = (torch.float32, torch.bfloat16, torch.float16)
+INTEGER_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 SIGNIFICAND, BIAS = 23, 127
 """Of single precision: bits of the significand as stored, and what is added to exponents."""
 
@@ -70,31 +70,31 @@ class TermRows:
 
 def block_exponents(rows: Sequence[Tensor]) -> Tensor:
     """For each block the exponent that all these terms stay below, as a byte; `NOT_FINITE` where one is not finite."""
-    out = torch.zeros(rows[0].numel() // BLOCK, dtype=torch.uint8, device=rows[0].device)
-    for begin in range(0, rows[0].numel(), IN_CACHE):
+    out = torch.zeros(rows[0].numel() // PER_EXPONENT, dtype=torch.uint8, device=rows[0].device)
+    for begin in range(0, rows[0].numel(), CHUNK_ELEMENTS):
         largest: Tensor | None = None
         for row in rows:
-            found = row[begin : begin + IN_CACHE].abs()
+            found = row[begin : begin + CHUNK_ELEMENTS].abs()
             largest = found if largest is None else torch.maximum(largest, found, out=largest)
         assert largest is not None
-        found = largest.view(-1, BLOCK).amax(1).to(torch.float32)  # NaN if there is one
-        at = begin // BLOCK
+        found = largest.view(-1, PER_EXPONENT).amax(1).to(torch.float32)  # NaN if there is one
+        at = begin // PER_EXPONENT
         out[at : at + found.numel()] = (found.view(torch.int32) >> SIGNIFICAND) & NOT_FINITE
     return out
 
 
 def integer_terms(rows: Sequence[Tensor], exponents: Tensor, terms: int) -> Tensor:
     """These rows of a sum of so many terms as integers, added up. Where a block is not finite: no matter what."""
-    out = torch.zeros(exponents.numel() * BLOCK, dtype=torch.int32, device=exponents.device)
+    out = torch.zeros(exponents.numel() * PER_EXPONENT, dtype=torch.int32, device=exponents.device)
     scales, _ = _scales(exponents, terms)
-    size = min(out.numel(), IN_CACHE)
+    size = min(out.numel(), CHUNK_ELEMENTS)
     scaled, whole = out.new_empty(size, dtype=torch.float32), out.new_empty(size)
-    for begin in range(0, out.numel(), IN_CACHE):
-        into = out[begin : begin + IN_CACHE]
+    for begin in range(0, out.numel(), CHUNK_ELEMENTS):
+        into = out[begin : begin + CHUNK_ELEMENTS]
         f, i = scaled[: into.numel()], whole[: into.numel()]
-        scale = scales[begin // BLOCK : (begin + IN_CACHE) // BLOCK]
+        scale = scales[begin // PER_EXPONENT : (begin + CHUNK_ELEMENTS) // PER_EXPONENT]
         for k, row in enumerate(rows):
-            torch.mul(row[begin : begin + IN_CACHE].view(-1, BLOCK), scale, out=f.view(-1, BLOCK))
+            torch.mul(row[begin : begin + CHUNK_ELEMENTS].view(-1, PER_EXPONENT), scale, out=f.view(-1, PER_EXPONENT))
             f.round_()
             if k:
                 into.add_(i.copy_(f))
@@ -106,19 +106,19 @@ def integer_terms(rows: Sequence[Tensor], exponents: Tensor, terms: int) -> Tens
 def floats_of(integers: Tensor, exponents: Tensor, terms: int, out: Tensor) -> None:
     """What sums of integers are as floats."""
     _, steps = _scales(exponents, terms)
-    out.copy_(integers.to(torch.float32).view(-1, BLOCK).mul_(steps).view(-1))
+    out.copy_(integers.to(torch.float32).view(-1, PER_EXPONENT).mul_(steps).view(-1))
 
 
 def integer_sum(rows: Sequence[Tensor], out: Tensor) -> None:
     """The whole sum of all terms, flat rows in their order, in `out`; it may be one of them."""
-    for begin in range(0, out.numel(), IN_CACHE):
-        here, into = [r[begin : begin + IN_CACHE] for r in rows], out[begin : begin + IN_CACHE]
+    for begin in range(0, out.numel(), CHUNK_ELEMENTS):
+        here, into = [r[begin : begin + CHUNK_ELEMENTS] for r in rows], out[begin : begin + CHUNK_ELEMENTS]
         exponents = block_exponents(here)
         spoilt = not_finite(exponents)
         by_tree = spoilt_sums([spoilt_blocks(r, spoilt) for r in here]) if spoilt.numel() else None
         floats_of(integer_terms(here, exponents, len(rows)), exponents, len(rows), into)
         if by_tree is not None:
-            into.view(-1, BLOCK)[spoilt] = by_tree
+            into.view(-1, PER_EXPONENT)[spoilt] = by_tree
 
 
 def not_finite(exponents: Tensor) -> Tensor:
@@ -128,13 +128,13 @@ def not_finite(exponents: Tensor) -> Tensor:
 
 def spoilt_blocks(row: Tensor, numbers: Tensor) -> Tensor:
     """Some blocks of a row."""
-    return row.view(-1, BLOCK)[numbers]
+    return row.view(-1, PER_EXPONENT)[numbers]
 
 
 def spoilt_sums(terms: Sequence[Tensor]) -> Tensor:
     """What is not finite, and what lies beside it, added up by the tree; all terms, in their order."""
     nodes = {(i, i + 1): t.reshape(-1) for i, t in enumerate(terms)}
-    return tree_sum(nodes, len(terms), "sum", torch.empty_like(nodes[0, 1])).view(-1, BLOCK)
+    return tree_sum(nodes, len(terms), "sum", torch.empty_like(nodes[0, 1])).view(-1, PER_EXPONENT)
 
 
 def _scales(exponents: Tensor, terms: int) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,7 @@ from laminar.ir.program import Instr
 from laminar.runtime.comm.boxing_ops import LocalBoxing
 from laminar.runtime.comm.shards import cut_pieces
 from laminar.runtime.exact.hosts import HostedRanks
-from laminar.runtime.exact.integer_sum import BLOCK, TYPES, TermRows
+from laminar.runtime.exact.integer_sum import INTEGER_TYPES, PER_EXPONENT, TermRows
 from laminar.runtime.exact.moves import Fetch
 from laminar.runtime.exact.sums import HostedSum
 from laminar.runtime.exact.tree_sum import PartialSums
@@ -52,8 +52,8 @@ class HostedReduction:
         self.sums: list[tuple[HostedSum, list[Reduced]]] = []
         self.of: dict[tuple[int, LaneKey], tuple[HostedSum, Reduced]] = {}
         dtype, op = DTYPES[instr.ins[0].spec.dtype], instr.box.reduction
-        integers = sums == "integers" and op == "sum" and dtype in TYPES
-        grain = BLOCK if integers else 1
+        integers = sums == "integers" and op == "sum" and dtype in INTEGER_TYPES
+        grain = PER_EXPONENT if integers else 1
         for owners, items in patterns.items():
             begin, placed = 0, []
             for item in items:

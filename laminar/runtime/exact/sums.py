@@ -24,7 +24,7 @@ from laminar.ir.sbp import chunk
 from laminar.runtime.comm.shm_arena import HALFWAY, READY, Segment
 from laminar.runtime.exact.hosts import HostedRanks
 from laminar.runtime.exact.integer_sum import (
-    BLOCK,
+    PER_EXPONENT,
     TermRows,
     block_exponents,
     floats_of,
@@ -81,7 +81,7 @@ class HostedSum:
     @cached_property
     def _spans(self) -> list[tuple[int, int]]:
         """Where the slice of each process begins, and how long it is."""
-        grain = BLOCK if self.integers else 1
+        grain = PER_EXPONENT if self.integers else 1
         found = [chunk(self.numel // grain, self.hosts.hosts, h) for h in range(self.hosts.hosts)]
         return [(begin * grain, length * grain) for begin, length in found]
 
@@ -181,7 +181,7 @@ class HostedSum:
     def _as_integers(self) -> None:
         """Exponents first, then one row of integers from each process."""
         each, (begin, n) = [1] * self.hosts.hosts, self._spans[self.hosts.process]
-        exponents = torch.zeros(self.numel // BLOCK, dtype=torch.uint8, device=self.hosts.device)
+        exponents = torch.zeros(self.numel // PER_EXPONENT, dtype=torch.uint8, device=self.hosts.device)
 
         def largest(rows: list[list[Tensor]], out: Tensor) -> None:
             torch.amax(torch.stack([r for some in rows for r in some]), 0, out=out)
@@ -190,10 +190,10 @@ class HostedSum:
             total = rows[0][0]
             for (row,) in rows[1:]:
                 total.add_(row)
-            floats_of(total, exponents[begin // BLOCK : (begin + n) // BLOCK], self.count, out)
+            floats_of(total, exponents[begin // PER_EXPONENT : (begin + n) // PER_EXPONENT], self.count, out)
 
         mine = self.partials or [torch.zeros(self.numel, dtype=self.dtype, device=self.hosts.device)]
-        self._through_slices([block_exponents(mine)], each, largest, exponents, BLOCK)
+        self._through_slices([block_exponents(mine)], each, largest, exponents, PER_EXPONENT)
         self._through_slices([integer_terms(mine, exponents, self.count)], each, added, self.out)
         self._replace_spoilt(not_finite(exponents))
 
@@ -201,12 +201,12 @@ class HostedSum:
         """Blocks that are not finite: all terms of them go to everybody."""
         if not numbers.numel():
             return
-        mine = torch.zeros(self.most, numbers.numel(), BLOCK, dtype=self.dtype, device=self.hosts.device)
+        mine = torch.zeros(self.most, numbers.numel(), PER_EXPONENT, dtype=self.dtype, device=self.hosts.device)
         for into, row in zip(mine, self.partials, strict=False):
             into.copy_(spoilt_blocks(row, numbers))
         rows = [list(g.view_as(mine)) for g in self.hosts.gather(mine.view(-1))]
         nodes = self._nodes(rows)
-        self.out.view(-1, BLOCK)[numbers] = spoilt_sums([nodes[i, i + 1] for i in range(self.count)])
+        self.out.view(-1, PER_EXPONENT)[numbers] = spoilt_sums([nodes[i, i + 1] for i in range(self.count)])
 
     def _in_shared_memory(self, segment: Segment) -> None:
         hosts, me = range(self.hosts.hosts), self.hosts.process
