@@ -27,7 +27,7 @@ from laminar.checkpoint.packs.pack_format import BlockPlace
 from laminar.checkpoint.store.protocol import MissingKeyError, Store
 from laminar.errors import CheckpointError
 
-TURNS = "gc"
+GC_TURNS = "gc"
 Packs = dict[str, list[BlockPlace]]
 
 
@@ -54,14 +54,14 @@ class _Turn:
 
     def check(self) -> None:
         """Stop if another collection has begun because this one seemed dead."""
-        if any(_number(f.key) > self.number for f in self.store.list(TURNS)):
+        if any(_number(f.key) > self.number for f in self.store.list(GC_TURNS)):
             raise CheckpointError(
                 "this collection took so long that another one has begun", next="leave it to that one"
             )
 
     def end(self) -> None:
         """Let others have their turn."""
-        self.store.put(f"{TURNS}/{self.number:010d}.done", b"")
+        self.store.put(f"{GC_TURNS}/{self.number:010d}.done", b"")
 
 
 def _number(key: str) -> int:
@@ -79,15 +79,15 @@ def collect_garbage(store: Store, lease_s: float = LEASE_S) -> Collected:
 
 
 def _take_turn(store: Store, lease_s: float) -> _Turn:
-    files = store.list(TURNS)
+    files = store.list(GC_TURNS)
     last = max((_number(f.key) for f in files), default=0)
-    key = f"{TURNS}/{last + 1:010d}"
+    key = f"{GC_TURNS}/{last + 1:010d}"
     busy = CheckpointError("another collection is at work on this store", next="wait until it has ended")
     ended = last == 0 or any(f.key.endswith(".done") and _number(f.key) == last for f in files)
     if not ended:
-        store.put(f"{TURNS}/clock", b"")
+        store.put(f"{GC_TURNS}/clock", b"")
         begun = max(f.modified_s for f in files if _number(f.key) == last)
-        if _modified(store, f"{TURNS}/clock") - begun < lease_s:
+        if _modified(store, f"{GC_TURNS}/clock") - begun < lease_s:
             raise busy
     if not store.put_new(key, b""):
         raise busy
@@ -97,7 +97,7 @@ def _take_turn(store: Store, lease_s: float) -> _Turn:
 
 
 def _modified(store: Store, key: str) -> float:
-    return next(f.modified_s for f in store.list(TURNS) if f.key == key)
+    return next(f.modified_s for f in store.list(GC_TURNS) if f.key == key)
 
 
 def _collect(store: Store, turn: _Turn, lease_s: float) -> Collected:
