@@ -5,8 +5,8 @@ that is given up is taken back by the service. Calls that fail for a while (5xx,
 tried again: each request by obstore, and each call as a whole here, as all of them may be repeated. Credentials and
 endpoints are those of the environment (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, GOOGLE_APPLICATION_CREDENTIALS, ...).
 
-Parts of an upload whose process was killed are invisible. Services remove them by a life-cycle rule of the bucket, which
-has to be set there: they are not listed here.
+Parts of an upload whose process was killed are invisible. A life-cycle rule of the bucket removes them, which has to be
+set there: they are not listed here.
 """
 
 from __future__ import annotations
