@@ -32,7 +32,7 @@ FIRST_PAUSE_S = 0.2
 REQUEST_TIMEOUT_S = 60
 PART_BYTES = 8 << 20
 """Of a large upload; at most two wait in memory."""
-Found = TypeVar("Found")
+Answered = TypeVar("Answered")
 
 
 def _obstore() -> ModuleType:
@@ -69,7 +69,7 @@ class ObjectStore:
         hint = "check the bucket's name, its endpoint and the credentials in the environment"
         return StorageError(f"{self.uri} can't be {what}: {type(error).__name__}: {said}", next=hint)
 
-    def _tried(self, call: Callable[[], Found], key: str, what: str) -> Found:
+    def _tried(self, call: Callable[[], Answered], key: str, what: str) -> Answered:
         """What a call gives, tried again where that may help."""
         exceptions = self._known
         for attempt in range(CALL_ATTEMPTS):
