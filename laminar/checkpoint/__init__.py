@@ -41,6 +41,7 @@ _WHERE = {
     "latest_valid": "read.verify",
     "list_checkpoints": "read.compare",
     "list_refs": "history.references",
+    "load_checkpoint": "history.references",
     "load_manifest": "history.references",
     "open_store": "store.uri",
     "share_blocks": "format.block_shares",
@@ -79,6 +80,7 @@ __all__ = [
     "latest_valid",
     "list_checkpoints",
     "list_refs",
+    "load_checkpoint",
     "load_manifest",
     "open_store",
     "share_blocks",
@@ -112,7 +114,13 @@ if TYPE_CHECKING:
     from laminar.checkpoint.format.manifest import Manifest
     from laminar.checkpoint.format.state_record import StateRecord, TensorKey, TensorRecord, state_record, tensor_record
     from laminar.checkpoint.history.gc import Collected, collect_garbage
-    from laminar.checkpoint.history.references import CheckpointRef, last_sequence, list_refs, load_manifest
+    from laminar.checkpoint.history.references import (
+        CheckpointRef,
+        last_sequence,
+        list_refs,
+        load_checkpoint,
+        load_manifest,
+    )
     from laminar.checkpoint.history.retention import Keep, drop_checkpoints
     from laminar.checkpoint.history.save import Save
     from laminar.checkpoint.read.compare import CheckpointSize, StateChanges, diff_checkpoints, list_checkpoints

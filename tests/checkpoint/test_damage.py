@@ -65,7 +65,7 @@ def assert_found(folder: Path, path: Path, refs: list[CheckpointRef]) -> None:
         named = {d.tensor for d in found.damage}
         if None in named:
             continue
-        reader = StateReader(store, ref.manifest)
+        reader = StateReader(store, ref)
         for key, (_, array) in arrays.items():
             if key in named:
                 with pytest.raises(CheckpointError, match=f"block 0 of {key}"):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from laminar.checkpoint.format.encoding import DELTA
 from laminar.checkpoint.format.manifest import Manifest
 from laminar.checkpoint.format.state_record import TensorKey, TensorRecord
-from laminar.checkpoint.history.references import CheckpointRef, list_refs, load_manifest
+from laminar.checkpoint.history.references import CheckpointRef, list_refs, load_checkpoint
 from laminar.checkpoint.packs.block_index import BlockIndex
 from laminar.checkpoint.store.protocol import Store
 from laminar.errors import CheckpointError, StorageError
@@ -38,7 +38,7 @@ def list_checkpoints(store: Store, run: str | None = None) -> list[CheckpointSiz
     index, seen, out = BlockIndex(store), set[bytes](), []
     for ref in list_refs(store, run).refs:
         try:
-            manifest = load_manifest(store, ref.manifest)
+            manifest = load_checkpoint(store, ref)
         except StorageError:
             raise
         except CheckpointError as error:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from laminar.checkpoint.format.block_grid import Slices, block_box, box_shape
 from laminar.checkpoint.format.hashing import block_hash
 from laminar.checkpoint.format.state_record import TensorKey
-from laminar.checkpoint.history.references import MANIFESTS, CheckpointRef, list_refs, load_manifest
+from laminar.checkpoint.history.references import MANIFESTS, CheckpointRef, list_refs, load_checkpoint, load_manifest
 from laminar.checkpoint.packs.block_index import BlockIndex
 from laminar.checkpoint.packs.block_reader import BlockReader
 from laminar.checkpoint.packs.pack_format import PACK_MAGIC
@@ -59,11 +59,9 @@ def verify_checkpoint(
 ) -> Verified:
     """Read all of a checkpoint; not `deep`: its manifest alone, and whether packs are there that have its blocks."""
     try:
-        manifest = load_manifest(store, ref.manifest)
+        manifest = load_checkpoint(store, ref)
     except CheckpointError as error:
         return Verified(ref, (Damage(error.what),))
-    if (manifest.run, manifest.step, manifest.state.root) != (ref.run, ref.step, ref.root):
-        return Verified(ref, (Damage("the reference is to another run, step or state than its manifest's"),))
     reader = BlockReader(store) if blocks is None else blocks
     damage: list[Damage] = []
     seen: dict[tuple[bytes, int], str] = {}
