@@ -121,7 +121,7 @@ class WriterMain:
                 raise _Gone
             block = read_block(message)
             base = None if block.base is None else bytes.fromhex(block.base)
-            hashes.append(save.blocks.add(_content(block, memory), base).hex())
+            hashes.append(save.blocks.add(_content(block, memory), base, block.item_bytes).hex())
             self._tell()
         return {"hashes": hashes}
 
