@@ -1,8 +1,9 @@
 """Exact mode as values: which logical ranks a job is computed by, and which process hosts which of them.
 
-A job in exact mode is computed by *logical ranks*: units of the batch times slices of the weights. They are part of
-what the job is; a `Hosting` says which process computes which of them, and is no part of it. Everything that ranks add
-up is added in a fixed binary tree over logical indices (`left_size`, `children`), so bits don't depend on the hosting.
+A job in exact mode is computed by *logical ranks*: units of the batch times slices of the weights, for each stage of
+the model. They are part of what the job is; a `Hosting` says which process computes which of them, and is no part of
+it. Everything that ranks add up is added in a fixed binary tree over logical indices (`left_size`, `children`), so bits
+don't depend on the hosting.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ class Exact:
     """Parts of the weights, as tensor parallelism cuts them; each costs, so only as many as will ever be needed."""
     threads: int = 1
     """Threads of each process: kernels share work out by their number."""
+    stages: int = 1
+    """Parts of the model, cut where work is balanced; a process may host logical ranks of any of them."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -62,13 +65,13 @@ class Exact:
 
     @property
     def mesh(self) -> Mesh:
-        """The logical ranks, a unit's slices side by side."""
+        """The logical ranks of one stage, a unit's slices side by side."""
         return Mesh({"unit": self.units} if self.slices == 1 else {"unit": self.units, "slice": self.slices})
 
     @property
     def ranks(self) -> int:
-        """How many logical ranks there are: the most processes that can take part."""
-        return self.units * self.slices
+        """How many logical ranks there are, one stage's after the other's: the most processes that can take part."""
+        return self.stages * self.units * self.slices
 
     def to_json(self) -> dict[str, int]:
         """Plain data; `from_json` is the inverse."""
@@ -77,7 +80,7 @@ class Exact:
     @staticmethod
     def from_json(part: JsonPart) -> Exact:
         """From `to_json`'s data."""
-        return Exact(*(part[f.name].whole(1) for f in fields(Exact)))
+        return Exact(**{f.name: part.get(f.name, f.default).whole(1) for f in fields(Exact)})
 
     def __str__(self) -> str:
         return ",".join(f"{f.name}={getattr(self, f.name)}" for f in fields(self))

@@ -282,7 +282,7 @@ def for_other_graph(graph: Graph, staged: Staged) -> Staged:
     if graph.hash == staged.graph_hash:
         return staged
     count = len(staged.stages)
-    of = _reassigned(graph, staged)
+    of = reassigned(graph, staged)
     plans = []
     for p in range(len(staged.places)):
         here = [s.plan for s in staged.stages if s.place == p]
@@ -298,7 +298,7 @@ def for_other_graph(graph: Graph, staged: Staged) -> Staged:
     )
 
 
-def _reassigned(graph: Graph, staged: Staged) -> dict[str, int]:
+def reassigned(graph: Graph, staged: Staged) -> dict[str, int]:
     """The stage of each forward op: not before those it reads, nor behind those that read it."""
     homes: dict[str, set[int]] = {}
     for s, stage in enumerate(staged.stages):

@@ -42,6 +42,7 @@ from laminar.runtime.exact.values import (
     HostedLanes,
     Instances,
     LaneKey,
+    LaneValues,
     beside_units,
     stack_units,
     varies,
@@ -53,7 +54,10 @@ SUMS = ("all_reduce", "reduce_scatter")
 
 
 class HostedStep:
-    """Call it with whole inputs in order, get outputs in order: those that are whole, as this process has them."""
+    """Call it with whole inputs in order, get outputs in order: those that are whole, as this process has them.
+
+    `instances` takes and gives values as logical ranks have them, for who runs several programs one after the other.
+    """
 
     def __init__(
         self,
@@ -77,7 +81,7 @@ class HostedStep:
         self.constants = {
             Ref(c.name): given[c.name] if c.name in given else constant_tensor(c) for c in program.constants
         }
-        self.env: dict[Ref, dict[LaneKey, Instances]] = {}
+        self.env: dict[Ref, LaneValues] = {}
         self.lines: list[Any] = []
         self.reductions = {i.name: HostedReduction(i, hosts) for i in program.instrs if i.kind in SUMS}
         self._share_memory()
@@ -152,6 +156,13 @@ class HostedStep:
 
     def __call__(self, *inputs: Tensor) -> list[Tensor]:
         """One step."""
+        found = self.instances(inputs)
+        return [
+            self.instance(o.ref, values, self.hosts.rank) for o, values in zip(self.program.outputs, found, strict=True)
+        ]
+
+    def instances(self, inputs: Sequence[Tensor | LaneValues]) -> list[LaneValues]:
+        """One step: of each output all instances that are here."""
         begun, self._waited = time.perf_counter(), 0.0
         try:
             with torch.no_grad():
@@ -170,7 +181,7 @@ class HostedStep:
         self._waited += time.perf_counter() - begun
         return out
 
-    def _run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+    def _run(self, inputs: Sequence[Tensor | LaneValues]) -> list[LaneValues]:
         self.env = {}
         for item, x in zip(self.program.inputs, inputs, strict=True):
             self.env[Ref(item.name)] = self._input(x, item.placed)
@@ -186,7 +197,7 @@ class HostedStep:
                 self.env.pop(ref, None)
         for line in list(self._unfinished.values()):
             line.finish()
-        outs = [self.fetch(o.ref, self.hosts.rank) for o in self.program.outputs]
+        outs = [self.env[o.ref] for o in self.program.outputs]
         self.env = {}
         return outs
 
@@ -202,11 +213,13 @@ class HostedStep:
             ):
                 feed[0].clear()
 
-    def _input(self, x: Tensor, placed: Placed) -> dict[LaneKey, Instances]:
+    def _input(self, x: Tensor | LaneValues, placed: Placed) -> LaneValues:
+        if isinstance(x, dict):
+            return x
         axes = varies(placed)
         if not axes:
             return {(): Instances(once=x.to(self.device, non_blocking=True))}
-        out = {}
+        out: LaneValues = {}
         for lane in self.lanes.along(axes):
             if UNIT not in axes:
                 out[lane.key] = Instances(once=shard(x, placed.nd, self.mesh, lane.ranks[0]).to(self.device))
@@ -237,8 +250,12 @@ class HostedStep:
 
     def fetch(self, ref: Ref, rank: int) -> Tensor:
         """The instance that a logical rank of this process has."""
+        return self.instance(ref, self.env[ref], rank)
+
+    def instance(self, ref: Ref, values: LaneValues, rank: int) -> Tensor:
+        """The same of a value that is given."""
         axes, coords = self.axes(ref), self.mesh.coords(rank)
-        return self.env[ref][tuple(coords[a] for a in beside_units(axes))].of(coords[UNIT])
+        return values[tuple(coords[a] for a in beside_units(axes))].of(coords[UNIT])
 
     def await_sum(self, ref: Ref) -> None:
         """See that a sum which is under way has come to its end."""
@@ -250,7 +267,7 @@ class HostedStep:
         for k, placed in enumerate(instr.outs):
             assert placed is not None
             axes = varies(placed)
-            found: dict[LaneKey, Instances] = {}
+            found: LaneValues = {}
             for lane in self.lanes.along(axes):
                 if UNIT in axes:
                     each = {u: made(k, r) for u, r in zip(lane.units, lane.ranks, strict=True)}
