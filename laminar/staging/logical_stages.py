@@ -19,7 +19,8 @@ from laminar.staging.stage_plans import arranged, reassigned
 def logical_stages(graph: Graph, exact: Exact, micro_batches: int, first: Staged | None = None) -> Staged:
     """How logical ranks of stages compute a graph; `first` is what another graph of the same model was cut into."""
     of = balanced(graph, exact.stages) if first is None else reassigned(graph, first)
-    return arranged(graph, of, range(exact.stages), [logical_plan(graph, exact)] * exact.stages, micro_batches)
+    plans = [logical_plan(graph, exact)] * exact.stages
+    return arranged(graph, of, range(exact.stages), plans, micro_batches, terms=True)
 
 
 def weights_of_stages(graphs: Sequence[Graph]) -> dict[str, list[int]]:

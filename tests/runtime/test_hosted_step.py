@@ -52,6 +52,15 @@ def test_any_hosting_gives_the_same_bits(name: str, exact: Exact) -> None:
                 assert not differing(out, want), (hosting.processes, host, run)
 
 
+@pytest.mark.parametrize("processes", [(0, 1, 1, 0), (1, 0, 0, 1, 1, 1, 0, 0), (0, 1, 1, 2, 2, 0, 1, 0)], ids=str)
+def test_units_of_one_process_in_different_slices(processes: tuple[int, ...]) -> None:
+    """A convolution in slices gives the gradient of its bias whole: its terms come from lanes of other units each."""
+    one, exact = specimen("unet.py:tiny"), Exact(len(processes) // 2, 2)
+    (first,) = outcome(one, exact, Hosting.even(exact.ranks, 1), runs=1)
+    for runs in outcome(one, exact, Hosting(processes)):
+        assert not any(differing(out, first[0]) for out in runs)
+
+
 def test_most_lines_of_a_gpt_run_for_all_units_at_once() -> None:
     one, stacked = specimen("gpt.py:tiny"), dict[int, int]()
 

@@ -14,8 +14,8 @@ from laminar.ir.mesh import Mesh
 from laminar.ir.program import Program, ProgramOutput
 from laminar.lower.stages.stage_programs import Stages
 from laminar.runtime.check.in_process.rank_threads import Turns
-from laminar.runtime.exact.hosted_step import HostedStep
 from laminar.runtime.exact.hosted_stages import HostedStages, StagesRun
+from laminar.runtime.exact.hosted_step import HostedStep
 from laminar.runtime.exact.hosts import HostedRanks
 from laminar.runtime.exact.stage_hosts import StageHosts
 

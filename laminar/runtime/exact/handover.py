@@ -52,7 +52,9 @@ class Handover:
         """`wires` are of one part and first read by one part; `tag` tells their messages from those of others."""
         for wire in wires:
             if wire.src.nd != wire.dst.nd:
-                raise PlanError(f"{wire.edge.name} is {wire.src.nd} where it is made and {wire.dst.nd} where it is read")
+                raise PlanError(
+                    f"{wire.edge.name} is {wire.src.nd} where it is made and {wire.dst.nd} where it is read"
+                )
         self.hosts, self.mesh, self.tag = hosts, mesh, tag
         self.placed = {w.edge.name: w.src for w in wires}
         self.src, self.dst = wires[0].edge.src, wires[0].edge.dst
@@ -114,9 +116,7 @@ class Handover:
                 got[item.name, item.key, item.unit] = unpacked(part, item.shape, item.dtype)
         return {name: self._lanes_of(name, made.get(name, {}), got) for name in self.placed}
 
-    def _lanes_of(
-        self, name: str, made: LaneValues, got: Mapping[tuple[str, LaneKey, int], Tensor]
-    ) -> LaneValues:
+    def _lanes_of(self, name: str, made: LaneValues, got: Mapping[tuple[str, LaneKey, int], Tensor]) -> LaneValues:
         axes, out = varies(self.placed[name]), LaneValues()
         for lane in self.lanes.along(axes):
             known, units = made.get(lane.key), lane.units if UNIT in axes else (EVERY_UNIT,)

@@ -125,17 +125,25 @@ class HostedStep:
                 whole.segment = arena.buckets[key]
 
     def _feeding(self) -> dict[Ref, tuple[HostedReduction, int]]:
-        """Values that only a sum over the units reads: each term goes there as it is made."""
+        """Values that only a sum over the units reads: each term goes there as it is made, in the order of units.
+
+        Not those that lines make in several lanes, each of which has some of the units.
+        """
         uses: dict[Ref, int] = {}
         for ref in [r for i in self.program.instrs for r in i.refs] + [o.ref for o in self.program.outputs]:
             uses[ref] = uses.get(ref, 0) + 1
-        made = {i.name: i for i in self.program.instrs if not i.kind}
+        made = {
+            Ref(i.name, k)
+            for i in self.program.instrs
+            for k, p in enumerate(i.outs)
+            if not i.kind and p is not None and set(varies(p)) >= line_axes(i) - {UNIT}
+        }
         return {
             ref: (self.reductions[i.name], k)
             for i in self.program.instrs
             if i.kind in SUMS and i.box.axes == (UNIT,)
             for k, ref in enumerate(i.refs)
-            if uses[ref] == 1 and ref.name in made
+            if uses[ref] == 1 and ref in made
         }
 
     def _plan_ends(self) -> None:
@@ -353,13 +361,17 @@ class _Call:
         return results(self.target, tuple(map(fill, self.args)), kwargs)
 
 
+def line_axes(instr: Instr) -> set[int]:
+    """The axes along which what a line reads and makes differs."""
+    return {a for p in (*instr.ins, *instr.outs) if p is not None for a in varies(p)}
+
+
 class _Once:
     """A line whose results all units share: it runs once in each lane."""
 
     def __init__(self, step: HostedStep, instr: Instr) -> None:
         self.step, self.instr = step, instr
-        axes = {a for p in (*instr.ins, *instr.outs) if p is not None for a in varies(p)}
-        self.lanes = step.lanes.along(tuple(sorted(axes)))
+        self.lanes = step.lanes.along(tuple(sorted(line_axes(instr))))
         self.calls = [_Call(*prepare(instr, step.mesh, lane.ranks[0], step.device)) for lane in self.lanes]
         self.keys = [step.keys(instr.refs, lane) for lane in self.lanes]
         self.made = [(Ref(instr.name, k), k) for k, p in enumerate(instr.outs) if p is not None]
@@ -382,8 +394,7 @@ class _ByUnit:
     def __init__(self, step: HostedStep, instr: Instr, threads: int, stacks: bool) -> None:
         self.step, self.instr = step, instr
         mesh, device = step.mesh, step.device
-        axes = {a for p in (*instr.ins, *instr.outs) if p is not None for a in varies(p)}
-        self.lanes = step.lanes.along(tuple(sorted(axes)))
+        self.lanes = step.lanes.along(tuple(sorted(line_axes(instr))))
         self.each = [[_Call(*prepare(instr, mesh, r, device)) for r in lane.ranks] for lane in self.lanes]
         self.dims = [_unit_dim(p) for p in instr.outs]
         self.in_dims = {ref: _unit_dim(p) for ref, p in zip(instr.refs, instr.ins, strict=True)}
@@ -433,7 +444,10 @@ class _ByUnit:
             keys, dims, units = self.keys[at], self.in_dims, lane.units
             outs = call(lambda ref: env[ref][keys[ref]].together(units, dims[ref]))  # noqa: B023
             for ref, k, _ in self.made:
-                env[ref][self.out_keys[at][ref]] = Instances(units, stacked=outs[k], dim=self.dims[k])
+                here = Instances(units, stacked=outs[k], dim=self.dims[k])
+                known = env[ref].setdefault(self.out_keys[at][ref], here)
+                if known is not here:  # another lane has had its own units of it
+                    known.each.update({u: here.of(u) for u in units})
         if not self.tried:
             self.tried = self.accumulates is not None or not self.product
             self.together = self.together if any(self.together) else []

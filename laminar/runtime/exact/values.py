@@ -95,9 +95,10 @@ class Instances:
         """The same with every tensor changed in a way that concerns no unit by itself."""
         if self.once is not None:
             return Instances(once=change(self.once))
-        if self.stacked is not None:
+        if self.stacked is not None and self.each.keys() <= set(self.units):
             return Instances(self.units, stacked=change(self.stacked), dim=self.dim)
-        return Instances(self.units, each={u: change(x) for u, x in self.each.items()})
+        units = dict.fromkeys((*self.units, *self.each))
+        return Instances(self.units, each={u: change(self.of(u)) for u in units})
 
     def of(self, unit: int) -> Tensor:
         """A unit's own."""

@@ -106,7 +106,9 @@ class StageRunner:
             for at in code[p.name].sums:  # products of this size add here; other ways to make it must do so too
                 o = p.program.outputs[at]
                 self.sums[p.stage, f"{o.kind}:{o.name}"] = self._adding[p.name].buckets[o.name].views[0]
-        return SizeCode(piped, code, {p.name: overwritten_outputs(p.program, ("sent", KEPT)) for p in mine}, freight_of(piped))
+        return SizeCode(
+            piped, code, {p.name: overwritten_outputs(p.program, ("sent", KEPT)) for p in mine}, freight_of(piped)
+        )
 
     def joining(self, made: Stages) -> SizeCode | None:
         """Code for micro-batches of another size, or None if they need larger registers or other ways."""
