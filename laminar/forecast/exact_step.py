@@ -48,6 +48,8 @@ def exact_steps(graph: Graph, exact: Exact, cluster: Cluster, optimizer: str = "
     """Every way to store, on all devices of a cluster or as many as can take part; the fastest first."""
     if exact.slices > 1:
         raise PlanError("steps with slices of weights are not predicted", next="ask for one slice, and measure others")
+    if exact.stages > 1:
+        raise PlanError("steps in exact mode with stages are not predicted", next="leave out stages, and measure those")
     processes = min(exact.ranks, cluster.devices)
     mesh = Mesh({"dp": processes})
     cluster.fits(mesh)

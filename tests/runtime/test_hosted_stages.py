@@ -16,7 +16,7 @@ from laminar.lower.lower import lower
 from laminar.lower.stages.one_order import carriers, one_order
 from laminar.lower.stages.stage_programs import Stages, stages
 from laminar.placement.logical import logical_plan
-from laminar.runtime.exact.handover import packed, unpacked
+from laminar.runtime.comm.tensor_messages import packed, unpacked
 from laminar.staging.logical_stages import logical_stages
 from tests.support.hosted_runs import run_hosted, run_stages
 from tests.support.zoo import Specimen, one_thread, specimen

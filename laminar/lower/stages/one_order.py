@@ -8,6 +8,8 @@ processes with stages of their own are at work at the same time.
 
 from __future__ import annotations
 
+import itertools
+
 from laminar.errors import NetError
 from laminar.lower.stages.stage_programs import Part, Stages
 
@@ -30,7 +32,7 @@ def one_order(made: Stages, micro_batches: int) -> list[Turn]:
     """Every part of every stage once for each micro-batch."""
     needs: dict[str, set[str]] = {p.name: set() for parts in made.parts for p in parts}
     for parts in made.parts:
-        for before, part in zip(parts, parts[1:], strict=False):
+        for before, part in itertools.pairwise(parts):
             needs[part.name].add(before.name)
     for maker, reader, _ in carriers(made):
         needs[reader.name].add(maker.name)

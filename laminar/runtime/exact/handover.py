@@ -7,7 +7,6 @@ along. One that has gaps in memory or repeats itself is made dense first, whethe
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,12 +15,11 @@ import torch
 from torch import Tensor
 
 from laminar.capture.ops.torch_ops import DTYPES
-from laminar.capture.tensor_bytes import as_bytes
 from laminar.errors import PlanError
-from laminar.ir.clusters.limits import aligned_bytes
 from laminar.ir.mesh import Mesh
 from laminar.ir.program import Placed
 from laminar.lower.stages.stage_programs import Wire
+from laminar.runtime.comm.tensor_messages import bundle_bytes, bundled, dense, is_dense, unbundled
 from laminar.runtime.exact.stage_hosts import StageHosts
 from laminar.runtime.exact.values import UNIT, HostedLanes, Instances, LaneKey, LaneValues, beside_units, varies
 
@@ -38,11 +36,6 @@ class PassedInstance:
     unit: int
     shape: tuple[int, ...]
     dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """Of its message."""
-        return message_bytes(self.shape, self.dtype)
 
 
 class Handover:
@@ -101,8 +94,7 @@ class Handover:
         for process, items in self.wanted.items():
             mine = [i for i, source in items.items() if source == me] if process != me else []
             if mine:
-                parts = [packed(dense(made[i.name][i.key].of(i.unit))) for i in mine]
-                self.hosts.send(process, self.tag, torch.cat(parts))
+                self.hosts.send(process, self.tag, bundled([made[i.name][i.key].of(i.unit) for i in mine]))
 
     def receive(self, made: Mapping[str, LaneValues]) -> dict[str, LaneValues]:
         """What this process needs, from others and from what it has made itself."""
@@ -110,10 +102,10 @@ class Handover:
         got: dict[tuple[str, LaneKey, int], Tensor] = {}
         for source in sorted(set(items.values()) - {me}):
             theirs = [i for i, s in items.items() if s == source]
-            sizes = [i.nbytes for i in theirs]
-            data = self.hosts.receive(source, self.tag, sum(sizes))
-            for item, part in zip(theirs, data.split(sizes), strict=True):
-                got[item.name, item.key, item.unit] = unpacked(part, item.shape, item.dtype)
+            kinds = [(i.shape, i.dtype) for i in theirs]
+            data = self.hosts.receive(source, self.tag, bundle_bytes(kinds))
+            for item, x in zip(theirs, unbundled(data, kinds), strict=True):
+                got[item.name, item.key, item.unit] = x
         return {name: self._lanes_of(name, made.get(name, {}), got) for name in self.placed}
 
     def _lanes_of(self, name: str, made: LaneValues, got: Mapping[tuple[str, LaneKey, int], Tensor]) -> LaneValues:
@@ -128,44 +120,3 @@ class Handover:
             }
             out[lane.key] = Instances(lane.units, each=each) if UNIT in axes else Instances(once=each[EVERY_UNIT])
         return out
-
-
-# --- tensors as messages ------------------------------------------------------------------------
-
-
-def is_dense(x: Tensor) -> bool:
-    """Whether a tensor's elements fill a stretch of memory, in whatever order."""
-    expected = 1
-    for stride, size in sorted((s, n) for s, n in zip(x.stride(), x.shape, strict=True) if n > 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
-
-
-def dense(x: Tensor) -> Tensor:
-    """The tensor, or a copy that fills a stretch of memory."""
-    return x if is_dense(x) else x.contiguous() if not x.is_contiguous() else x.clone()
-
-
-def message_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
-    """Of a tensor with its strides."""
-    return aligned_bytes(8 * len(shape)) + aligned_bytes(math.prod(shape) * dtype.itemsize)
-
-
-def packed(x: Tensor) -> Tensor:
-    """A dense tensor as bytes: its strides, then its elements as they lie in memory."""
-    out = torch.zeros(message_bytes(x.shape, x.dtype), dtype=torch.uint8, device=x.device)
-    strides = as_bytes(torch.tensor(x.stride(), dtype=torch.int64, device=x.device))
-    out[: strides.numel()] = strides
-    begin = aligned_bytes(8 * x.dim())
-    out[begin : begin + x.numel() * x.dtype.itemsize] = as_bytes(x.as_strided((x.numel(),), (1,)))
-    return out
-
-
-def unpacked(data: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """The inverse of `packed`."""
-    begin, count = aligned_bytes(8 * len(shape)), math.prod(shape)
-    strides = data[: 8 * len(shape)].view(torch.int64).tolist()
-    flat = data[begin : begin + count * dtype.itemsize].view(dtype)
-    return flat.as_strided(tuple(shape), strides, flat.storage_offset())

@@ -1,7 +1,8 @@
 """Reductions of a program's line over logical ranks: which instances are summed, who has the terms, where sums lie.
 
 A line may reduce several tensors, each with several instances (one for each slice of a weight). Those whose terms lie
-on the same processes share a buffer, so that there is one exchange for all of them.
+on the same processes share a buffer, so that there is one exchange for all of them. Each begins there with a cache
+line: products are made right in their place, and small ones get other bits where that is not aligned to 16 bytes.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from laminar.capture.ops.torch_ops import DTYPES
+from laminar.ir.clusters.limits import aligned_bytes
 from laminar.ir.program import Instr
 from laminar.runtime.comm.boxing_ops import LocalBoxing
 from laminar.runtime.comm.shards import cut_pieces
@@ -50,11 +52,12 @@ class HostedReduction:
         self.sums: list[tuple[HostedSum, list[Reduced]]] = []
         self.of: dict[tuple[int, LaneKey], tuple[HostedSum, Reduced]] = {}
         for owners, items in patterns.items():
+            dtype = DTYPES[instr.ins[0].spec.dtype]
             begin, placed = 0, []
             for item in items:
                 placed.append(Reduced(item.which, item.key, item.ranks, item.shape, begin))
-                begin += torch.Size(item.shape).numel()
-            dtype, count = DTYPES[instr.ins[0].spec.dtype], len(items[0].ranks)
+                begin += aligned_bytes(torch.Size(item.shape).numel() * dtype.itemsize) // dtype.itemsize
+            count = len(items[0].ranks)
             whole = HostedSum(hosts, owners, count, begin, dtype, instr.box.reduction)
             self.sums.append((whole, placed))
             self.of |= {(item.which, item.key): (whole, item) for item in placed}

@@ -1,7 +1,7 @@
 """The processes that host the logical ranks of stages, as one of them sees them.
 
-A logical rank has a number in its stage, whose mesh is that of `Exact`, and stages lie one behind the other. Programs of
-a stage talk among the processes that host it alone (`hosts.py`), through a group of their own; what passes between
+A logical rank has a number in its stage, whose mesh is that of `Exact`, and stages lie one behind the other. Programs
+of a stage talk among the processes that host it alone (`hosts.py`), through a group of their own; what passes between
 stages goes from process to process, and is on its way while both go on.
 """
 
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from laminar.ir.exact import Exact, Hosting
+from laminar.runtime.comm.transport import LineRecorder
 from laminar.runtime.exact.hosts import HostedRanks
 
 Grouped = Callable[[tuple[int, ...]], Any]
@@ -23,6 +24,10 @@ Grouped = Callable[[tuple[int, ...]], Any]
 
 class StageHosts:
     """Who hosts what, and how it is talked to."""
+
+    tape: LineRecorder | None = None
+    rank = 0
+    """What does not depend on the rank is asked of this one."""
 
     def __init__(
         self,
