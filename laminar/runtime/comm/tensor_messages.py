@@ -19,7 +19,7 @@ TensorKind = tuple[tuple[int, ...], torch.dtype]
 """A shape and a dtype: what is known of a tensor before it comes."""
 
 
-def is_dense(x: Tensor) -> bool:
+def fills_memory(x: Tensor) -> bool:
     """Whether a tensor's elements fill a stretch of memory, in whatever order."""
     expected = 1
     for stride, size in sorted((s, n) for s, n in zip(x.stride(), x.shape, strict=True) if n > 1):
@@ -29,19 +29,19 @@ def is_dense(x: Tensor) -> bool:
     return True
 
 
-def dense(x: Tensor) -> Tensor:
+def without_gaps(x: Tensor) -> Tensor:
     """The tensor, or a copy that fills a stretch of memory."""
-    return x if is_dense(x) else x.contiguous() if not x.is_contiguous() else x.clone()
+    return x if fills_memory(x) else x.contiguous() if not x.is_contiguous() else x.clone()
 
 
-def message_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
+def tensor_message_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
     """Of a tensor with its strides; each part begins with a cache line."""
     return aligned_bytes(8 * len(shape)) + aligned_bytes(math.prod(shape) * dtype.itemsize)
 
 
-def packed(x: Tensor) -> Tensor:
+def to_message(x: Tensor) -> Tensor:
     """A dense tensor as bytes: its strides, then its elements as they lie in memory."""
-    out = torch.zeros(message_bytes(x.shape, x.dtype), dtype=torch.uint8, device=x.device)
+    out = torch.zeros(tensor_message_bytes(x.shape, x.dtype), dtype=torch.uint8, device=x.device)
     strides = as_bytes(torch.tensor(x.stride(), dtype=torch.int64, device=x.device))
     out[: strides.numel()] = strides
     begin = aligned_bytes(8 * x.dim())
@@ -49,8 +49,8 @@ def packed(x: Tensor) -> Tensor:
     return out
 
 
-def unpacked(data: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """The inverse of `packed`."""
+def from_message(data: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """The inverse of `to_message`."""
     begin, count = aligned_bytes(8 * len(shape)), math.prod(shape)
     strides = data[: 8 * len(shape)].view(torch.int64).tolist()
     flat = data[begin : begin + count * dtype.itemsize].view(dtype)
@@ -59,15 +59,15 @@ def unpacked(data: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 def bundle_bytes(kinds: Sequence[TensorKind]) -> int:
     """Of several tensors in one message."""
-    return sum(message_bytes(*kind) for kind in kinds)
+    return sum(tensor_message_bytes(*kind) for kind in kinds)
 
 
 def bundled(tensors: Sequence[Tensor]) -> Tensor:
     """Several tensors in one message; of those that are not dense, copies that are."""
-    return torch.cat([packed(dense(x)) for x in tensors])
+    return torch.cat([to_message(without_gaps(x)) for x in tensors])
 
 
 def unbundled(data: Tensor, kinds: Sequence[TensorKind]) -> list[Tensor]:
     """The inverse of `bundled`: views of the message."""
-    parts = data.split([message_bytes(*kind) for kind in kinds])
-    return [unpacked(part, *kind) for part, kind in zip(parts, kinds, strict=True)]
+    parts = data.split([tensor_message_bytes(*kind) for kind in kinds])
+    return [from_message(part, *kind) for part, kind in zip(parts, kinds, strict=True)]

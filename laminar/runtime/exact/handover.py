@@ -19,7 +19,7 @@ from laminar.errors import PlanError
 from laminar.ir.mesh import Mesh
 from laminar.ir.program import Placed
 from laminar.lower.stages.stage_programs import Wire
-from laminar.runtime.comm.tensor_messages import bundle_bytes, bundled, dense, is_dense, unbundled
+from laminar.runtime.comm.tensor_messages import bundle_bytes, bundled, fills_memory, unbundled, without_gaps
 from laminar.runtime.exact.stage_hosts import StageHosts
 from laminar.runtime.exact.values import UNIT, HostedLanes, Instances, LaneKey, LaneValues, beside_units, varies
 
@@ -112,11 +112,10 @@ class Handover:
         axes, out = varies(self.placed[name]), LaneValues()
         for lane in self.lanes.along(axes):
             known, units = made.get(lane.key), lane.units if UNIT in axes else (EVERY_UNIT,)
-            if known is not None and known.units == lane.units and is_dense(known.of(units[0])):
+            if known is not None and known.units == lane.units and fills_memory(known.of(units[0])):
                 out[lane.key] = known  # as it is, stacked or not
                 continue
-            each = {
-                u: got[name, lane.key, u] if (name, lane.key, u) in got else dense(made[lane.key].of(u)) for u in units
-            }
+            sent = {u: got.get((name, lane.key, u)) for u in units}
+            each = {u: without_gaps(made[lane.key].of(u)) if x is None else x for u, x in sent.items()}
             out[lane.key] = Instances(lane.units, each=each) if UNIT in axes else Instances(once=each[EVERY_UNIT])
         return out

@@ -21,7 +21,7 @@ from laminar.runtime.comm.shards import glue_pieces, shard
 from laminar.runtime.comm.tensor_messages import TensorKind, bundle_bytes, bundled, unbundled
 from laminar.runtime.exact.stage_hosts import StageHosts
 
-WEIGHTS, TIED, PARTS = 1 << 20, 1 << 21, 1 << 22
+WEIGHTS, TIED, STORED = 1 << 20, 1 << 21, 1 << 22
 """Tags of messages, above those of what passes between stages."""
 Placement = Callable[[str], NdSbp]
 """How processes store a tensor of some name."""
@@ -103,14 +103,14 @@ class StageExchange:
         for stage, names in enumerate(by_stage):
             for q in range(self.hosts.hosts):
                 if names and q not in self.hosts.members[stage] and self.hosts.giver(stage, q) == self.me:
-                    self.hosts.send(q, PARTS, bundled([shard(whole[n], at(n), self.mesh, q) for n in names]))
+                    self.hosts.send(q, STORED, bundled([shard(whole[n], at(n), self.mesh, q) for n in names]))
         out: dict[str, Tensor] = {}
         for stage, names in enumerate(by_stage):
             if self.me in self.hosts.members[stage]:
                 out |= {n: shard(whole[n], at(n), self.mesh, self.me) for n in names}
             else:
                 kinds = self._kinds(names, specs, at, self.me)
-                out |= zip(names, self._from(self.hosts.giver(stage, self.me), PARTS, kinds), strict=True)
+                out |= zip(names, self._from(self.hosts.giver(stage, self.me), STORED, kinds), strict=True)
         return out
 
     def numbers(self, mine: Mapping[int, float | Tensor], count: int, add: Callable[[Tensor], Tensor]) -> list[Tensor]:
