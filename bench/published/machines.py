@@ -1,7 +1,7 @@
 """Devices and clusters behind published rows: facts, each with its source. Nothing here is fitted.
 
-Peaks, memory and links come from `laminar.ir.clusters.devices`; this adds what that does not tell (multiprocessors,
-rate of exponentials, a lower power limit) and how the machines of each table are wired.
+Peaks, memory and links come from `laminar.ir.clusters.device_presets`; this adds what that does not tell
+(multiprocessors, rate of exponentials, a lower power limit) and how the machines of each table are wired.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from laminar.ir.clusters.cluster import Cluster, Figure
-from laminar.ir.clusters.devices import DEVICES
+from laminar.ir.clusters.device_presets import DEVICES
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Gpu:
     """One kind of device as rows name it."""
 
     name: str
-    """In `laminar.ir.clusters.devices`."""
+    """In `laminar.ir.clusters.device_presets`."""
     kind: str
     """Whose constants it has."""
     processors: int

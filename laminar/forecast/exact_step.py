@@ -46,10 +46,10 @@ class ExactStep:
 
 def exact_steps(graph: Graph, exact: Exact, cluster: Cluster, optimizer: str = "adamw") -> list[ExactStep]:
     """Every way to store, on all devices of a cluster or as many as can take part; the fastest first."""
-    if exact.slices > 1:
-        raise PlanError("steps with slices of weights are not predicted", next="ask for one slice, and measure others")
     if exact.stages > 1:
         raise PlanError("steps in exact mode with stages are not predicted", next="leave out stages, and measure those")
+    if exact.ranks > exact.units:
+        raise PlanError("only steps of whole units are predicted", next="leave out slices and context, or measure them")
     processes = min(exact.ranks, cluster.devices)
     mesh = Mesh({"dp": processes})
     cluster.fits(mesh)

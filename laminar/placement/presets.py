@@ -203,15 +203,15 @@ def context_parallel(
             )
         axis = "cp" if "cp" in mesh.names else others[0]
     at = mesh.axis(axis)
-    found = _stretches(graph, mesh.sizes[at], stretches)
+    found = stretches_of(graph, mesh.sizes[at], stretches)
     pins = [
         context_pins(graph, mesh, a, found) if a == at else data_pins(graph, mesh, a) for a in range(len(mesh.sizes))
     ]
     return recomputing(graph, completed(graph, mesh, pins, "context_parallel"), recompute, offload)
 
 
-def _stretches(graph: Graph, parts: int, asked: int | None) -> int:
-    """How many stretches of a sequence a rank is to have."""
+def stretches_of(graph: Graph, parts: int, asked: int | None = None) -> int:
+    """How many stretches of a sequence a rank is to have: those asked for, or as many as make work nearly even."""
     tokens = _sequences(graph)
     if asked is not None and (asked < 1 or (asked > 1 and tokens % (asked * parts))):
         raise PlanError(

@@ -2,7 +2,7 @@
 
 Asks the operating system and `nvidia-smi`; loads no framework, and never fails because a device is unknown.
 `Cluster.detect`, `Cluster.preset` and what else makes clusters of text, files or other clusters is asked for here, by
-way of `ir/clusters/cluster_makers.py`.
+way of `ir/clusters/maker_hook.py`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import subprocess
 from pathlib import Path
 
 from laminar.ir.clusters.cluster import Cluster
-from laminar.ir.clusters.devices import cores, cpu, gpus, measured
-from laminar.ir.clusters.devices import preset as preset
+from laminar.ir.clusters.device_presets import cores, cpu, gpus, measured
+from laminar.ir.clusters.device_presets import preset as preset
 from laminar.ir.clusters.mixed import mixed_from as mixed_from
 from laminar.ir.clusters.mixed import without as without
 

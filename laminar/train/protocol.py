@@ -23,6 +23,8 @@ from laminar.ir.program import Program
 from laminar.runtime.pipeline.loader import Loader
 from laminar.train.batch.metrics import Evaluation, Result
 from laminar.train.batch.prefetch import Prefetcher
+from laminar.train.state.fill import LoadedWeights
+from laminar.train.state.gather import Gather
 from laminar.train.state.state import JobState
 from laminar.train.timeline import Recording, StepRecorder
 from laminar.train.world import World
@@ -39,6 +41,11 @@ class HasState(Protocol):
     @property
     def peers(self) -> World:
         """The ranks that train together."""
+        ...
+
+    @property
+    def gather(self) -> Gather:
+        """What puts tensors together of which ranks have parts."""
         ...
 
     @property
@@ -164,6 +171,16 @@ class TrainingJob(HasState, Protocol):
 
     def resume(self, directory: str | Path, scheduler: Any = None) -> None:
         """Go on from what `save` wrote."""
+        ...
+
+    def load_weights(
+        self, path: str | Path, *, only: str = "", rename: Mapping[str, str] | None = None, strict: bool = True
+    ) -> LoadedWeights:
+        """Take weights from files of other programs."""
+        ...
+
+    def export(self, directory: str | Path, ema: bool = False) -> list[str]:
+        """Write weights as safetensors files that others read."""
         ...
 
     # --- what it tells

@@ -40,8 +40,8 @@ from laminar.runtime.comm.transport import Groups, Null
 
 _GENERATIONS = itertools.count()
 """Worlds made so far by this process: ranks make them in the same order, so this tells them apart."""
-_MET: list[tuple[Any, int, int]] = []
-"""The store through which this process has met the others, its rank and their number; for later generations, too.
+_MET: list[Any] = []
+"""The store through which this process has met the others; for later generations, too, in which it may be another rank.
 
 Kept for as long as the process lives: where rank 0 serves the store, nobody knows when the last one has left it.
 """
@@ -107,11 +107,11 @@ class World:
         emit("phase", name="meeting the other ranks")
         within = timedelta(seconds=timeout_s)
         if not _MET:
-            _MET.append(next(rendezvous("env://", timeout=within)))
+            _MET.append(next(rendezvous("env://", timeout=within))[0])
             # Gloo's threads let go of a collective's tensors a moment after it is done, and need the interpreter for
             # it. A script that ends in that moment is ended by SIGABRT: 12 of 28 short ones, none of 20 with a pause.
             atexit.register(time.sleep, 0.1)
-        store, rank, size = _MET[0]
+        store, rank, size = _MET[0], int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         store.set_timeout(within)
         place = PrefixStore(f"laminar/generation/{self.generation}", store)
         dist.init_process_group(_backend(device), timeout=within, store=place, rank=rank, world_size=size)

@@ -64,8 +64,9 @@ def test_units_cost_and_storage_saves(graph: Graph) -> None:
 
 
 def test_what_is_not_predicted_is_refused(graph: Graph) -> None:
-    with pytest.raises(LaminarError, match="slices"):
-        exact_steps(graph, Exact(4, 2), CPUS)
+    for exact in (Exact(4, 2), Exact(4, context=2)):
+        with pytest.raises(LaminarError, match="whole units"):
+            exact_steps(graph, exact, CPUS)
 
 
 def test_the_command_tells_what_fits(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from laminar import Cluster, ClusterError, Mesh
-from laminar.ir.clusters import devices
+from laminar.ir.clusters import device_presets
 from laminar.ir.clusters.cluster import SOURCES, Device, Figure, Level
 
 PRESETS = """h200 b200 a100-40g 8xv100 v100-16g 64xh100 16x4xa100 128x8xa100-80g 2xcpu 4x2xcpu 16x8xh100@ib400
@@ -93,7 +93,7 @@ def test_every_number_says_where_it_comes_from(text: str) -> None:
 
 def test_devices_carry_eight_bit_rates_where_the_hardware_has_them() -> None:
     """A plan for H100 may use FP8 products; one for A100 may not."""
-    rates = {name: dict(devices.DEVICES[name].flops_per_s) for name in devices.DEVICES}
+    rates = {name: dict(device_presets.DEVICES[name].flops_per_s) for name in device_presets.DEVICES}
     assert {name for name in rates if "f8" in rates[name]} == {"h100", "h200", "b200"}
     assert all(r["f8"].value == pytest.approx(2 * r["bf16"].value, rel=1e-3) for r in rates.values() if "f8" in r)
     assert not any("bf16" in rates[name] for name in ("v100-16g", "v100-32g"))

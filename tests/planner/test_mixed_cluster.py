@@ -16,7 +16,7 @@ from laminar.errors import ClusterError, PlanError
 from laminar.forecast.pipeline_step import CONTROL_S, predict_staged
 from laminar.forecast.step import predict
 from laminar.ir.clusters.cluster import Cluster
-from laminar.ir.clusters.devices import cpu
+from laminar.ir.clusters.device_presets import cpu
 from laminar.ir.clusters.mixed import Mixed, without
 from laminar.ir.mesh import Mesh
 from laminar.ir.plans.staged import Staged

@@ -35,11 +35,19 @@ def differing(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> list[str]:
 
 def outcome(one: Specimen, exact: Exact, hosting: Hosting, **how):
     program = lower(one.graph, logical_plan(one.graph, exact))
-    return run_hosted(program, hosting, one.inputs, one.constants, **how)
+    return run_hosted(program, hosting, one.inputs, one.constants, sums=exact.sums, **how)
 
 
-@pytest.mark.parametrize("exact", [Exact(4), Exact(2, 2)], ids=str)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "exact"),
+    [
+        *((name, exact) for name in MODELS for exact in (Exact(4), Exact(2, 2))),
+        ("moe.py:tiny", Exact(2, context=2)),
+        ("gpt.py:tiny", Exact(4, sums="integers")),
+        ("resnet.py:tiny", Exact(2, 2, sums="integers")),
+    ],
+    ids=str,
+)
 def test_any_hosting_gives_the_same_bits(name: str, exact: Exact) -> None:
     one = specimen(name)
     (first,) = outcome(one, exact, Hosting.even(4, 1), stacks=False)
@@ -84,6 +92,17 @@ def test_most_lines_of_a_gpt_run_for_all_units_at_once() -> None:
 
     outcome(one, Exact(4), Hosting.even(4, 1), seen=seen)
     assert stacked[0] > 60
+
+
+def test_a_unit_s_part_of_its_tokens_is_stacked_with_those_of_the_others() -> None:
+    """Rows that are samples times tokens are cut by both axes, and still lie one unit behind the other."""
+    one, stacked = specimen("gpt.py:tiny"), dict[int, list[str]]()
+
+    def seen(host: int, hosts: ThreadHosts, step: HostedStep) -> None:
+        stacked[host] = [i.op for i in step.program.instrs if i.name in set(step.stacked)]
+
+    outcome(one, Exact(2, context=2), Hosting.even(4, 1), seen=seen)
+    assert len(stacked[0]) > 90 and any("mm" in op for op in stacked[0])
 
 
 def test_a_ring_s_bytes_where_each_process_hosts_a_whole_subtree() -> None:

@@ -26,6 +26,8 @@ CASES = {
     "bf16": replace(GPT, options=replace(CALM, precision="bf16")),
     "bf16 rounded by chance": replace(GPT, options=replace(CALM, precision="bf16-stochastic")),
     "micro-batches": replace(GPT, exact=Exact(2), options=replace(CALM, micro_batches=2)),
+    "sequences in parts": ExactRun("gpt.py:tiny", Exact(2, context=2)),
+    "integers": ExactRun("gpt.py:tiny", Exact(4, sums="integers")),
     "two threads": replace(GPT, exact=Exact(4, threads=2)),
 }
 SLOW = {
@@ -39,6 +41,17 @@ SLOW = {
     "unet": ExactRun("unet.py:tiny"),
     "llama": ExactRun("llama.py:tiny", Exact(2, 2)),
     "bert": ExactRun("bert.py:tiny", optimizer="NAdam"),
+    "t5 in parts": ExactRun("t5.py:tiny", Exact(2, context=2)),
+    "llama in parts and slices": ExactRun("llama.py:tiny", Exact(1, 2, context=2)),
+    "moe in parts": ExactRun("moe.py:tiny", Exact(2, context=2), options=replace(CALM, precision="bf16")),
+    "integers of fp16": ExactRun(
+        "gpt.py:tiny", Exact(4, sums="integers"), options=replace(CALM, precision="fp16", clip_norm=1.0)
+    ),
+    "integers of slices": ExactRun(
+        "moe.py:tiny", Exact(2, 2, sums="integers"), options=replace(CALM, precision="bf16")
+    ),
+    "integers of batch norm": ExactRun("resnet.py:tiny", Exact(3, sums="integers")),
+    "integers of parts": ExactRun("t5.py:tiny", Exact(2, context=2, sums="integers")),
     "bf16 slices": ExactRun("moe.py:tiny", Exact(2, 2), options=replace(CALM, precision="bf16")),
 }
 EACH = [*CASES.items(), *(pytest.param(*item, marks=pytest.mark.slow) for item in SLOW.items())]
@@ -92,6 +105,8 @@ def test_another_identity_has_another_hash() -> None:
         GPT,
         replace(GPT, exact=Exact(2)),
         replace(GPT, exact=Exact(2, 2)),
+        replace(GPT, exact=Exact(2, context=2)),
+        replace(GPT, exact=Exact(4, sums="integers")),
         replace(GPT, options=replace(CALM, seed=1)),
     ]
     assert len({hashes(replace(r, steps=1))[0].split()[0] for r in runs}) == len(runs)
@@ -143,6 +158,19 @@ def test_what_does_not_go_with_it_is_refused_by_name(how: dict[str, object], say
         step_of(**how)
 
 
+@pytest.mark.parametrize(
+    ("model", "context", "says"),
+    [
+        ("unet.py:tiny", 2, "sequences of 1 tokens can't"),
+        ("dlrm.py:tiny", 2, "does not split"),
+        ("gpt.py:tiny", 64, "fewer"),
+    ],
+)
+def test_sequences_that_can_t_be_split_are_refused_by_name(model: str, context: int, says: str) -> None:
+    with pytest.raises(PlanError, match=says):
+        make_job(ExactRun(model, Exact(2, context=context)))
+
+
 def test_an_optimizer_that_computes_the_loss_itself_is_refused() -> None:
     with pytest.raises(OptimizerError, match="exact mode"):
         step_of(optimizer=lambda ps: torch.optim.LBFGS(ps))
@@ -178,6 +206,10 @@ LONG = {
     "dlrm bf16": (ExactRun("dlrm.py:tiny", Exact(4), options=replace(CALM, precision="bf16")), 2),
     "t5": (ExactRun("t5.py:tiny", Exact(4), optimizer="Adagrad"), 2),
     "gpt micro-batches": (replace(GPT, exact=Exact(2), options=replace(CALM, micro_batches=2, clip_norm=1.0)), 2),
+    "gpt in integers": (ExactRun("gpt.py:tiny", Exact(8, sums="integers")), 5),
+    "batch norm in integers": (ExactRun("resnet.py:tiny", Exact(4, sums="integers")), 3),
+    "gpt in parts": (ExactRun("gpt.py:tiny", Exact(4, context=2)), 5),
+    "gpt in parts and slices": (ExactRun("gpt.py:tiny", Exact(2, 2, context=2)), 3),
     "gpt on eight": (ExactRun("gpt.py:tiny", Exact(8)), 8),
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from functools import partial
 from typing import Any
 
 import pytest
@@ -63,10 +64,31 @@ def _rejoined(rank: int, port: int, said: Any) -> None:
     plain(other, mean, adamw(other), data)
     found.append((job.peers.generation, 3, gap(job.state_dict(), other.state_dict()), 0.0))
     job.close()
+    found.append(_renumbered(rank))
     said.put((rank, found))
     said.close()
     said.join_thread()
     os._exit(0)
+
+
+def _renumbered(rank: int) -> tuple[int, int, float, float]:
+    """A job with stages whose two processes change numbers: each goes on as what the other was, with its state."""
+    data, model = _batches(4), pipeline_jobs.model(True)
+    job = StagedJob(model, _loss, pipeline_jobs.make, data[0], staged({"stages": ["blocks.1"]}), OPTIONS)
+    for batch in data[:2]:
+        job.step(batch)
+    before = job.hash()
+    job.close()
+    os.environ.update(RANK=str(1 - rank), LOCAL_RANK=str(1 - rank))
+    job.rebuild(World("cpu"), staged({"stages": ["blocks.1"]}), data[0], ranks=[1, 0])
+    assert job.rank == 1 - rank and job.hash() == before
+    for batch in data[2:]:
+        job.step(batch)
+    other = pipeline_jobs.model(True)
+    plain(other, _loss, pipeline_jobs.make(other.parameters()), data)
+    weights = gap(job.state_dict(), other.state_dict())
+    job.close()
+    return job.peers.generation, 4, weights, 0.0
 
 
 def test_processes_leave_a_world_and_make_the_next() -> None:
@@ -85,8 +107,8 @@ def test_processes_leave_a_world_and_make_the_next() -> None:
             child.join(20)
             child.kill()
     for found in everyone.values():
-        assert [g for g, *_ in found] == [0, 1, 2, 4], "3 was the world that the job made for itself"
-        assert [n for _, n, *_ in found] == [0, 1, 2, 3]
+        assert [g for g, *_ in found] == [0, 1, 2, 4, 6], "3 and 5 were worlds that the jobs made for themselves"
+        assert [n for _, n, *_ in found] == [0, 1, 2, 3, 4]
         assert all(weights < 1e-9 and losses < 1e-10 for _, _, weights, losses in found)
 
 
@@ -182,4 +204,82 @@ def test_an_engine_is_rebuilt_around_the_same_state(two: Ranks, plans: list[str]
 def test_state_goes_to_a_mesh_with_other_axes(four: Ranks, plans: list[str]) -> None:
     """From one axis to two and back."""
     for weights, averages, moments in four.run(_went_on, plans):
+        assert weights < 1e-9 and averages < 1e-6 and moments < 1e-9
+
+
+def staged(options: dict[str, Any]) -> Any:
+    """A pipeline of a GPT with a tied head; plans inside are named."""
+    inner = {
+        "data": laminar.Mesh({"dp": 2}),
+        "zero3": partial(laminar.plans.zero, mesh=laminar.Mesh({"dp": 2}), stage=3),
+        "tensor": laminar.Mesh({"tp": 2}),
+    }
+    micro = options.get("microbatches", pipeline_jobs.MICRO)
+    graph = laminar.capture(
+        pipeline_jobs.model(True), _loss, {k: v[: len(v) // micro] for k, v in _batches(1)[0].items()}
+    )
+    return laminar.plans.pipeline(
+        graph, **{"microbatches": micro, **options, "inner": inner.get(options.get("inner", ""))}
+    )
+
+
+def _stages_went_on(plans: list[dict[str, Any]]) -> tuple[float, float, float, int]:
+    """A job with stages, rebuilt after every other step: gaps in weights, averages and moments, and what is held."""
+    data, made = _batches(2 * len(plans)), pipeline_jobs.model(True)
+    job = StagedJob(made, _loss, pipeline_jobs.make, data[0], staged(plans[0]), OPTIONS)
+    for i, batch in enumerate(data):
+        if i and i % 2 == 0:
+            world = World("cpu")
+            job.rebuild(world, staged(plans[i // 2]), data[0])
+            assert job.peers is world and job.steps == i
+        job.step(batch)
+    other = pipeline_jobs.model(True)
+    optimizer = pipeline_jobs.make(other.parameters())
+    averages = {n: p.detach().float().clone() for n, p in other.named_parameters()}
+
+    def average() -> None:
+        for n, p in other.named_parameters():
+            averages[n].lerp_(p.detach().float(), 0.1)
+
+    for batch in data:
+        plain(other, _loss, optimizer, [batch])
+        average()
+    state = job.optimizer_state_dict()["state"]
+    moments = max(
+        float((state[i][k] - s[k]).abs().max())
+        for i, s in optimizer.state_dict()["state"].items()
+        for k in ("exp_avg", "exp_avg_sq", "step")
+    )
+    ema = job.state_dict(ema=True)
+    average_gap = max(float((ema[n] - a).abs().max()) for n, a in averages.items())
+    held = sum(p.numel() for p in made.parameters())
+    return gap(job.state_dict(), other.state_dict()), average_gap, moments, held
+
+
+CUTS: list[list[dict[str, Any]]] = [
+    [{"stages": ["blocks.1"]}, {"stages": ["blocks.0"]}],
+    [{"stages": 2, "virtual": 2}, {"stages": 2, "microbatches": 2}, {"stages": 2}],
+]
+
+
+@pytest.mark.parametrize("plans", CUTS)
+def test_stages_are_cut_anew_around_the_same_state(two: Ranks, plans: list[dict[str, Any]]) -> None:
+    """Ranks take over weights, moments and averages that they did not hold before."""
+    found = two.run(_stages_went_on, plans)
+    for weights, averages, moments, _ in found:
+        assert weights < 1e-9 and averages < 1e-6 and moments < 1e-9
+    whole = sum(p.numel() for p in pipeline_jobs.model(True).parameters())
+    assert sum(held for *_, held in found) < 1.5 * whole, "what a rank gave away was freed"
+
+
+@pytest.mark.parametrize(
+    "plans",
+    [
+        [{"stages": 4}, {"stages": 2, "inner": "zero3"}, {"stages": 2, "inner": "tensor"}],
+        [{"stages": 2, "inner": "tensor"}, {"stages": 2, "inner": "data"}, {"stages": 4}],
+    ],
+)
+def test_stages_on_other_meshes_take_the_state_along(four: Ranks, plans: list[dict[str, Any]]) -> None:
+    """From four places to two and back, whole and in shards."""
+    for weights, averages, moments, _ in four.run(_stages_went_on, plans):
         assert weights < 1e-9 and averages < 1e-6 and moments < 1e-9

@@ -1,1 +1,1 @@
-"""The machine as data: devices by name and what they can do, links, what detects or measures one, kinds joined."""
+"""The machine as data: device presets by name, links, what detects or measures one, kinds joined."""

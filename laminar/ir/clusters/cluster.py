@@ -7,7 +7,7 @@ here and nowhere else; search and lowering see seconds, never bandwidths.
 
 Rank r of a mesh stands on device r, and the last axis of a mesh varies fastest, so it lies innermost.
 
-Not covered: links that fail, traffic of other jobs. `laminar.ir.clusters.devices` has the presets,
+Not covered: links that fail, traffic of other jobs. `laminar.ir.clusters.device_presets` has the presets,
 `laminar.ir.clusters.mixed` joins clusters of different kinds into one, and `laminar.profile.detect` looks at this
 machine.
 """
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from laminar.errors import ClusterError
-from laminar.ir.clusters.cluster_makers import who_makes_clusters
+from laminar.ir.clusters.maker_hook import who_makes_clusters
 from laminar.ir.clusters.profile import LONGEST_S, checked_profile
 from laminar.ir.mesh import Mesh
 from laminar.ir.serial.codec import content_hash
@@ -318,7 +318,7 @@ DEVICE_FIGURES = ("memory_bytes", "bytes_per_s", "launch_s", "kernel_s")
 
 
 class ClusterMakers(Protocol):
-    """What makes clusters of something else; the module that does is named in `ir/clusters/cluster_makers.py`."""
+    """What makes clusters of something else; the module that does is named in `ir/clusters/maker_hook.py`."""
 
     def preset(self, text: str) -> Cluster:
         """Of a short name."""

@@ -43,13 +43,13 @@ class HostedStages:
     ) -> None:
         """`watch` is told of logical ranks by their number among those of all stages."""
         self.made, self.hosts = made, hosts
-        mesh, each = hosts.exact.mesh, hosts.exact.mesh.ranks
+        mesh, each, sums = hosts.exact.mesh, hosts.exact.mesh.ranks, hosts.exact.sums
         self.steps: dict[str, HostedStep] = {}
         for part in made.by_name.values():
             ranks = hosts.ranks[part.stage]
             if ranks is not None:
                 told = None if watch is None else _told_of(watch, part.stage * each)
-                self.steps[part.name] = HostedStep(part.program, ranks, constants, threads, stacks, told)
+                self.steps[part.name] = HostedStep(part.program, ranks, constants, threads, stacks, told, sums)
         passed: dict[tuple[str, str], list[Wire]] = {}
         for maker, reader, n in carriers(made):
             passed.setdefault((maker.name, reader.name), []).append(made.wires[n])

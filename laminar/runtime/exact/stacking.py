@@ -49,8 +49,7 @@ def stacked_specs(placed: Sequence[Placed | None], mesh: Mesh, rank: int, units:
         cut, local = p.nd[UNIT], p.local(mesh, rank)
         if isinstance(cut, Split):
             whole = p.spec.shape[cut.dim]
-            others = [s for s in p.nd[1:] if isinstance(s, Split) and s.dim == cut.dim]
-            if cut.blocks > 1 or whole % mesh.sizes[UNIT] or others:
+            if cut.blocks > 1 or whole % mesh.sizes[UNIT]:
                 return None
             shape = list(local.shape)
             shape[cut.dim] *= units

@@ -66,10 +66,10 @@ class Rebalance(Callback):
 
     def _host(self, job: ExactJob) -> None:
         assert self.speeds is not None
-        speeds, slices = self.speeds.speeds.tolist(), job.exact.slices
+        speeds, within = self.speeds.speeds.tolist(), job.exact.ranks // job.exact.units
         if job.exact.units < job.world:  # processes share units
             return
         counts = unit_counts(job.exact.units, speeds)
-        now = [len(job.hosting.hosted(p)) / slices for p in range(job.world)]
+        now = [len(job.hosting.hosted(p)) / within for p in range(job.world)]
         if slowest_process(counts, speeds) < slowest_process(now, speeds) * (1 - WORTH_MOVING):
-            job.rehost(Hosting.of_counts([n * slices for n in counts]))
+            job.rehost(Hosting.of_counts([n * within for n in counts]))

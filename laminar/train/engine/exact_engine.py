@@ -17,7 +17,7 @@ from laminar.events import emit
 from laminar.ir.exact import Exact, Hosting
 from laminar.ir.graph import Graph
 from laminar.ir.plans.plan import Plan
-from laminar.ir.program import Program
+from laminar.ir.program import Instr, Program
 from laminar.ir.sbp import B
 from laminar.lower.lower import lower
 from laminar.placement.logical import LASTING, logical_plan
@@ -31,6 +31,8 @@ from laminar.train.state.resharder import Resharder
 from laminar.train.state.state import JobState
 
 Hosts = HostedRanks | StageHosts
+RunLine = tuple[Instr, range]
+"""A line of a program, and the logical ranks that run it."""
 
 
 class ExactEngine(Engine):
@@ -55,7 +57,7 @@ class ExactEngine(Engine):
     def _hosted(
         self, program: Program, hosts: HostedRanks, constants: Mapping[str, Tensor], static: tuple[int, ...]
     ) -> HostedStep:
-        return HostedStep(program, hosts, constants, torch.get_num_threads(), watch=self._watch)
+        return HostedStep(program, hosts, constants, torch.get_num_threads(), watch=self._watch, sums=self.exact.sums)
 
     def watch(self, told: LineWatcher) -> None:
         """Tell somebody of every result of every line from now on; slow, for who looks for a difference."""
@@ -118,6 +120,10 @@ class ExactEngine(Engine):
             return step(*given)
 
         return gathered
+
+    def lines(self, ready: Ready) -> list[RunLine]:
+        """All lines of a step in order."""
+        return [(i, range(ready.program.mesh.ranks)) for i in ready.program.instrs]
 
     def in_parts(self, name: str) -> bool:
         """Whether processes hold parts of a weight."""

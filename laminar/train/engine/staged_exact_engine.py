@@ -25,12 +25,13 @@ from laminar.ir.plans.staged import Staged
 from laminar.ir.program import Program, ProgramOutput
 from laminar.ir.sbp import B, NdSbp
 from laminar.ir.serial.codec import content_hash
+from laminar.lower.stages.one_order import one_order
 from laminar.lower.stages.stage_programs import Stages, stages
 from laminar.runtime.exact.hosted_stages import HostedStages, StagesRun
 from laminar.runtime.exact.stage_hosts import StageHosts
 from laminar.staging.logical_stages import logical_stages, weights_of_stages
 from laminar.train.engine.engine import Ready, StepInputs
-from laminar.train.engine.exact_engine import ExactEngine
+from laminar.train.engine.exact_engine import ExactEngine, RunLine
 from laminar.train.engine.stage_exchange import StageExchange
 from laminar.train.engine.tracer import Tracer
 from laminar.train.state.resharder import Resharder
@@ -80,6 +81,12 @@ class StagedExactEngine(ExactEngine):
         found = weights_of_stages(self._stages[ready.graph.hash].cut.graphs)
         begins = [next((n for n, where in found.items() if s in where), "") for s in range(1, self.exact.stages)]
         return [*begins, content_hash(sorted(found.items()))[:8]]
+
+    def lines(self, ready: Ready) -> list[RunLine]:
+        """Those of all parts, in the order in which a micro-batch passes through them."""
+        made, each = self._stages[ready.graph.hash], self.exact.mesh.ranks
+        parts = [made.by_name[name] for name, _ in one_order(made, 1)]
+        return [(i, range(p.stage * each, (p.stage + 1) * each)) for p in parts for i in p.program.instrs]
 
     @property
     def own_s(self) -> float:

@@ -21,10 +21,13 @@ from laminar.ir.plans.plan import Plan
 from laminar.ir.plans.staged import Staged
 from laminar.runtime.pipeline.loader import Loader
 from laminar.train.batch.metrics import log_numbers
+from laminar.train.formats.export import export
+from laminar.train.formats.load_weights import load_weights
 from laminar.train.optimizer import optimizer as optim
 from laminar.train.optimizer.precision import Precision, Scaler
 from laminar.train.options import JobOptions
 from laminar.train.saving import checkpoint
+from laminar.train.state.fill import LoadedWeights
 from laminar.train.state.gather import Gather
 from laminar.train.state.sharded_model import Pieces, released
 from laminar.train.state.state import JobState, StateLayout, moved_to
@@ -157,6 +160,26 @@ class BaseJob:
     def resume(self, directory: str | Path, scheduler: Any = None) -> None:
         """Go on from what `save` wrote, on any layout; schedulers go on as well."""
         checkpoint.resume(self, directory, scheduler)
+
+    def load_weights(
+        self, path: str | Path, *, only: str = "", rename: Mapping[str, str] | None = None, strict: bool = True
+    ) -> LoadedWeights:
+        """Take weights from safetensors (a file, or a Hugging Face folder), a file of `torch.save`, or a DCP folder.
+
+        `only="encoder."` takes one submodule's; `rename={"model.": ""}` exchanges prefixes of the files' names;
+        `strict=False` takes what fits, and tells what is missing and what was not expected. Shapes have to fit always,
+        and nothing is changed unless everything could be read. Every rank reads what it holds. Optimizer state and
+        steps stay as they are, moving averages begin anew.
+        """
+        return load_weights(self, path, only=only, rename=rename, strict=strict)
+
+    def export(self, directory: str | Path, ema: bool = False) -> list[str]:
+        """Write the weights, or their moving average, as Hugging Face reads them; the names of the files.
+
+        `model.safetensors`, or above 5 GB several files and `model.safetensors.index.json`. Weights are put together
+        a few at a time, and the files appear when they are whole.
+        """
+        return export(self, directory, ema)
 
     def saved_identity(self) -> dict[str, Any] | None:
         """What a checkpoint keeps of how this run's bits come about; nothing outside of exact mode."""

@@ -20,12 +20,7 @@ from torch import Tensor, nn
 from laminar.errors import LaminarError, MeshError, PlanError
 from laminar.events import emit
 from laminar.ir.exact import Exact, Hosting
-from laminar.ir.mesh import Place
 from laminar.ir.plans.plan import Plan
-from laminar.ir.sbp import NdSbp
-from laminar.ir.tensor import TensorSpec
-from laminar.rules.boxing.crossing import crossing
-from laminar.runtime.comm.cross_mesh import exchange
 from laminar.runtime.exact.hosts import HostedRanks
 from laminar.runtime.exact.stage_hosts import StageHosts
 from laminar.train.batch.leaves import Leaves
@@ -40,7 +35,8 @@ from laminar.train.optimizer.gradients import total_norm
 from laminar.train.optimizer.optimizer import Kept
 from laminar.train.optimizer.whole_vectors import WholeVectors, refuse_if_cuts_change_bits
 from laminar.train.options import DEFAULTS, JobOptions
-from laminar.train.state.resharder import Resharder
+from laminar.train.state.change_layout import change_layout
+from laminar.train.state.resharder import CarryBetweenMeshes, Resharder
 from laminar.train.state.state import JobState, StateLayout
 from laminar.train.timeline import Recording
 from laminar.train.world import ProcessGroups, World
@@ -170,15 +166,11 @@ class ExactJob(Job):
         names = [s.name for s in state.slots]
         layout = StateLayout.of_plan(plan, names, self.rank if stays else 0)
 
-        def carried(spec: TensorSpec, src: Place, src_nd: NdSbp, dst: Place, dst_nd: NdSbp, x: Tensor) -> Tensor:
-            out = exchange(crossing(spec, src, src_nd, dst, dst_nd), x, old.process_group, device=self.device)
-            return x if out is None else out
-
         self.engine.close()
         if self._guard is not None:
             self._guard.take_off()
         group = dist.new_group(list(old.ranks[:ranks]))
-        state.relay(layout, range(old.size), carried)
+        change_layout(state, layout, range(old.size), CarryBetweenMeshes(old))
         emit("resize", ranks=ranks, before=old.size)
         if not stays:
             self._released, self._guard = True, None
@@ -199,7 +191,8 @@ class ExactJob(Job):
         if identity is None:
             logging.getLogger("laminar").warning("the run that was saved was not in exact mode: exact from here on")
         else:
-            refuse_identity(self.identity, identity, "the run that was saved")
+            before = {**Exact().to_json(), **identity}  # what this run says and that one did not yet is as it was
+            refuse_identity(self.identity, before, "the run that was saved")
 
 
 def refuse_options(plan: Any, options: JobOptions) -> None:
@@ -208,8 +201,9 @@ def refuse_options(plan: Any, options: JobOptions) -> None:
         raise PlanError(
             f"plan={plan!r} in exact mode",
             allowed="  ".join(STORAGE) + ", what processes store",
-            why="which ranks compute what belongs to the run: units and slices of laminar.Exact",
-            next="slices of weights: exact=laminar.Exact(slices=2); stages: exact=laminar.Exact(stages=2)",
+            why="which ranks compute what belongs to the run: units, slices, context and stages of laminar.Exact",
+            next="weights cut: exact=laminar.Exact(slices=2); sequences cut: exact=laminar.Exact(context=2); "
+            "the model cut: exact=laminar.Exact(stages=2)",
         )
     asked = {
         "mesh": options.mesh is not None,

@@ -32,10 +32,11 @@ from torch import Tensor, nn
 from laminar.capture.model.losses import Metrics, is_mean, reported
 from laminar.capture.torch_private import foreach_add, foreach_copy
 from laminar.cost.sim.no_gc import uncollected
-from laminar.errors import CaptureError, LaminarError
+from laminar.errors import CaptureError, LaminarError, PlanError
 from laminar.events import emit
 from laminar.ir.graph import Graph
 from laminar.ir.plans.plan import Plan
+from laminar.ir.plans.staged import Staged
 from laminar.ir.program import Program
 from laminar.ir.sbp import B
 from laminar.lower.boxing.reshard import Move
@@ -57,6 +58,7 @@ from laminar.train.optimizer.gradients import Norm, scale_and_clip
 from laminar.train.optimizer.optimizer import Kept
 from laminar.train.optimizer.precision import Precision, update
 from laminar.train.options import DEFAULTS, JobOptions
+from laminar.train.state.change_layout import change_layout, refuse_layout
 from laminar.train.state.gather import GatherFromMesh
 from laminar.train.state.resharder import CarryBetweenMeshes
 from laminar.train.state.state import JobState, StateLayout
@@ -158,13 +160,19 @@ class Job(BaseJob):
         """
         first = self._leaves(batch).split(self.tracer.micro_batches)[0]
         plan = plan_for.loaded(plan)
+        if isinstance(plan, Staged):
+            raise PlanError(
+                "a job without stages is rebuilt for a plan without stages",
+                next="save it, and resume in a new job under the other plan",
+            )
         mesh = plan_for.mesh_for(plan, None, world.size)
         plan = plan_for.chosen(plan, self.tracer.graph(first, True), mesh, world.device)
+        layout = StateLayout.of_plan(plan, [s.name for s in self.state.slots], world.rank)
+        refuse_layout(self.state, layout)
         self.engine.close()
         if self._guard is not None:
             self._guard.take_off()
-        layout = StateLayout.of_plan(plan, [s.name for s in self.state.slots], world.rank)
-        self.state.relay(layout, range(self.world) if ranks is None else ranks, CarryBetweenMeshes(world))
+        change_layout(self.state, layout, range(self.world) if ranks is None else ranks, CarryBetweenMeshes(world))
         self._begin(world, self.state, plan, first)
 
     def _builder(self, through_inductor: bool) -> Build:

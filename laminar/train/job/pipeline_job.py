@@ -24,13 +24,13 @@ import torch
 from torch import Tensor, nn
 
 from laminar.capture.model.losses import Metrics, reported
-from laminar.errors import BatchError, MeshError, OptimizerError
+from laminar.errors import BatchError, MeshError, OptimizerError, PlanError
 from laminar.events import emit
 from laminar.ir.graph import Graph
 from laminar.ir.plans.staged import Staged
 from laminar.ir.sbp import B, NdSbp, Split
 from laminar.lower.boxing.reshard import Move
-from laminar.lower.stages.stage_programs import stages
+from laminar.lower.stages.stage_programs import Stages, stages
 from laminar.rewrite.variants import rewritten
 from laminar.rules.boxing.crossing import crossing
 from laminar.runtime.comm.cross_mesh import exchange
@@ -44,15 +44,17 @@ from laminar.train.batch.prefetch import Prefetcher
 from laminar.train.check import first_batch_check
 from laminar.train.engine.pipeline_steps import Pipe, Pipes, StepFeed
 from laminar.train.engine.tracer import Tracer
+from laminar.train.job import plan_for
 from laminar.train.job.base_job import BaseJob, first_state, taken_over
 from laminar.train.job.job import clock_of, refuse_unmade
 from laminar.train.optimizer import optimizer as optim
 from laminar.train.optimizer.gradients import scale_and_clip
 from laminar.train.optimizer.precision import Precision, update
 from laminar.train.options import DEFAULTS, JobOptions
+from laminar.train.state.change_layout import change_layout, refuse_layout
 from laminar.train.state.gather import GatherFromPlaces, HeldPart
-from laminar.train.state.resharder import Resharder
-from laminar.train.state.state import StateLayout
+from laminar.train.state.resharder import CarryBetweenMeshes, Resharder
+from laminar.train.state.state import JobState, StateLayout
 from laminar.train.timeline import StepRecorder
 from laminar.train.world import World
 
@@ -78,23 +80,25 @@ class StagedJob(BaseJob):
         refuse_unmade(model)
         world = World(options.device, options.timeout_s) if world is None else world
         emit("phase", name="preparing")
-        if plan.ranks != world.size:
-            raise MeshError(
-                f"the plan has {plan.ranks} ranks, the world has {world.size}", next=f"start {plan.ranks} processes"
-            )
+        refuse_ranks(plan, world)
         self.precision = Precision.of(options.precision)
         self.clip_norm, self.clip_value = options.clip_norm, options.clip_value
-        self.tracer = Tracer(
-            model,
-            self.precision.around(loss, world.device),
-            plan.micro_batches,
-            self.precision.scaled,
-            options.unguarded,
-        )
+        self._options = options
+        self.tracer = self._tracer_for(plan, model, self.precision.around(loss, world.device))
         slots, optimizer = taken_over(model, optimizer, world, self.precision)
         world.broadcast([s.tensor.detach() for s in slots])
         optim.refuse_closure(optimizer, "the plan has stages, so no rank has all parameters")
         optim.faster(optimizer, world.device)
+        captured, plan, made = self._staged(plan, batch)
+        layout = layout_of_stages(plan, made.cut.graphs, world.rank)
+        self._begin(world, first_state(model, slots, optimizer, layout, options, self.precision), plan, captured, made)
+        self._unchecked = options.check
+
+    def _tracer_for(self, plan: Staged, model: nn.Module, loss: Callable[[Any, Any], Any]) -> Tracer:
+        return Tracer(model, loss, plan.micro_batches, self.precision.scaled, self._options.unguarded)
+
+    def _staged(self, plan: Staged, batch: Any) -> tuple[Graph, Staged, Stages]:
+        """The graph of a batch's micro-batches, the plan for it, and its stages."""
         first = self._leaves(batch).split(plan.micro_batches)[0]
         captured = self.tracer.graph(first, True)
         if plan.micro_batches > 1 and not plan.coupled and first.samples == 1:
@@ -102,26 +106,51 @@ class StagedJob(BaseJob):
         self.graph: Graph = rewritten(captured, plan)
         emit("phase", name="planning")
         plan = for_other_graph(self.graph, plan)
-        made = stages(self.graph, plan)
-        layout = layout_of_stages(plan, made.cut.graphs, world.rank)
+        return captured, plan, stages(self.graph, plan)
+
+    def _begin(self, world: World, state: JobState, plan: Staged, captured: Graph, made: Stages) -> None:
+        """Pipes for a plan on the ranks of a world, around state that is laid out for it; a job of these."""
+        layout = state.layout
         transport = world.transport(layout.mesh, layout.place.ranks)
         self._reshard = Resharder(transport)
-        state = first_state(model, slots, optimizer, layout, options, self.precision)
         self.tracer.whole = state.whole
         recorder = StepRecorder(world, Prefetcher(world), self._about, place=layout.at)
         super().__init__(world, plan, layout.mesh, state, GatherFromPlaces(self._reshard, world), recorder)
-        self.tracer.captures.adopt(slots)
+        self.tracer.captures.adopt(state.slots)
         grads = [(g, o, s) for s, g in enumerate(made.cut.graphs) for o in g.outputs if o.kind == "grad"]
         self._graded = {(o.name, plan.stages[s].place) for _, o, s in grads}
         """Parameters and the places at which a part of their gradient is made."""
         self._grad_specs = {o.name: g.specs[o.ref] for g, o, _ in grads}
-        self._trained = [(s.name, s.tensor, s.tensor.requires_grad) for s in slots if s.kind == "param"]
+        self._trained = [(s.name, s.tensor, s.tensor.requires_grad) for s in state.slots if s.kind == "param"]
         self._noted: tuple[str, ...] = ()
-        self._unchecked = options.check
         self._sampled = Sampled()
-        self.pipes = Pipes(
-            self.tracer, state, plan, world, transport, options.compiles(world.device), captured, self.graph, made
-        )
+        through_inductor = self._options.compiles(world.device)
+        self.pipes = Pipes(self.tracer, state, plan, world, transport, through_inductor, captured, self.graph, made)
+
+    def rebuild(self, world: World, plan: Any, batch: Any, ranks: Sequence[int] | None = None) -> None:
+        """Go on with the same state in other stages, on the ranks of another world; those of that world call this.
+
+        `plan` is a plan with stages, or its file; `batch` an example of the global batch. `ranks` says which rank of
+        the new world each of the former one is now, unless they are the same: every one of them must be there.
+        """
+        plan = plan_for.loaded(plan)
+        if not isinstance(plan, Staged):
+            raise PlanError(
+                "a job with stages is rebuilt for a plan with stages",
+                next="save it, and resume in a new job under the other plan",
+            )
+        refuse_ranks(plan, world)
+        if plan.micro_batches != self.tracer.micro_batches:  # their graphs are others
+            self.tracer = self._tracer_for(plan, self.tracer.model, self.tracer.loss)
+            self.tracer.whole = self.state.whole
+        captured, plan, made = self._staged(plan, batch)
+        layout = layout_of_stages(plan, made.cut.graphs, world.rank)
+        refuse_layout(self.state, layout)
+        self.pipes.close()
+        if self._guard is not None:
+            self._guard.take_off()
+        change_layout(self.state, layout, range(self.world) if ranks is None else ranks, CarryBetweenMeshes(world))
+        self._begin(world, self.state, plan, captured, made)
 
     # --- a step
 
@@ -375,6 +404,14 @@ class StagedJob(BaseJob):
         """End the actors and leave the process group, if this job made it."""
         self.pipes.close()
         super().close()
+
+
+def refuse_ranks(plan: Staged, world: World) -> None:
+    """Refuse a world of another size than the plan's."""
+    if plan.ranks != world.size:
+        raise MeshError(
+            f"the plan has {plan.ranks} ranks, the world has {world.size}", next=f"start {plan.ranks} processes"
+        )
 
 
 def layout_of_stages(plan: Staged, graphs: Sequence[Graph], rank: int) -> StateLayout:

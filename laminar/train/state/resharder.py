@@ -49,15 +49,19 @@ class Resharder:
 
 
 class CarryBetweenMeshes:
-    """From one place of a world to another: what `JobState.relay` takes everything along with."""
+    """From one place of a world to another: what `change_layout` takes everything along with."""
 
     def __init__(self, world: World) -> None:
         self.world = world
 
-    def __call__(self, spec: TensorSpec, src: Place, src_nd: NdSbp, dst: Place, dst_nd: NdSbp, x: Tensor) -> Tensor:
-        """What this rank holds behind it; every rank of both places calls this."""
+    def __call__(
+        self, spec: TensorSpec, src: Place, src_nd: NdSbp, dst: Place, dst_nd: NdSbp, x: Tensor | None
+    ) -> Tensor | None:
+        """What this rank holds behind it; every rank of both places calls this, with what it held at the first."""
         if self.world.process_group is None:
             return x  # one rank has all of everything
-        out = exchange(crossing(spec, src, src_nd, dst, dst_nd), x, self.world.process_group, device=self.world.device)
-        assert out is not None
-        return out
+        return exchange(crossing(spec, src, src_nd, dst, dst_nd), x, self.world.process_group, device=self.world.device)
+
+    def notes(self, mine: Any) -> list[Any]:
+        """What every rank says, by rank."""
+        return self.world.gather_objects(mine)

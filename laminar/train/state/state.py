@@ -7,7 +7,7 @@ have one place, of all ranks; with stages there are several, and a tensor is hel
 
 - `shards()` tells what this rank holds, box by box in global coordinates, and asks nobody.
 - Whole tensors need the other ranks: methods that give them take a `Gather` (`gather.py`).
-- `relay` takes all of it into another layout, through whoever carries tensors from place to place.
+- Into another layout, with other ranks, meshes or stages, all of it is taken by `change_layout.py`.
 
 The random state of a run is `seed` and `steps`: draws depend on these and on nothing that was drawn before. Its place
 in the data is `steps` as well, for data that is drawn again from its beginning (`loop.py`).
@@ -36,18 +36,15 @@ from laminar.ir.sbp import B, NdSbp
 from laminar.ir.tensor import TensorSpec
 from laminar.runtime.comm.shards import shard
 from laminar.train.optimizer import optimizer as optim
-from laminar.train.optimizer.memory_layout import laid_as, make_dense, refuse_shared_memory
+from laminar.train.optimizer.memory_layout import make_dense, refuse_shared_memory
 from laminar.train.optimizer.optimizer import Kept
-from laminar.train.optimizer.optimizer_changes import Tracked
+from laminar.train.optimizer.param_group_changes import Tracked
 from laminar.train.optimizer.precision import Scaler
 from laminar.train.state.gather import Gather, HeldPart
 from laminar.train.state.resharder import Resharder
 from laminar.train.state.sharded_model import allowed, own_state, stripped
 from laminar.train.state.shards import StateShard, shards_of
 from laminar.train.state.state_hash import digest_of, plain_entries, state_sums
-
-Carry = Callable[[TensorSpec, Place, NdSbp, Place, NdSbp, Tensor], Tensor]
-"""Takes a tensor from one place and placement to another; every rank of both calls it."""
 
 
 def moved_to(model: nn.Module, device: torch.device, weights: torch.dtype | None) -> list[Slot]:
@@ -108,20 +105,26 @@ class StateLayout:
     @cached_property
     def everywhere(self) -> NdSbp:
         """Whole on every rank of this place."""
-        return (B,) * len(self.mesh.sizes)
+        return self.everywhere_at(self.at)
 
     def is_here(self, name: str) -> bool:
         """Whether this rank's place holds a tensor."""
         homes = self.homes.get(name)
         return not homes or self.at in homes
 
-    def held_nd(self, name: str) -> NdSbp:
-        """How a tensor lies at this place."""
-        return self.held.get((name, self.at), self.everywhere)
+    def everywhere_at(self, at: int) -> NdSbp:
+        """Whole on every rank of a place."""
+        return (B,) * len(self.places[at].mesh.sizes)
 
-    def owned_nd(self, name: str) -> NdSbp:
+    def held_nd(self, name: str, at: int | None = None) -> NdSbp:
+        """How a tensor lies at a place: this one unless another is named."""
+        at = self.at if at is None else at
+        return self.held.get((name, at), self.everywhere_at(at))
+
+    def owned_nd(self, name: str, at: int | None = None) -> NdSbp:
         """How what is owned of it does."""
-        return self.owned.get((name, self.at), self.held_nd(name))
+        at = self.at if at is None else at
+        return self.owned.get((name, at), self.held_nd(name, at))
 
     def home(self, name: str) -> Place | None:
         """Where a tensor is at home; nothing: at every place."""
@@ -133,6 +136,12 @@ class StateLayout:
     def is_whole(self, name: str) -> bool:
         """Whether every rank of the world has all of a tensor."""
         return self.held_nd(name) == self.everywhere and (len(self.places) == 1 or not self.homes.get(name))
+
+    def apart(self, names: Iterable[str]) -> set[str]:
+        """Of the tensors of these names, those that need memory of their own: split ones; all, at several places."""
+        if len(self.places) > 1:
+            return set(names)
+        return {n for table in (self.held, self.owned) for (n, _), nd in table.items() if any(p != B for p in nd)}
 
     def cut(self, whole: Tensor, nd: NdSbp) -> Tensor:
         """This rank's part of a whole tensor."""
@@ -184,9 +193,8 @@ class JobState:
     # --- what is here --------------------------------------------------------------------------------
 
     def _keep(self) -> None:
-        layout, several = self.layout, len(self.layout.places) > 1
-        split = {n for table in (layout.held, layout.owned) for (n, _), nd in table.items() if any(p != B for p in nd)}
-        refuse_shared_memory({s.name for s in self.slots} if several else split, self.slots)
+        layout = self.layout
+        refuse_shared_memory(layout.apart(s.name for s in self.slots), self.slots)
         away: set[int] = set()
         for slot in self.slots:
             if not layout.is_here(slot.name):
@@ -355,6 +363,21 @@ class JobState:
         found = dict(zip(wanted, made, strict=True))
         return {n: found[self._slot_of[n]] if n in self._slot_of else x for n, x in own_state(self.model).items()}
 
+    def named_specs(self) -> dict[str, TensorSpec]:
+        """The tensors of the model's own state dict, tied ones once, in its order."""
+        first: dict[str, str] = {}
+        for name, slot in self._slot_of.items():
+            first.setdefault(slot, name)
+        return {name: self.specs[slot] for slot, name in first.items()}
+
+    def model_names(self) -> dict[str, str]:
+        """Every name in the model's own state dict that is a tensor's, with the slot that holds it."""
+        return dict(self._slot_of)
+
+    def whole_named(self, gather: Gather, names: Sequence[str], ema: bool = False) -> list[Tensor]:
+        """Some tensors of the model's own state dict, whole; the weights' average in their place if asked."""
+        return gather.whole([self._part(self._slot_of[n], ema) for n in names])
+
     def load_state_dict(self, given: Mapping[str, Any]) -> None:
         """Take weights and buffers from a state dict of this model, from here or from plain PyTorch."""
         missing, extra = sorted(set(self._slot_of) - set(given)), sorted(set(given) - set(own_state(self.model)))
@@ -390,16 +413,12 @@ class JobState:
 
     def optimizer_state_dict(self, gather: Gather) -> dict[str, Any]:
         """What `optimizer.state_dict()` would be on one device, on every rank."""
-        listed = self._listed_now()
-        mine = {k.name: self.optimizer.state[k.owned] for k in self.by_name.values() if k.owned in self.optimizer.state}
-        known: dict[str, dict[str, Any]] = {}
-        for said in gather.notes({n: {key: self._note(n, v) for key, v in s.items()} for n, s in mine.items()}):
-            for name, entries in said.items():
-                known.setdefault(name, entries)
+        listed = self.listed_now()
+        mine, known = self._entries, self.known_entries(gather.notes)
         parts: dict[tuple[str, str], HeldPart] = {}
         for name in (n for names in listed for n in names if n in known):
             for key, note in known[name].items():
-                if isinstance(note, _Stored):
+                if isinstance(note, StoredEntry):
                     nd = self.layout.everywhere
                     if note.part:
                         nd = self.by_name[name].state_nd if name in self.by_name else self.layout.owned_nd(name)
@@ -416,7 +435,21 @@ class JobState:
                     state[i] = {key: whole.get((name, key), note) for key, note in known[name].items()}
         return {"state": state, "param_groups": groups}
 
-    def _listed_now(self) -> list[list[str]]:
+    @property
+    def _entries(self) -> dict[str, dict[str, Any]]:
+        """The optimizer's state of what this rank owns, by parameter."""
+        return {k.name: self.optimizer.state[k.owned] for k in self.by_name.values() if k.owned in self.optimizer.state}
+
+    def known_entries(self, notes: Callable[[Any], list[Any]]) -> dict[str, dict[str, Any]]:
+        """What anybody has of the optimizer's state, by parameter: `StoredEntry` for a tensor, else the value."""
+        mine = {n: {key: self._note(n, v) for key, v in s.items()} for n, s in self._entries.items()}
+        known: dict[str, dict[str, Any]] = {}
+        for said in notes(mine):
+            for name, entries in said.items():
+                known.setdefault(name, entries)
+        return known
+
+    def listed_now(self) -> list[list[str]]:
         """The optimizer's parameters by group; where no rank has all of them, as they were when the job was made."""
         if len(self.layout.places) > 1:
             return self.listed
@@ -429,7 +462,7 @@ class JobState:
             return value
         k = self.by_name[name]
         part, spec = optim.is_part(k, value), spec_of(value)
-        return _Stored(replace(spec, shape=k.spec.shape) if part else spec, part)
+        return StoredEntry(replace(spec, shape=k.spec.shape) if part else spec, part)
 
     def load_optimizer_state_dict(self, given: Mapping[str, Any]) -> None:
         """The inverse; also of what a plain optimizer over the same parameters saved."""
@@ -494,7 +527,7 @@ class JobState:
         found = self.whole_tensors(gather, [s.name for s in split])
         state = self.optimizer_state_dict(gather)
         params = {s.name: s.tensor for s in self.slots}
-        groups: list[list[Any]] = [[params[n] for n in names] for names in self._listed_now()]
+        groups: list[list[Any]] = [[params[n] for n in names] for names in self.listed_now()]
         for slot in split:
             slot.tensor.data = found[slot.name]
         self.optimizer.state.clear()
@@ -504,59 +537,23 @@ class JobState:
 
     # --- another layout ------------------------------------------------------------------------------
 
-    def relay(self, layout: StateLayout, numbers: Sequence[int], carry: Carry) -> None:
-        """Take everything into another layout, one place to one place; every rank of both calls this.
-
-        `numbers` says which rank of the world each rank of the former layout is now.
-        """
-        if len(self.layout.places) > 1 or len(layout.places) > 1:
-            raise StateError(
-                "state with stages can't be taken into another layout",
-                next="save the job, and resume it in one that is made anew",
-            )
-        old, (new,) = self.layout.places[0], layout.places
-        src = Place(tuple(numbers[r] for r in old.ranks), old.mesh)
-
-        def carried(shape: tuple[int, ...], before: NdSbp, after: NdSbp, x: Tensor) -> Tensor:
-            out = carry(replace(spec_of(x), shape=shape), src, before, new, after, x)
-            return out.clone() if out.data_ptr() == x.data_ptr() else out
-
-        by_name, kept = {k.name: k for k in self.kept}, []
-        for slot in self.slots:
-            name, shape = slot.name, self.specs[slot.name].shape
-            before, after, k = self.layout.held_nd(name), layout.held_nd(name), by_name.get(slot.name)
-            held = carried(shape, before, after, self.held[name])
-            if k is None:
-                slot.tensor.data = held
-                continue
-            owned_nd = layout.owned_nd(name) if k.param.requires_grad else after
-            owned = k.param
-            if owned_nd != after:
-                owned = nn.Parameter(carried(shape, k.state_nd, owned_nd, k.owned.detach()))
-            like = owned if owned is not k.param else held
-            state = self.optimizer.state.pop(k.owned, None)
-            for entry, value in (state or {}).items():
-                if optim.is_part(k, value):
-                    state[entry] = laid_as(carried(shape, k.state_nd, owned_nd, value), like)
-            if name in self.ema:
-                self.ema[name] = carried(shape, k.state_nd, owned_nd, self.ema[name])
-            k.param.data = held
-            kept.append(Kept(name, k.spec, k.param, after, owned_nd, owned))
-            if state is not None:
-                self.optimizer.state[owned] = state
-            for group in self.optimizer.param_groups:
-                group["params"] = [owned if p is k.owned else p for p in group["params"]]
-        for slot in self.slots:
-            self.held[slot.name] = slot.tensor.detach()
-        self.layout, self.kept = layout, kept
-        trained = [k for k in kept if k.name in self.by_name]
-        optim.refuse_unless_elementwise(self.optimizer, trained, self.elementwise)
+    def laid(
+        self,
+        layout: StateLayout,
+        held: dict[str, Tensor],
+        kept: list[Kept],
+        ema: dict[str, Tensor],
+        trained: Sequence[Kept],
+        listed: list[list[str]],
+    ) -> None:
+        """Take what was put in place for another layout (`change_layout.py`)."""
+        self.layout, self.held, self.kept, self.ema, self.listed = layout, held, kept, ema, listed
         self._settled(trained)
         self._copy = None
 
 
 @dataclass(frozen=True)
-class _Stored:
+class StoredEntry:
     """A tensor of the optimizer's state, as ranks tell each other of it."""
 
     spec: TensorSpec
