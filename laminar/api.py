@@ -584,8 +584,8 @@ def parallelize(
                    parallel, for some seconds on these ranks, and take the fastest; where that costs little
     exact          `True` or `laminar.Exact(units=8, slices=1)`: `job.hash()` is the same for any number of processes
                    and any hosting. The batch is computed in so many units, whoever computes them (weights
-                   in slices, and sequences in parts with `context=2`); `plan` then says what processes store: "data",
-                   "zero1", "zero3"
+                   in slices, sequences in parts with `context=2`, the model in stages with `stages=2`); `plan` then
+                   says what processes store: "data", "zero1", "zero3"
 
     Works alone in one process, under `laminar train`, and under `torchrun`. All methods of a job are
     collective: every rank calls them, in the same order.

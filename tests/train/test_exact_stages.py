@@ -33,6 +33,8 @@ SLOW = {
     "three stages": ExactRun("gpt.py:tiny", Exact(4, stages=3), options=replace(CALM, ema=0.9)),
     "three micro-batches": ExactRun(ODD, Exact(1, stages=3), options=replace(CALM, micro_batches=3)),
     "slices": ExactRun("gpt.py:tiny", Exact(2, 2, stages=2), options=TWO),
+    "sequences cut": ExactRun("gpt.py:tiny", Exact(1, context=2, stages=2), options=TWO),
+    "sums in integers": replace(GPT, exact=Exact(2, stages=2, sums="integers")),
     "moe": ExactRun("moe.py:tiny", Exact(4, stages=2), options=TWO),
     "moe slices": ExactRun("moe.py:tiny", Exact(2, 2, stages=3)),
     "t5": ExactRun("t5.py:tiny", Exact(2, stages=2), options=TWO, optimizer="Adagrad"),
@@ -43,7 +45,20 @@ SLOW = {
     "two threads": replace(GPT, exact=Exact(2, threads=2, stages=2)),
 }
 EACH = [*CASES.items(), *(pytest.param(*item, marks=pytest.mark.slow) for item in SLOW.items())]
-SAME = ("gpt", "batch norm", "three stages", "slices", "moe", "moe slices", "t5", "bf16", "fp16", "two threads")
+SAME = (
+    "gpt",
+    "batch norm",
+    "three stages",
+    "slices",
+    "sequences cut",
+    "sums in integers",
+    "moe",
+    "moe slices",
+    "t5",
+    "bf16",
+    "fp16",
+    "two threads",
+)
 """Models without weights that stages share."""
 
 

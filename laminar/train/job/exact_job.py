@@ -111,6 +111,12 @@ class ExactJob(Job):
 
     def _hosts(self, world: World) -> HostedRanks | StageHosts:
         if self.exact.stages > 1:
+            if world.device.type == "cuda" and world.size > 1:
+                raise LaminarError(
+                    "stages in exact mode on several GPUs",
+                    why="it was never tried there",
+                    next="one process, or no stages",
+                )
             return StageHosts(self.exact, self.hosting, world.rank, self._groups, world.device, world.timeout_s)
         group = world.process_group if world.size > 1 else None
         return HostedRanks(self.exact.mesh, self.hosting, world.rank, group, world.device, timeout_s=world.timeout_s)
