@@ -183,7 +183,6 @@ def test_one_hash_after_two_hundred_steps(name: str, tmp_path: Path) -> None:
     found: list[str] = []
     for count, at in zip((steps, 200 - steps), processes, strict=True):
         hostings = tuple(Hosting.drawn(run.exact.ranks, at, chance.randrange(100)) for _ in range(2))
-        part = replace(run, steps=count, storage=chance.choice(("data", "zero1", "zero3")), hostings=hostings,
-                       save=str(tmp_path), load=str(tmp_path) if found else "")  # fmt: skip
-        found += on_processes(part, at)
+        part = replace(run, steps=count, storage=chance.choice(("data", "zero1", "zero3")), hostings=hostings)
+        found += on_processes(replace(part, save=str(tmp_path), load=str(tmp_path) if found else ""), at)
     assert found == want
