@@ -82,7 +82,7 @@ def test_any_hosting_of_stages_gives_the_bits_of_the_whole_graph(name: str, exac
 def test_nothing_stands_before_what_it_needs(count: int) -> None:
     """And a stage has no more micro-batches under way than there are stages from it to the last."""
     made = cut(specimen("t5.py:tiny"), Exact(2, stages=3), count)
-    order = one_order(made, count)
+    order = one_order([made] * count)
     at = {turn: n for n, turn in enumerate(order)}
     assert len(at) == len(order) == count * len(made.by_name)
     for maker, reader, _ in carriers(made):

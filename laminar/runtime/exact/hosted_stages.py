@@ -94,7 +94,7 @@ class StagesRun:
 
     def __call__(self) -> None:
         """All of it; every process that hosts anything calls this."""
-        for turn in one_order(self.pipes[0].made, len(self.pipes)):
+        for turn in one_order([pipe.made for pipe in self.pipes]):
             self._fire(turn)
         self.hosts.settle()
 

@@ -85,7 +85,7 @@ class StagedExactEngine(ExactEngine):
     def lines(self, ready: Ready) -> list[RunLine]:
         """Those of all parts, in the order in which a micro-batch passes through them."""
         made, each = self._stages[ready.graph.hash], self.exact.mesh.ranks
-        parts = [made.by_name[name] for name, _ in one_order(made, 1)]
+        parts = [made.by_name[name] for name, _ in one_order([made])]
         return [(i, range(p.stage * each, (p.stage + 1) * each)) for p in parts for i in p.program.instrs]
 
     @property
