@@ -14,6 +14,7 @@ _WHERE = {
     "BlockPiece": "format.block_shares",
     "BlockShare": "format.block_shares",
     "CheckpointRef": "history.references",
+    "CheckpointSize": "read.compare",
     "Collected": "history.gc",
     "Damage": "read.verify",
     "HeldBox": "format.block_shares",
@@ -21,20 +22,26 @@ _WHERE = {
     "Manifest": "format.manifest",
     "Save": "history.save",
     "SpreadTensor": "format.block_shares",
+    "StateChanges": "read.compare",
     "StateReader": "read.state_reader",
     "StateRecord": "format.state_record",
     "Store": "store.protocol",
     "TensorKey": "format.state_record",
     "TensorRecord": "format.state_record",
+    "Verified": "read.verify",
     "block_box": "format.block_grid",
     "block_count": "format.block_grid",
     "block_from_pieces": "format.block_shares",
     "blocks_of_box": "format.block_grid",
     "collect_garbage": "history.gc",
+    "damaged_files": "read.verify",
+    "diff_checkpoints": "read.compare",
     "drop_checkpoints": "history.retention",
     "last_sequence": "history.references",
     "latest_valid": "read.verify",
+    "list_checkpoints": "read.compare",
     "list_refs": "history.references",
+    "load_checkpoint": "history.references",
     "load_manifest": "history.references",
     "open_store": "store.uri",
     "share_blocks": "format.block_shares",
@@ -46,6 +53,7 @@ __all__ = [
     "BlockPiece",
     "BlockShare",
     "CheckpointRef",
+    "CheckpointSize",
     "Collected",
     "Damage",
     "HeldBox",
@@ -53,20 +61,26 @@ __all__ = [
     "Manifest",
     "Save",
     "SpreadTensor",
+    "StateChanges",
     "StateReader",
     "StateRecord",
     "Store",
     "TensorKey",
     "TensorRecord",
+    "Verified",
     "block_box",
     "block_count",
     "block_from_pieces",
     "blocks_of_box",
     "collect_garbage",
+    "damaged_files",
+    "diff_checkpoints",
     "drop_checkpoints",
     "last_sequence",
     "latest_valid",
+    "list_checkpoints",
     "list_refs",
+    "load_checkpoint",
     "load_manifest",
     "open_store",
     "share_blocks",
@@ -100,10 +114,17 @@ if TYPE_CHECKING:
     from laminar.checkpoint.format.manifest import Manifest
     from laminar.checkpoint.format.state_record import StateRecord, TensorKey, TensorRecord, state_record, tensor_record
     from laminar.checkpoint.history.gc import Collected, collect_garbage
-    from laminar.checkpoint.history.references import CheckpointRef, last_sequence, list_refs, load_manifest
+    from laminar.checkpoint.history.references import (
+        CheckpointRef,
+        last_sequence,
+        list_refs,
+        load_checkpoint,
+        load_manifest,
+    )
     from laminar.checkpoint.history.retention import Keep, drop_checkpoints
     from laminar.checkpoint.history.save import Save
+    from laminar.checkpoint.read.compare import CheckpointSize, StateChanges, diff_checkpoints, list_checkpoints
     from laminar.checkpoint.read.state_reader import StateReader
-    from laminar.checkpoint.read.verify import Damage, latest_valid, verify_checkpoint
+    from laminar.checkpoint.read.verify import Damage, Verified, damaged_files, latest_valid, verify_checkpoint
     from laminar.checkpoint.store.protocol import Store
     from laminar.checkpoint.store.uri import open_store
