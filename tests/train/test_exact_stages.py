@@ -86,7 +86,7 @@ def test_any_hosting_of_stages_gives_one_hash(name: str, run: ExactRun) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("storage", "processes"), [("data", 2), ("zero1", 3), ("data", 4), ("zero3", 3), ("zero3", 4)])
-@pytest.mark.parametrize("model", ["gpt.py:tiny", ODD])
+@pytest.mark.parametrize("model", ["gpt.py:tiny", ODD], ids=["gpt", "odd"])
 def test_more_processes_and_other_storage(model: str, storage: str, processes: int) -> None:
     run = ExactRun(model, Exact(2, stages=3), options=replace(TWO, ema=0.9), storage=storage)
     chance = dice(f"stages {model} {storage} {processes}")
