@@ -3,8 +3,8 @@
     python bench/checkpoint_store.py [--mib 512] [--rounds 7] [--folder DIR]
 
 Needs a disk with three times the room, numpy, blake3 and zstandard; no torch in what is measured. Both sides write the
-same bytes durably, in turns: into a folder that is there, or a store that has a small checkpoint, as from the second save
-of a run on. What was written is removed and the disk left alone for a moment between them.
+same bytes durably, in turns: into a folder that is there, or a store that has a small checkpoint, as from the second
+save of a run on. What was written is removed and the disk left alone for a moment between them.
 
 - `write`: all of a state (64 float32 tensors of random bits) with its commit, beside writing the same bytes with
   `os.write` and one fsync; once in this process, once by the writer process out of shared memory, whose own memory is
