@@ -94,9 +94,9 @@ def _where_options(p: argparse.ArgumentParser) -> None:
         "--exact",
         nargs="?",
         const="",
-        metavar="units=8,slices=1,context=1",
-        help="the same bits for any number of workers: the batch is computed in so many units, and --plan says what "
-        "workers store",
+        metavar="units=8,slices=1,context=1,stages=1",
+        help="the same bits for any number of workers: the batch is computed in so many units, the model in so many "
+        "stages, and --plan says what workers store",
     )
     add(
         "--rebalance",

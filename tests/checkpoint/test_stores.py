@@ -157,7 +157,6 @@ def test_no_symlink_is_followed_out_of_a_store(tmp_path: Path) -> None:
             call("refs/secret")
     with pytest.raises(StorageError):
         store.list("refs")
-    assert [f.key for f in store.list("packs")] == ["packs/a"]
     assert [p.name for p in outside.iterdir()] == ["secret"] and (outside / "secret").read_bytes() == b"secret"
 
 
@@ -166,7 +165,7 @@ def test_what_is_no_plain_file_is_not_read(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     store.put("packs/a", b"a")
     os.mkfifo(tmp_path / "packs" / "pipe")
-    with pytest.raises(StorageError, match="no plain file"):
+    with pytest.raises(CheckpointError, match="no plain file"):
         store.read("packs/pipe")
 
 
