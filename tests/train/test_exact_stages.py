@@ -21,14 +21,16 @@ from tests.support.seeds import dice
 from tests.support.zoo import one_thread, recipe
 
 ODD = str(Path(__file__).parents[1] / "support" / "odd_model.py") + ":odd"
+UNTIED = ODD.replace(":odd", ":odd_untied")
 CALM = JobOptions(check=False)
 TWO = replace(CALM, micro_batches=2, clip_norm=0.5)
 GPT = ExactRun("gpt.py:tiny", Exact(2, stages=2), options=TWO)
 CASES = {
     "gpt": GPT,
-    "a stranger's": ExactRun(ODD, Exact(2, stages=2), options=TWO),
+    "a stranger's": ExactRun(UNTIED, Exact(2, stages=3), options=TWO),
 }
 SLOW = {
+    "a stranger's, tied": ExactRun(ODD, Exact(2, stages=2), options=TWO),
     "batch norm": ExactRun("resnet.py:tiny", Exact(2, stages=3), options=TWO, optimizer="SGD"),
     "three stages": ExactRun("gpt.py:tiny", Exact(4, stages=3), options=replace(CALM, ema=0.9)),
     "three micro-batches": ExactRun(ODD, Exact(1, stages=3), options=replace(CALM, micro_batches=3)),
