@@ -22,7 +22,7 @@ from tests.support.hosted_runs import run_hosted, run_stages
 from tests.support.zoo import Specimen, one_thread, specimen
 
 UNITS, SLICES = Exact(4, stages=2), Exact(2, 2, stages=3)
-FAST = (("gpt.py:tiny", UNITS), ("resnet.py:tiny", UNITS), ("t5.py:tiny", SLICES))
+FAST = (("gpt.py:tiny", UNITS), ("resnet.py:tiny", UNITS), ("unet.py:tiny", SLICES))
 MODELS = ("gpt", "resnet", "t5", "moe", "lstm", "dlrm", "unet", "llama", "bert")
 LATER = [(f"{name}.py:tiny", exact) for name in MODELS for exact in (UNITS, SLICES)]
 EACH = (*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in LATER if case not in FAST))
