@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 _WHERE = {
     "BlockPiece": "format.block_shares",
     "BlockShare": "format.block_shares",
+    "BlockSource": "process.channel",
     "CheckpointRef": "history.references",
     "CheckpointSize": "read.compare",
     "Collected": "history.gc",
@@ -20,7 +21,9 @@ _WHERE = {
     "HeldBox": "format.block_shares",
     "Keep": "history.retention",
     "Manifest": "format.manifest",
+    "PieceSource": "process.channel",
     "Save": "history.save",
+    "SharedSegment": "process.shared_memory",
     "SpreadTensor": "format.block_shares",
     "StateChanges": "read.compare",
     "StateReader": "read.state_reader",
@@ -29,6 +32,7 @@ _WHERE = {
     "TensorKey": "format.state_record",
     "TensorRecord": "format.state_record",
     "Verified": "read.verify",
+    "WriterProcess": "process.writer_client",
     "block_box": "format.block_grid",
     "block_count": "format.block_grid",
     "block_from_pieces": "format.block_shares",
@@ -45,6 +49,7 @@ _WHERE = {
     "load_manifest": "history.references",
     "open_store": "store.uri",
     "share_blocks": "format.block_shares",
+    "shun_damaged": "read.verify",
     "state_record": "format.state_record",
     "tensor_record": "format.state_record",
     "verify_checkpoint": "read.verify",
@@ -52,6 +57,7 @@ _WHERE = {
 __all__ = [
     "BlockPiece",
     "BlockShare",
+    "BlockSource",
     "CheckpointRef",
     "CheckpointSize",
     "Collected",
@@ -59,7 +65,9 @@ __all__ = [
     "HeldBox",
     "Keep",
     "Manifest",
+    "PieceSource",
     "Save",
+    "SharedSegment",
     "SpreadTensor",
     "StateChanges",
     "StateReader",
@@ -68,6 +76,7 @@ __all__ = [
     "TensorKey",
     "TensorRecord",
     "Verified",
+    "WriterProcess",
     "block_box",
     "block_count",
     "block_from_pieces",
@@ -84,6 +93,7 @@ __all__ = [
     "load_manifest",
     "open_store",
     "share_blocks",
+    "shun_damaged",
     "state_record",
     "tensor_record",
     "verify_checkpoint",
@@ -123,8 +133,18 @@ if TYPE_CHECKING:
     )
     from laminar.checkpoint.history.retention import Keep, drop_checkpoints
     from laminar.checkpoint.history.save import Save
+    from laminar.checkpoint.process.channel import BlockSource, PieceSource
+    from laminar.checkpoint.process.shared_memory import SharedSegment
+    from laminar.checkpoint.process.writer_client import WriterProcess
     from laminar.checkpoint.read.compare import CheckpointSize, StateChanges, diff_checkpoints, list_checkpoints
     from laminar.checkpoint.read.state_reader import StateReader
-    from laminar.checkpoint.read.verify import Damage, Verified, damaged_files, latest_valid, verify_checkpoint
+    from laminar.checkpoint.read.verify import (
+        Damage,
+        Verified,
+        damaged_files,
+        latest_valid,
+        shun_damaged,
+        verify_checkpoint,
+    )
     from laminar.checkpoint.store.protocol import Store
     from laminar.checkpoint.store.uri import open_store

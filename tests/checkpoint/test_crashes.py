@@ -10,7 +10,7 @@ import errno
 import numpy as np
 import pytest
 
-from laminar.checkpoint import CheckpointRef, TensorKey, collect_garbage, last_sequence, latest_valid, list_refs
+from laminar.checkpoint import CheckpointRef, Save, TensorKey, collect_garbage, last_sequence, latest_valid, list_refs
 from laminar.checkpoint.store.local import LocalStore
 from laminar.errors import StorageError
 from tests.support.crashing_files import Crash, CrashingFiles
@@ -133,3 +133,19 @@ def test_a_crash_at_any_call_of_a_collection_loses_nothing() -> None:
             collect_garbage(left, lease_s=0)
             assert_holds(left, kept, NEW)
             assert [f.key for f in left.list("condemned")] == []
+
+
+def test_after_a_failed_write_nothing_more_is_written() -> None:
+    """A pack that lost a block in its middle must never be ended, whoever asks again."""
+    start, _ = with_old()
+    store = store_on(start)
+    with Save(store) as save:
+        for number in range(3):
+            start.fail_at = {start.calls + 1: errno.ENOSPC} if number == 1 else {}
+            save.blocks.add(memoryview(bytes([number] * 64)))
+            save.blocks._pool.submit(int).result()  # the write before is over
+        start.fail_at = {}
+        for _ in range(3):
+            with pytest.raises(StorageError):
+                save.finish()
+    assert len(store.list("packs")) == 1 and not store.list("tmp")

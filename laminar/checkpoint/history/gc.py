@@ -9,7 +9,8 @@ two steps, because a writer may have looked, found a block there and not have co
 
 A writer that has its lease therefore finds every block it saw, until it has committed or given up. Nothing waits: if
 somebody writes right now, the second step is for the next collection. Collections take turns, by numbers that must be
-free; one that finds a later number has been given up by others and stops.
+free; one that finds a later number has been given up by others and stops. Packs that are needed for little are copied
+first (`compact.py`), and go like others.
 
 A reference or manifest that can't be read might refer to anything, so nothing is removed until it is dropped.
 """
@@ -18,17 +19,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from laminar.checkpoint.format.encoding import DELTA
+from laminar.checkpoint.format.encoding import DELTAS
 from laminar.checkpoint.format.sealed import read_sealed, sealed
+from laminar.checkpoint.history.compact import PackPlaces, copy_out_of_sparse
 from laminar.checkpoint.history.leases import LEASE_S, LEASES
-from laminar.checkpoint.history.references import CONDEMNED, MANIFESTS, list_refs, load_manifest, pack_of
+from laminar.checkpoint.history.references import CONDEMNED, DAMAGED, MANIFESTS, list_refs, load_manifest, pack_of
 from laminar.checkpoint.packs.block_index import BlockIndex
-from laminar.checkpoint.packs.pack_format import BlockPlace
 from laminar.checkpoint.store.protocol import MissingKeyError, Store
 from laminar.errors import CheckpointError
 
 GC_TURNS = "gc"
-Packs = dict[str, list[BlockPlace]]
 
 
 @dataclass(frozen=True)
@@ -92,24 +92,30 @@ def _take_turn(store: Store, lease_s: float) -> _Turn:
     if not store.put_new(key, b""):
         raise busy
     for old in files:
-        store.delete(old.key)
+        if _number(old.key):  # not the clock, which others may be looking at
+            store.delete(old.key)
     return _Turn(store, last + 1, _modified(store, key))
 
 
 def _modified(store: Store, key: str) -> float:
-    return next(f.modified_s for f in store.list(GC_TURNS) if f.key == key)
+    found = [f.modified_s for f in store.list(GC_TURNS) if f.key == key]
+    if not found:
+        raise CheckpointError("another collection has begun meanwhile", next="leave it to that one")
+    return found[0]
 
 
 def _collect(store: Store, turn: _Turn, lease_s: float) -> Collected:
     index, manifests = BlockIndex(store), [f.key for f in store.list(MANIFESTS)]
     packs = index.packs()
     before = _markers(store)
-    dead = set(packs) - _needed(packs, _live(store)[0])
+    live, _ = _live(store)
+    spare = copy_out_of_sparse(store, packs, live, f"moved-{turn.number:010d}")
+    dead = set(packs) - _needed(packs, live, spare)
     for pack in sorted(dead - set(before)):
         _condemn(store, pack, None)
     leases = _live_leases(store, turn.now_s, lease_s)
     live, referred = _live(store)
-    needed = _needed(packs, live)
+    needed = _needed(packs, live, spare)
     turn.check()
     gone, waiting = [], []
     for pack in sorted(set(packs) | set(before)):
@@ -124,6 +130,9 @@ def _collect(store: Store, turn: _Turn, lease_s: float) -> Collected:
                     _condemn(store, pack, leases)
             else:
                 gone.append(pack)
+    for file in store.list(DAMAGED):
+        if pack_of(file.key) not in packs:
+            store.delete(file.key)
     sizes = {f.key: f.size for f in store.list("packs")}
     for pack in gone:
         store.delete(pack)
@@ -157,16 +166,24 @@ def _live(store: Store) -> tuple[set[bytes], set[str]]:
     return blocks, {ref.manifest for ref in found.refs}
 
 
-def _needed(packs: Packs, live: set[bytes]) -> set[str]:
-    """Packs that stay: those with live blocks, and those with bases of deltas in packs that stay."""
+def _needed(packs: PackPlaces, live: set[bytes], spare: set[str]) -> set[str]:
+    """Packs that stay: those with live blocks, and those with bases of deltas in packs that stay.
+
+    A pack in `spare` stays only for blocks that no other has.
+    """
     wanted, stay, rest = set(live), set[str](), dict(packs)
+    elsewhere = {p.hash for pack, places in packs.items() if pack not in spare for p in places}
     while True:
-        found = {pack for pack, places in rest.items() if any(p.hash in wanted for p in places)}
+        found = {
+            pack
+            for pack, places in rest.items()
+            if any(p.hash in wanted and (pack not in spare or p.hash not in elsewhere) for p in places)
+        }
         if not found:
             return stay
         stay |= found
         for pack in found:
-            wanted.update(p.base for p in rest.pop(pack) if p.encoding == DELTA)
+            wanted.update(p.base for p in rest.pop(pack) if p.encoding in DELTAS)
 
 
 def _marker(pack: str) -> str:

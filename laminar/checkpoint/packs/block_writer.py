@@ -8,15 +8,17 @@ is gone.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
-from laminar.checkpoint.format.encoding import DELTA, UNCODED, Stored, encode_block
-from laminar.checkpoint.format.hashing import block_hash
+from laminar.checkpoint.format.encoding import DELTAS, UNCODED, Stored, encode_block
+from laminar.checkpoint.format.hashing import Content, block_hash
 from laminar.checkpoint.packs.block_index import PACKS, BlockIndex
 from laminar.checkpoint.packs.block_reader import BlockReader
 from laminar.checkpoint.packs.pack_format import NO_BASE, PACK_MAGIC, BlockPlace, pack_end, stored_hash
 from laminar.checkpoint.store.protocol import Store, Upload
+from laminar.errors import CheckpointError, StorageError
 
 PACK_BYTES = 1 << 30
 """A pack that has grown so large is ended, and another begun."""
@@ -49,7 +51,7 @@ class BlockWriter:
         compress: bool = True,
         threads: int = 1,
     ) -> None:
-        """Blocks of packs in `shun` count as not there: they may be about to go."""
+        """Blocks of packs in `shun` count as not there: they may be about to go, or damaged."""
         self.written = Written()
         self._store, self._name, self._index, self._shun = store, name, index, shun
         self._compress, self._threads = compress, threads
@@ -61,11 +63,14 @@ class BlockWriter:
         self._places: list[BlockPlace] = []
         self._offset = 0
         self._packs = 0
+        self._finished = False
+        self._broken: BaseException | None = None
 
-    def add(self, plain: memoryview, base: bytes | None = None) -> bytes:
+    def add(self, plain: memoryview, base: bytes | None = None, item_bytes: int = 1) -> bytes:
         """The hash of a block, which is in the store after `finish`; till then, its content must not change.
 
-        `base`: the hash of a block to which this one may be stored as a delta, if that takes little room.
+        `base`: the hash of a block to which this one may be stored as a delta, if that takes little room. `item_bytes`:
+        of an element, which helps to make deltas small.
         """
         content = plain.cast("B")
         digest = block_hash(content, self._threads)
@@ -75,32 +80,51 @@ class BlockWriter:
             self.written.shared_bytes += len(content)
             return digest
         self._mine.add(digest)
-        stored, base = self._encoded(content, base)
+        stored, base = self._encoded(content, base, item_bytes)
         self.written.new_blocks += 1
         self.written.new_bytes += len(stored.data)
         while len(self._under_way) >= BLOCKS_AHEAD:
             self._under_way.popleft().result()
-        self._under_way.append(self._pool.submit(self._append, digest, len(content), stored, base))
+        self._under_way.append(self._pool.submit(self._unless_broken, self._append, digest, len(content), stored, base))
         return digest
 
     def _is_kept(self, block: bytes) -> bool:
         """Whether the store has a block and will go on having it, with all that is needed to read it."""
         return any(
-            pack not in self._shun and (place.encoding != DELTA or self._is_kept(place.base))
+            pack not in self._shun and (place.encoding not in DELTAS or self._is_kept(place.base))
             for pack, place in self._index.places(block)
         )
 
-    def _encoded(self, content: memoryview, base: bytes | None) -> tuple[Stored, bytes]:
+    def _encoded(self, content: memoryview, base: bytes | None, item_bytes: int) -> tuple[Stored, bytes]:
         if not self._compress:
             return Stored(UNCODED, content), NO_BASE
         depth, before = 0, None
         if base is not None and self._is_kept(base):
             depth = max(p.depth for _, p in self._index.places(base))
-            before = self._reader.read(base, len(content))
-        stored = encode_block(content, before, depth)
-        return stored, base if base is not None and stored.encoding == DELTA else NO_BASE
+            before = self._base(base, len(content))
+        stored = encode_block(content, item_bytes, before, depth)
+        return stored, base if base is not None and stored.encoding in DELTAS else NO_BASE
+
+    def _base(self, base: bytes, plain_bytes: int) -> Content | None:
+        """The content of a base; a damaged one is no reason to fail, and none to make more depend on it."""
+        try:
+            return self._reader.read(base, plain_bytes)
+        except StorageError:
+            raise
+        except CheckpointError:
+            return None
 
     # -- in the thread beside
+
+    def _unless_broken(self, call: Callable[..., None], *args: object) -> None:
+        """After one failure nothing more is written: half a block may stand where the next one would be."""
+        if self._broken is not None:
+            raise self._broken
+        try:
+            call(*args)
+        except BaseException as error:
+            self._broken = error
+            raise
 
     def _append(self, digest: bytes, plain_bytes: int, stored: Stored, base: bytes) -> None:
         if self._upload is None:
@@ -126,11 +150,14 @@ class BlockWriter:
     # -- the end
 
     def finish(self) -> Written:
-        """Everything that was added is durable."""
+        """Everything that was added is durable; a second call says the same."""
+        if self._finished:
+            return self.written
         while self._under_way:
             self._under_way.popleft().result()
-        self._pool.submit(self._end_pack).result()
+        self._pool.submit(self._unless_broken, self._end_pack).result()
         self._pool.shutdown()
+        self._finished = True
         return self.written
 
     def abort(self) -> None:
