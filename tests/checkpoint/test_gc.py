@@ -6,6 +6,7 @@ import os
 import random
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ from laminar.checkpoint import (
     state_record,
     verify_checkpoint,
 )
-from laminar.checkpoint.history import compact
+from laminar.checkpoint.history import compact, gc
 from laminar.checkpoint.history.leases import LEASES, Lease
 from laminar.checkpoint.store.memory import MemoryStore
 from laminar.errors import CheckpointError
@@ -160,6 +161,32 @@ def test_packs_that_are_needed_for_little_are_copied(tmp_path: Path, monkeypatch
     assert_holds(store, second, later)
     assert_holds(store, third, {KEYS_2: (dtype, array)})
     assert sum(f.size for f in store.list("packs")) < 8 * 256 + 2 * 256 + 1800
+
+
+def test_a_commit_in_the_middle_of_a_collection_keeps_its_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After what is needed has been copied out of a pack, a writer commits a checkpoint that needs more of it."""
+    monkeypatch.setattr(compact, "LEAST_FREED_BYTES", 1000)
+    store = open_store(tmp_path)
+    arrays = {TensorKey("parameter", f"w{i}"): ("f32", bits("f32", (8, 8), i)) for i in range(8)}
+    first = save_arrays(store, arrays)
+    save_arrays(store, {k: v for k, v in arrays.items() if k.name == "w3"}, after=1, step=1)
+    store.delete(first.key)
+    save = Save(store)
+    dtype, array = arrays[KEYS_2]
+    record = save.tensor(KEYS_2, dtype, array.shape, array)
+    refs = []
+    leases = gc._live_leases
+
+    def committed(*told: Any) -> set[str]:
+        refs.append(save.commit(Manifest("late", 0, state_record([record], {}))))
+        save.abort()
+        return leases(*told)
+
+    monkeypatch.setattr(gc, "_live_leases", committed)
+    assert not collect_garbage(store).packs
+    assert_holds(store, refs[0], {KEYS_2: (dtype, array)})
 
 
 def test_nothing_goes_while_a_reference_can_not_be_read(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from laminar.checkpoint.format.encoding import DELTAS
 from laminar.checkpoint.format.sealed import read_sealed, sealed
 from laminar.checkpoint.history.compact import PackPlaces, copy_out_of_sparse
 from laminar.checkpoint.history.leases import LEASE_S, LEASES
-from laminar.checkpoint.history.references import CONDEMNED, MANIFESTS, list_refs, load_manifest, pack_of
+from laminar.checkpoint.history.references import CONDEMNED, DAMAGED, MANIFESTS, list_refs, load_manifest, pack_of
 from laminar.checkpoint.packs.block_index import BlockIndex
 from laminar.checkpoint.store.protocol import MissingKeyError, Store
 from laminar.errors import CheckpointError
@@ -130,6 +130,9 @@ def _collect(store: Store, turn: _Turn, lease_s: float) -> Collected:
                     _condemn(store, pack, leases)
             else:
                 gone.append(pack)
+    for file in store.list(DAMAGED):
+        if pack_of(file.key) not in packs:
+            store.delete(file.key)
     sizes = {f.key: f.size for f in store.list("packs")}
     for pack in gone:
         store.delete(pack)
