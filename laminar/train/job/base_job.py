@@ -27,6 +27,7 @@ from laminar.train.optimizer import optimizer as optim
 from laminar.train.optimizer.precision import Precision, Scaler
 from laminar.train.options import JobOptions
 from laminar.train.saving import checkpoint
+from laminar.train.saving.saver import Saver
 from laminar.train.state.fill import LoadedWeights
 from laminar.train.state.gather import Gather
 from laminar.train.state.sharded_model import Pieces, released
@@ -84,6 +85,8 @@ class BaseJob:
         self.recorder, self.loader = recorder, recorder.loader
         self.rank, self.world, self.device = world.rank, world.size, world.device
         self.optimizer = state.optimizer
+        self.savers: dict[str, Saver] = {}
+        """What writes checkpoints, by store."""
         self._released = False
         self._guard: Pieces | None = None
         """What stands on the user's model where ranks have parts of it."""
@@ -150,16 +153,21 @@ class BaseJob:
         """
         return self.state.digest(self.peers.gather_objects)
 
-    def save(self, directory: str | Path, scheduler: Any = None) -> None:
-        """Write weights, optimizer state and counters as whole tensors into a directory.
+    def save(self, uri: str | Path, scheduler: Any = None, wait: bool = True) -> None:
+        """Save weights, optimizer state and all else that a run is as a checkpoint in a store: a folder, or a URI.
 
+        Every rank writes its part. The first save begins a run there, later ones add to it, and nothing is ever replaced.
         Learning-rate schedulers of torch's on the job's optimizer are kept too; others can be named, one or a list.
+        Without `wait` it is written beside the steps that follow; the next save waits for it.
         """
-        checkpoint.save(self, directory, scheduler)
+        checkpoint.save(self, uri, scheduler, wait)
 
-    def resume(self, directory: str | Path, scheduler: Any = None) -> None:
-        """Go on from what `save` wrote, on any layout; schedulers go on as well."""
-        checkpoint.resume(self, directory, scheduler)
+    def resume(self, uri: str | Path, scheduler: Any = None) -> None:
+        """Go on from the last whole checkpoint in a store, on any layout; schedulers and random generators as well.
+
+        `uri#run` says which run, where there are several, and `uri#run@step` which of its checkpoints.
+        """
+        checkpoint.resume(self, uri, scheduler)
 
     def load_weights(
         self, path: str | Path, *, only: str = "", rename: Mapping[str, str] | None = None, strict: bool = True

@@ -189,6 +189,14 @@ class JobState:
         self.ema = {k.name: k.owned.detach().float().clone() for k in self.averaged} if ema is not None else {}
         """What this rank owns of the weights' moving average."""
         self._copy: nn.Module | None = None
+        self.being_copied: Callable[[], None] | None = None
+        """Waits until somebody who copies weights and optimizer state beside the steps is done; nothing: nobody does."""
+
+    def about_to_change(self) -> None:
+        """Whoever changes weights or optimizer state calls this first: a snapshot may still be copying them."""
+        if self.being_copied is not None:
+            waits, self.being_copied = self.being_copied, None
+            waits()
 
     # --- what is here --------------------------------------------------------------------------------
 
@@ -385,6 +393,7 @@ class JobState:
             raise StateError(
                 "the state dict is not this model's", missing=", ".join(missing[:5]), unexpected=", ".join(extra[:5])
             )
+        self.about_to_change()
         kept, layout = {k.name: k for k in self.kept}, self.layout
         for name, slot in self._slot_of.items():
             value = given[name]
@@ -408,6 +417,7 @@ class JobState:
 
     def load_average(self, given: Mapping[str, Tensor]) -> None:
         """Take the moving average of the weights from whole tensors."""
+        self.about_to_change()
         for k in self.averaged:
             self.ema[k.name].copy_(self.layout.cut(given[k.name], k.state_nd))
 
@@ -466,6 +476,7 @@ class JobState:
 
     def load_optimizer_state_dict(self, given: Mapping[str, Any]) -> None:
         """The inverse; also of what a plain optimizer over the same parameters saved."""
+        self.about_to_change()
         if len(self.layout.places) > 1:
             given = self._of_this_place(given)
         optim.load_state_dict(self.optimizer, list(self.by_name.values()), given, self.layout.cut)
@@ -523,6 +534,7 @@ class JobState:
 
     def give_back(self, gather: Gather) -> None:
         """Put whole tensors into the user's model, and whole state into the user's optimizer."""
+        self.about_to_change()
         split = [s for s in self.slots if not self.layout.is_whole(s.name)]
         found = self.whole_tensors(gather, [s.name for s in split])
         state = self.optimizer_state_dict(gather)

@@ -1,0 +1,203 @@
+"""A rank's part of a checkpoint, copied out of what it trains with: the blocks it writes, and parts it sends to others.
+
+Blocks lie one behind the other in one stretch of memory that is made once and used for every save. Buffers are copied at
+once, because the next forward changes them; the rest may be copied beside the next forward and backward, by a thread, and
+whoever changes weights or optimizer state waits for it (`JobState.about_to_change`).
+
+A rank holds one copy of the blocks it writes and of the parts it sends, no more, whatever is gathered elsewhere.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import mmap
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from laminar.capture.ops.torch_ops import DTYPE_NAMES, DTYPES
+from laminar.checkpoint.format.block_grid import box_shape, within
+from laminar.checkpoint.format.state_record import TensorKey
+from laminar.errors import StateError
+from laminar.train.saving.block_shares import BlockShare, TensorBoxes, block_shares, boxes_of, put_together
+from laminar.train.state.shards import Slices, StateShard
+from laminar.train.world import World
+
+ALIGN_BYTES = 64
+
+
+@dataclass(frozen=True)
+class SnapshotPlan:
+    """Who copies, sends and writes what: the same for every save while tensors lie as they do."""
+
+    tensors: tuple[TensorBoxes, ...]
+    shares: tuple[BlockShare, ...]
+    """All blocks of the state."""
+    mine: tuple[BlockShare, ...]
+    """Those that this rank writes."""
+    offsets: tuple[int, ...]
+    """Where each of these lies in memory."""
+    nbytes: int
+
+    @staticmethod
+    def of(tensors: Sequence[TensorBoxes], rank: int, ranks: int) -> SnapshotPlan:
+        """For one rank; every rank has the same `tensors`."""
+        shares = block_shares(tensors, ranks)
+        mine = tuple(s for s in shares if s.writer == rank)
+        offsets, at = [], 0
+        for share in mine:
+            offsets.append(at)
+            at += _padded(share.elements * tensors[share.tensor].item_bytes)
+        return SnapshotPlan(tuple(tensors), tuple(shares), mine, tuple(offsets), at)
+
+    def sent(self, rank: int, to: int) -> list[tuple[int, Slices]]:
+        """Parts that a rank sends to another, in the order in which they stand in one message."""
+        return [(s.tensor, p.box) for s in self.shares if s.writer == to for p in s.parts if p.rank == rank != to]
+
+    def bytes_of(self, parts: Sequence[tuple[int, Slices]]) -> int:
+        """How long such a message is."""
+        return sum(_padded(math.prod(box_shape(box)) * self.tensors[t].item_bytes) for t, box in parts)
+
+
+class SnapshotPlanner:
+    """Makes plans of a job's snapshots, and keeps the last one for as long as it holds."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self._said: list[str] = []
+        self._plan: SnapshotPlan | None = None
+
+    def plan(self, shards: Sequence[StateShard]) -> SnapshotPlan:
+        """The plan for what ranks hold now; every rank calls this."""
+        mine = boxes_of([(s, _dtype(s)) for s in shards], self.world.rank)
+        said = self.world.gather_objects(hashlib.sha256(repr(mine).encode()).hexdigest())
+        if self._plan is None or said != self._said:
+            everyone = self.world.gather_objects(mine)
+            self._plan, self._said = SnapshotPlan.of(put_together(everyone), self.world.rank, self.world.size), said
+        return self._plan
+
+
+class Snapshot:
+    """Memory for a rank's blocks, and what is copied there."""
+
+    def __init__(self, plan: SnapshotPlan, world: World) -> None:
+        self.plan, self.world = plan, world
+        self.file = os.memfd_create("laminar snapshot") if hasattr(os, "memfd_create") else -1
+        """The memory as a file, for a process that hashes and writes it."""
+        size = max(plan.nbytes, 1)
+        if self.file >= 0:
+            os.truncate(self.file, size)
+        self.memory = mmap.mmap(self.file, size)
+        self._bytes = torch.frombuffer(self.memory, dtype=torch.uint8)
+        self._out: dict[int, Tensor] = {
+            peer: torch.empty(size, dtype=torch.uint8)
+            for peer in range(world.size)
+            if (size := plan.bytes_of(plan.sent(world.rank, peer)))
+        }
+        """Messages to other ranks."""
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._bytes = torch.empty(0)
+        self._out.clear()
+        if self.file >= 0:
+            os.close(self.file)
+            self.file = -1
+
+    def block(self, number: int) -> memoryview:
+        """The bytes of one of this rank's blocks."""
+        share, begin = self.plan.mine[number], self.plan.offsets[number]
+        size = share.elements * self.plan.tensors[share.tensor].item_bytes
+        return memoryview(self.memory)[begin : begin + size]
+
+    def copy(self, shards: Sequence[StateShard], buffers: bool) -> None:
+        """Copy what this rank gives: all buffers, or everything else."""
+        with torch.no_grad():
+            for into, source in self._copies(_Held(shards), buffers):
+                into.copy_(source)
+
+    def _copies(self, held: _Held, buffers: bool) -> Iterator[tuple[Tensor, Tensor]]:
+        plan, rank = self.plan, self.world.rank
+        for number, share in enumerate(plan.mine):
+            key = plan.tensors[share.tensor].key
+            if (key.kind == "buffer") is buffers:
+                room = self._room(number)
+                for part in share.parts:
+                    if part.rank == rank:
+                        yield room[within(part.box, share.box)], held.part(key, part.box)
+        for peer, message in self._out.items():
+            at = 0
+            for t, box in plan.sent(rank, peer):
+                tensor = plan.tensors[t]
+                size = math.prod(box_shape(box)) * tensor.item_bytes
+                if (tensor.key.kind == "buffer") is buffers:
+                    yield _typed(message[at : at + size], tensor.dtype, box_shape(box)), held.part(tensor.key, box)
+                at += _padded(size)
+
+    def _room(self, number: int) -> Tensor:
+        share, begin = self.plan.mine[number], self.plan.offsets[number]
+        tensor = self.plan.tensors[share.tensor]
+        size = share.elements * tensor.item_bytes
+        return _typed(self._bytes[begin : begin + size], tensor.dtype, box_shape(share.box))
+
+    def exchange(self, group: Any) -> None:
+        """Send parts of others' blocks, and take those of mine; every rank calls this, after everything was copied."""
+        world, plan = self.world, self.plan
+        posted, arrived = [], {}
+        for peer in range(world.size):
+            size = plan.bytes_of(plan.sent(peer, world.rank))
+            if size:
+                arrived[peer] = torch.empty(size, dtype=torch.uint8)
+                posted.append(dist.P2POp(dist.irecv, arrived[peer], world.ranks[peer], group))
+        for peer, message in self._out.items():
+            posted.append(dist.P2POp(dist.isend, message, world.ranks[peer], group))
+        for work in dist.batch_isend_irecv(posted) if posted else ():
+            work.wait()
+        at = dict.fromkeys(arrived, 0)
+        for number, share in enumerate(plan.mine):
+            for part in share.parts:
+                if part.rank != world.rank:
+                    tensor, shape = plan.tensors[share.tensor], box_shape(part.box)
+                    begin, size = at[part.rank], math.prod(shape) * tensor.item_bytes
+                    at[part.rank] = begin + _padded(size)
+                    came = arrived[part.rank][begin : begin + size]
+                    self._room(number)[within(part.box, share.box)].copy_(_typed(came, tensor.dtype, shape))
+
+
+class _Held:
+    """This rank's shards, by tensor, to find parts in."""
+
+    def __init__(self, shards: Sequence[StateShard]) -> None:
+        self._of: dict[TensorKey, list[tuple[Slices, Tensor]]] = {}
+        for shard in shards:
+            box = tuple(slice(*part.indices(n)) for part, n in zip(shard.index, shard.shape, strict=True))
+            self._of.setdefault(TensorKey(shard.kind, shard.name, shard.entry), []).append((box, shard.tensor))
+
+    def part(self, key: TensorKey, wanted: Slices) -> Tensor:
+        """A view of a part that lies in one of the shards."""
+        for box, tensor in self._of.get(key, ()):
+            if all(a.start <= w.start and w.stop <= a.stop for a, w in zip(box, wanted, strict=True)):
+                return tensor.detach()[within(wanted, box)] if wanted else tensor.detach()
+        raise StateError(f"{key} does not lie where it lay when the save was planned")
+
+
+def _padded(size: int) -> int:
+    """Bytes with those after them that are left out, so that what follows begins where any element may."""
+    return -(-size // ALIGN_BYTES) * ALIGN_BYTES
+
+
+def _typed(flat: Tensor, dtype: str, shape: tuple[int, ...]) -> Tensor:
+    """Bytes as elements."""
+    return flat.view(DTYPES[dtype]).reshape(shape)
+
+
+def _dtype(shard: StateShard) -> str:
+    if shard.tensor.dtype not in DTYPE_NAMES:
+        raise StateError(f"{shard.kind} {shard.name} {shard.entry} has dtype {shard.tensor.dtype}: it can't be saved")
+    return DTYPE_NAMES[shard.tensor.dtype]
