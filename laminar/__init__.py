@@ -22,6 +22,7 @@ _WHERE = {
     "Callback": "laminar.train.loop",
     "CaptureError": "laminar.errors",
     "Cluster": "laminar.ir.clusters.cluster",
+    "CheckpointError": "laminar.errors",
     "ClusterError": "laminar.errors",
     "Exact": "laminar.ir.exact",
     "DataError": "laminar.errors",
@@ -55,6 +56,7 @@ _WHERE = {
     "Sized": "laminar.train.batch.leaves",
     "CheckError": "laminar.errors",
     "StateError": "laminar.errors",
+    "StorageError": "laminar.errors",
     "StoppedError": "laminar.errors",
     "TensorSpec": "laminar.ir.tensor",
     "Timeline": "laminar.ir.timeline",
@@ -77,6 +79,7 @@ __all__ = [
     "Callback",
     "CaptureError",
     "CheckError",
+    "CheckpointError",
     "Cluster",
     "ClusterError",
     "DataError",
@@ -111,10 +114,12 @@ __all__ = [
     "Sized",
     "StateError",
     "StoppedError",
+    "StorageError",
     "TensorSpec",
     "Timeline",
     "TimelineError",
     "capture",
+    "checkpoint",
     "data",
     "eager",
     "load_recipe",
@@ -189,8 +194,8 @@ sys.modules[__name__].__class__ = _Front
 
 
 def __getattr__(name: str) -> Any:
-    if name == "data":  # a room that is public as a whole
-        return import_module("laminar.data")
+    if name in ("checkpoint", "data"):  # rooms that are public as a whole
+        return import_module(f"laminar.{name}")
     if name not in _WHERE:
         raise AttributeError(f"module 'laminar' has no attribute {name!r}")
     value = getattr(import_module(_WHERE[name]), name)
@@ -203,6 +208,7 @@ def __dir__() -> list[str]:
 
 
 if TYPE_CHECKING:
+    from laminar import checkpoint as checkpoint
     from laminar import data as data
     from laminar.api import Recipe, capture, load_recipe, parallelize, plan, plans, replan, verify
     from laminar.capture.eager.eager import eager
@@ -211,6 +217,7 @@ if TYPE_CHECKING:
         BatchError,
         CaptureError,
         CheckError,
+        CheckpointError,
         ClusterError,
         DataError,
         GraphError,
@@ -230,6 +237,7 @@ if TYPE_CHECKING:
         SimulationError,
         StateError,
         StoppedError,
+        StorageError,
         TimelineError,
     )
     from laminar.forecast.step import predict

@@ -19,6 +19,8 @@
     ├── OptimizerError      an optimizer that can't run on what ranks own
     ├── CheckError          the compiled step gives other numbers than the model itself
     ├── StateError          a checkpoint that is not this model's or this optimizer's
+    ├── CheckpointError     a checkpoint that is damaged, hostile, or gone
+    │   └── StorageError    the place where checkpoints lie can't be read or written
     ├── NonFiniteError      a loss or gradient that is NaN or infinite
     ├── OutOfMemoryError    a rank needs more memory than there is
     ├── RankError           a rank failed or died while the others trained
@@ -121,6 +123,14 @@ class CheckError(LaminarError):
 
 class StateError(LaminarError):
     """A checkpoint that is not this model's or this optimizer's."""
+
+
+class CheckpointError(LaminarError):
+    """A checkpoint that is damaged, hostile, or gone."""
+
+
+class StorageError(CheckpointError):
+    """The place where checkpoints lie can't be read or written."""
 
 
 class NonFiniteError(LaminarError):

@@ -21,7 +21,7 @@ MOST_LINES = 60
 REPEATED = 6
 MOST_BY_HAND = 30
 REASON = "# Long because "
-ENTRIES = ("laminar", "laminar.__main__", "laminar.cli", "laminar.data")
+ENTRIES = ("laminar", "laminar.__main__", "laminar.cli", "laminar.checkpoint", "laminar.data")
 """What users import and start."""
 AWAITED: dict[str, str] = {}
 """Modules that nothing here reaches, and why they are here all the same."""

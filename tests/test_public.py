@@ -17,7 +17,19 @@ import pytest
 
 import laminar
 
-PLANNING = ("ir", "rules", "cost", "placement", "rewrite", "lower", "forecast", "staging", "errors", "events")
+PLANNING = (
+    "ir",
+    "rules",
+    "cost",
+    "placement",
+    "rewrite",
+    "lower",
+    "forecast",
+    "staging",
+    "checkpoint",
+    "errors",
+    "events",
+)
 """Rooms that import no framework; import-linter says so too, this shows it."""
 
 

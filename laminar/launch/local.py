@@ -60,7 +60,7 @@ def reserve(port: int) -> socket.socket:
     return listener
 
 
-class Store:
+class Rendezvous:
     """The ranks' meeting place. Torch is loaded for it in a thread, while the ranks load theirs."""
 
     def __init__(self, listener: socket.socket) -> None:
@@ -166,7 +166,7 @@ class Launch:
         self, command: Sequence[str], world: int, run: RunDir, listener: socket.socket | None, timeout_s: float
     ) -> None:
         self.command, self.world, self.run, self.timeout_s = list(command), world, run, timeout_s
-        self.store = Store(listener) if listener else None
+        self.store = Rendezvous(listener) if listener else None
         self.ranks: list[Rank] = []
         self.signalled: int | None = None
 

@@ -15,10 +15,9 @@ from itertools import pairwise, product
 import numpy as np
 from torch import Tensor
 
+from laminar.checkpoint.format.block_grid import Slices
 from laminar.ir.mesh import Place
 from laminar.ir.sbp import NdSbp, Split, local_indices
-
-Slices = tuple[slice, ...]
 
 
 @dataclass(frozen=True)

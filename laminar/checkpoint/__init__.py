@@ -1,0 +1,79 @@
+"""Checkpoints that can be trusted: blocks by their hashes, one root over a run's state, verified before use.
+
+`Save` writes one, `StateReader` reads parts of it, `verify_checkpoint` says what is damaged. Nothing here knows of a
+framework: tensors are buffers with a name, a shape and a dtype, so a process that writes needs none. The format is in
+`docs/checkpoint_format.md`. Names are resolved when first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+_WHERE = {
+    "CheckpointRef": "history.references",
+    "Damage": "read.verify",
+    "Manifest": "format.manifest",
+    "Save": "history.save",
+    "StateReader": "read.state_reader",
+    "StateRecord": "format.state_record",
+    "Store": "store.protocol",
+    "TensorKey": "format.state_record",
+    "TensorRecord": "format.state_record",
+    "block_box": "format.block_grid",
+    "block_count": "format.block_grid",
+    "blocks_of_box": "format.block_grid",
+    "last_sequence": "history.references",
+    "latest_valid": "read.verify",
+    "list_refs": "history.references",
+    "load_manifest": "read.state_reader",
+    "open_store": "store.uri",
+    "state_record": "format.state_record",
+    "tensor_record": "format.state_record",
+    "verify_checkpoint": "read.verify",
+}
+__all__ = [
+    "CheckpointRef",
+    "Damage",
+    "Manifest",
+    "Save",
+    "StateReader",
+    "StateRecord",
+    "Store",
+    "TensorKey",
+    "TensorRecord",
+    "block_box",
+    "block_count",
+    "blocks_of_box",
+    "last_sequence",
+    "latest_valid",
+    "list_refs",
+    "load_manifest",
+    "open_store",
+    "state_record",
+    "tensor_record",
+    "verify_checkpoint",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module 'laminar.checkpoint' has no attribute {name!r}")
+    found = import_module(f"{__name__}.{_WHERE[name]}")
+    return getattr(found, name)
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
+if TYPE_CHECKING:
+    from laminar.checkpoint.format.block_grid import block_box, block_count, blocks_of_box
+    from laminar.checkpoint.format.manifest import Manifest
+    from laminar.checkpoint.format.state_record import StateRecord, TensorKey, TensorRecord, state_record, tensor_record
+    from laminar.checkpoint.history.references import CheckpointRef, last_sequence, list_refs
+    from laminar.checkpoint.history.save import Save
+    from laminar.checkpoint.read.state_reader import StateReader, load_manifest
+    from laminar.checkpoint.read.verify import Damage, latest_valid, verify_checkpoint
+    from laminar.checkpoint.store.protocol import Store
+    from laminar.checkpoint.store.uri import open_store

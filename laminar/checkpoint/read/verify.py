@@ -1,0 +1,109 @@
+"""What is wrong with a checkpoint: every damaged block by its tensor and place; and the last one that is whole.
+
+Verifying reads and hashes everything, block by block, in bounded memory. A block that several tensors share is read
+once and reported for each of them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from laminar.checkpoint.format.block_grid import Slices, block_box, box_shape
+from laminar.checkpoint.format.state_record import TensorKey
+from laminar.checkpoint.history.references import CheckpointRef, list_refs
+from laminar.checkpoint.packs.block_reader import BlockReader
+from laminar.checkpoint.read.state_reader import load_manifest
+from laminar.checkpoint.store.protocol import Store
+from laminar.errors import CheckpointError, StorageError
+
+
+@dataclass(frozen=True)
+class Damage:
+    """Something of a checkpoint that is not as it was written."""
+
+    what: str
+    tensor: TensorKey | None = None
+    """None: the checkpoint as a whole can't be read."""
+    block: int = 0
+    box: Slices = ()
+    """Where in the tensor the block lies."""
+
+    def __str__(self) -> str:
+        if self.tensor is None:
+            return self.what
+        place = ", ".join(f"{s.start}:{s.stop}" for s in self.box)
+        return f"{self.tensor} block {self.block} [{place}]: {self.what}"
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What came of verifying a checkpoint."""
+
+    ref: CheckpointRef
+    damage: tuple[Damage, ...]
+    blocks: int = 0
+    """Different ones that were read."""
+    plain_bytes: int = 0
+
+    @property
+    def ok(self) -> bool:
+        """Whether every byte is as it was written."""
+        return not self.damage
+
+
+def verify_checkpoint(
+    store: Store, ref: CheckpointRef, blocks: BlockReader | None = None, deep: bool = True
+) -> Verified:
+    """Read all of a checkpoint; not `deep`: its manifest alone, and whether packs are there that have its blocks."""
+    try:
+        manifest = load_manifest(store, ref.manifest)
+    except CheckpointError as error:
+        return Verified(ref, (Damage(error.what),))
+    if (manifest.run, manifest.step, manifest.state.root) != (ref.run, ref.step, ref.root):
+        return Verified(ref, (Damage("the reference is to another run, step or state than its manifest's"),))
+    reader = BlockReader(store) if blocks is None else blocks
+    damage: list[Damage] = []
+    seen: dict[tuple[bytes, int], str] = {}
+    for tensor in manifest.state.tensors:
+        for number in range(tensor.blocks):
+            box = block_box(tensor.shape, tensor.item_bytes, number)
+            one = tensor.block(number), math.prod(box_shape(box)) * tensor.item_bytes
+            if one not in seen:
+                seen[one] = _wrong_with(reader, *one, deep)
+            if seen[one]:
+                damage.append(Damage(seen[one], tensor.key, number, box))
+    return Verified(ref, tuple(damage), len(seen), sum(size for _, size in seen))
+
+
+def _wrong_with(reader: BlockReader, block: bytes, plain_bytes: int, deep: bool) -> str:
+    if not deep:
+        return "" if block in reader.index else "no pack has it"
+    try:
+        reader.read(block, plain_bytes)
+    except StorageError:
+        raise  # the store can't be asked: that says nothing about the checkpoint
+    except CheckpointError as error:
+        return error.what
+    return ""
+
+
+@dataclass(frozen=True)
+class LatestValid:
+    """The last checkpoint that is whole, and what is wrong with those after it."""
+
+    ref: CheckpointRef | None
+    passed_over: tuple[Verified, ...]
+    damaged_refs: dict[str, CheckpointError]
+
+
+def latest_valid(store: Store, run: str, deep: bool = True) -> LatestValid:
+    """A run's last checkpoint that verifies."""
+    found, reader = list_refs(store, run), BlockReader(store)
+    passed: list[Verified] = []
+    for ref in reversed(found.refs):
+        verified = verify_checkpoint(store, ref, reader, deep)
+        if verified.ok:
+            return LatestValid(ref, tuple(passed), found.damaged)
+        passed.append(verified)
+    return LatestValid(None, tuple(passed), found.damaged)

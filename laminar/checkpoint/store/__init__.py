@@ -1,0 +1,1 @@
+"""Where checkpoints lie: local disks, memory and object stores behind one protocol."""
