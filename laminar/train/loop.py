@@ -32,7 +32,7 @@ from laminar.errors import NonFiniteError, RecipeError
 from laminar.events import emit
 from laminar.runtime.pipeline.loader import EPOCH
 from laminar.train.protocol import TrainingJob
-from laminar.train.saving.async_checkpoint import Saver
+from laminar.train.saving.checkpoint import saver_for
 
 LAG = 2
 """Steps queued on a GPU beyond the newest one whose loss is read; none on a CPU, where nothing is queued."""
@@ -388,11 +388,11 @@ def loop(
 
     def saved() -> None:
         emit("phase", name="saving")
-        assert saver is not None and checkpoint is not None
-        saver.save(checkpoint)
+        assert saver is not None
+        saver.save()
 
     measured = {"metrics": metrics} if metrics else {}
-    saver = Saver(job) if checkpoint is not None and checkpoint_every else None
+    saver = saver_for(job, checkpoint) if checkpoint is not None else None
     reader = Reader(job, log_every)
     emit("phase", name="first step")
     batches, loader = epochs(data, skip=step, marked=prefetch > 0), None
@@ -424,7 +424,7 @@ def loop(
                 aside(recorder.end)
             if evaluate is not None and evaluate_every and step % evaluate_every == 0 and step < steps:
                 evaluation = aside(evaluated)
-            if saver is not None and step % checkpoint_every == 0 and step < steps:
+            if saver is not None and checkpoint_every and step % checkpoint_every == 0 and step < steps:
                 aside(saved)
         del batch
         reader.pause()
@@ -449,13 +449,10 @@ def loop(
         timeline=recorder.saved,
         per_s=reader.timed_units / reader.timed_s if reader.timed_s else None,
     )
-    if checkpoint is not None:
+    if saver is not None:
         emit("phase", name="saving")
-        if saver is not None:
-            saver.save(checkpoint)
-            saver.finish()
-        else:
-            job.save(checkpoint)
+        saver.save()
+        saver.finish()
     emit("end", ok=True, **asdict(outcome))
     for callback in callbacks:
         callback.end(job, outcome)

@@ -49,6 +49,11 @@ class HasState(Protocol):
         ...
 
     @property
+    def planner(self) -> Any:
+        """What plans who writes which of its blocks (`saving/snapshot.py`)."""
+        ...
+
+    @property
     def gather(self) -> Gather:
         """What puts tensors together of which ranks have parts."""
         ...

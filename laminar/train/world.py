@@ -89,6 +89,7 @@ class World:
         self.open: weakref.WeakSet[Any] = weakref.WeakSet()
         """What is to be closed before the process group is left."""
         self._transports: weakref.WeakSet[Groups] = weakref.WeakSet()
+        self._beside: Any = None
         self._notes = self._meetings = 0
         self._told: dict[int, str] = {}
         """Checksums of this rank's last batches, by the number of their note."""
@@ -124,6 +125,17 @@ class World:
         made = Groups(mesh, self.device, timeout_s=self.timeout_s, ranks=ranks, group=self.process_group)
         self._transports.add(made)
         return made
+
+    def beside_the_steps(self) -> Any:
+        """A Gloo group of the same ranks, for what threads exchange while steps run; nothing for one rank.
+
+        Made at the first call, which all ranks make together.
+        """
+        if self.size > 1 and self._beside is None:
+            within = timedelta(seconds=self.timeout_s)
+            ranks = list(self.ranks)
+            self._beside = dist.new_group(ranks, within, backend="gloo", use_local_synchronization=True)
+        return self._beside
 
     def barrier(self) -> None:
         """Until all ranks are here."""
@@ -274,6 +286,10 @@ class World:
         """Leave the process group, if this made it; another world can be made behind that."""
         for each in list(self.open):
             each.close()
+        if self._beside is not None and dist.is_initialized():
+            with contextlib.suppress(Exception):
+                dist.destroy_process_group(self._beside)
+            self._beside = None
         if self.joined and dist.is_initialized():
             for each in list(self._transports):
                 each.close()

@@ -61,6 +61,7 @@ class BlockWriter:
         self._places: list[BlockPlace] = []
         self._offset = 0
         self._packs = 0
+        self._finished = False
 
     def add(self, plain: memoryview, base: bytes | None = None) -> bytes:
         """The hash of a block, which is in the store after `finish`; till then, its content must not change.
@@ -123,11 +124,14 @@ class BlockWriter:
     # -- the end
 
     def finish(self) -> Written:
-        """Everything that was added is durable."""
+        """Everything that was added is durable; nothing is added after this."""
+        if self._finished:
+            return self.written
         while self._under_way:
             self._under_way.popleft().result()
         self._pool.submit(self._end_pack).result()
         self._pool.shutdown()
+        self._finished = True
         return self.written
 
     def abort(self) -> None:

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from laminar.capture.ops.torch_ops import DTYPE_NAMES
+from laminar.checkpoint.format.block_grid import Slices
 from laminar.errors import StateError
 from laminar.ir.tensor import TensorSpec
 from laminar.train.formats.tensor_source import checked_slice, copy_of
 from laminar.train.formats.torch_save_source import weights_only
-from laminar.train.state.shards import Slices
 
 METADATA_NAMES = {
     "torch.distributed.checkpoint.metadata": (

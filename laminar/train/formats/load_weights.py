@@ -12,13 +12,13 @@ from pathlib import Path
 
 from torch import Tensor
 
+from laminar.checkpoint.format.block_grid import Slices
 from laminar.errors import StateError
 from laminar.ir.tensor import TensorSpec
 from laminar.train.formats.open_source import open_source
 from laminar.train.formats.tensor_source import TensorSource
 from laminar.train.protocol import HasState
 from laminar.train.state.fill import LoadedWeights, averages_begin_anew, put_staged, stage_weights
-from laminar.train.state.shards import Slices
 from laminar.train.state.state import JobState
 
 LISTED_NAMES = 5

@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import Tensor
 
+from laminar.checkpoint.format.block_grid import Slices
 from laminar.errors import StateError
 from laminar.ir.tensor import TensorSpec
 from laminar.train.formats.tensor_source import checked_slice
-from laminar.train.state.shards import Slices
 
 INDEX = "model.safetensors.index.json"
 ONE_FILE = "model.safetensors"

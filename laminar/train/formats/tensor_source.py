@@ -15,9 +15,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from laminar.checkpoint.format.block_grid import Slices
 from laminar.errors import StateError
 from laminar.ir.tensor import TensorSpec
-from laminar.train.state.shards import Slices
 
 
 class TensorSource(Protocol):

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from laminar.capture.ops.torch_ops import spec_of
+from laminar.checkpoint.format.block_grid import Slices
 from laminar.errors import CaptureError, StateError
 from laminar.ir.tensor import TensorSpec
 from laminar.train.formats.tensor_source import checked_slice, copy_of
-from laminar.train.state.shards import Slices
 
 HOLDERS = ("state_dict", "model_state_dict", "model", "module", "weights")
 """Keys under which training scripts keep a state dict."""

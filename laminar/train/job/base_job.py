@@ -28,6 +28,8 @@ from laminar.train.optimizer.precision import Precision, Scaler
 from laminar.train.options import JobOptions
 from laminar.train.saving import checkpoint
 from laminar.train.saving.saver import Saver
+from laminar.train.saving.snapshot import SnapshotPlanner
+from laminar.train.saving.state_root import state_record_of
 from laminar.train.state.fill import LoadedWeights
 from laminar.train.state.gather import Gather
 from laminar.train.state.sharded_model import Pieces, released
@@ -87,6 +89,7 @@ class BaseJob:
         self.optimizer = state.optimizer
         self.savers: dict[str, Saver] = {}
         """What writes checkpoints, by store."""
+        self.planner = SnapshotPlanner(world)
         self._released = False
         self._guard: Pieces | None = None
         """What stands on the user's model where ranks have parts of it."""
@@ -147,16 +150,16 @@ class BaseJob:
         self.state.load_average(given)
 
     def hash(self) -> str:
-        """Hex digest over all that a run is: equal exactly if all of it is, bit for bit, however it lies on ranks.
+        """The root over all that a run is: equal exactly if all of it is, bit for bit, however it lies on ranks.
 
         That is weights, buffers, optimizer state and hyper-parameters, averages, the scale of the loss, steps and seed.
         """
-        return self.state.digest(self.peers.gather_objects)
+        return state_record_of(self).root
 
     def save(self, uri: str | Path, scheduler: Any = None, wait: bool = True) -> None:
         """Save weights, optimizer state and all else that a run is as a checkpoint in a store: a folder, or a URI.
 
-        Every rank writes its part. The first save begins a run there, later ones add to it, and nothing is ever replaced.
+        Every rank writes its part. The first save begins a run there, later ones add to it; nothing is ever replaced.
         Learning-rate schedulers of torch's on the job's optimizer are kept too; others can be named, one or a list.
         Without `wait` it is written beside the steps that follow; the next save waits for it.
         """

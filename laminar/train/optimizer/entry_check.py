@@ -1,7 +1,7 @@
 """Which entries an optimizer keeps for a parameter, found by letting it make one step with a small one.
 
-State that comes from a file is held against this before an optimizer sees it: torch's fused updates look at no shape, and
-an entry that is missing or too small is read beyond its end.
+State that comes from a file is held against this before an optimizer sees it: torch's fused updates look at no shape,
+and an entry that is missing or too small is read beyond its end.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What stands in a checkpoint beside the state: the plan, random generators, schedulers, exact mode's identity, versions.
+"""What stands in a checkpoint beside the state: the plan, random generators, schedulers, exact mode's identity,
+versions.
 
 None of it is under the state's root: two runs may be equal though their plans are not.
 """
@@ -29,7 +30,7 @@ def about_run(job: HasState, scheduler: Any = None) -> dict[str, Any]:
         "generators": by_rank(job.peers.gather_objects(generator_states())),
         "versions": {
             "laminar": _version("laminar-train"),
-            "torch": torch.__version__,
+            "torch": str(torch.__version__),
             "python": platform.python_version(),
         },
     }

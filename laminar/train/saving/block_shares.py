@@ -1,9 +1,9 @@
 """Which rank writes which block of a state, and what others send it for that: the same answer on every rank.
 
-Ranks hold boxes, a checkpoint has blocks. A block that lies inside of a box is written by one of the ranks that hold the
-box, whichever has least to write so far, so replicas share the work. One that goes across boxes is written by a rank
-that holds much of it, and the others' parts are sent to it. Cuts of plans mostly stand where blocks end, so hardly
-anything is sent.
+Ranks hold boxes, a checkpoint has blocks. A block that lies inside of a box is written by one of the ranks that hold
+the box, whichever has least to write so far, so replicas share the work. One that goes across boxes is written by a
+rank that holds much of it, and the others' parts are sent to it. Cuts of plans mostly stand where blocks end, so
+hardly anything is sent.
 
 Of a buffer only its first owner counts: a model that runs as it is may have other buffers on each rank.
 """
@@ -14,10 +14,10 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from laminar.checkpoint.format.block_grid import block_box, block_count, blocks_of_box, box_shape
+from laminar.checkpoint.format.block_grid import Slices, block_box, block_count, blocks_of_box, box_shape
 from laminar.checkpoint.format.state_record import TensorKey
 from laminar.ir.tensor import ITEM_BYTES
-from laminar.train.state.shards import Slices, StateShard
+from laminar.train.state.shards import StateShard
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
 """A job to a store of checkpoints and back: which run it is there, and which checkpoint it goes on from.
 
-A store is a folder or a URI (`s3://bucket/prefix`). It may hold many runs, each a row of checkpoints. A job that saves
-for the first time begins a run of its own; one that has resumed goes on with that run. So nothing that somebody else has
-saved is ever replaced or continued by chance. `uri#run` names a run, `uri#run@1200` the checkpoint of one of its steps.
+A store is a folder or a URI (`s3://bucket/prefix`). It may hold many runs, each a row of checkpoints. A job that
+saves for the first time begins a run of its own; one that has resumed goes on with that run. So nothing that somebody
+else has saved is ever replaced or continued by chance. `uri#run` names a run, `uri#run@1200` the checkpoint of one of
+its steps.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def saver_for(job: HasState, uri: str | os.PathLike[str]) -> Saver:
     name = CheckpointName.parse(uri)
     if name.step is not None:
         raise StateError(f"{uri} is one checkpoint; a job is saved in a store", next=f"save in {name.store}")
-    saver = job.savers.get(name.store)
+    saver: Saver | None = job.savers.get(name.store)
     if saver is not None and name.run in ("", saver.run):
         return saver
     run = _agreed(job, lambda: _new_run(name))

@@ -22,7 +22,7 @@ PYTHON_WORDS, NUMPY_WORDS = 625, 624
 def generator_states() -> dict[str, Any]:
     """As they are now, as plain data."""
     version, words, gauss = random.getstate()
-    _, keys, pos, has_gauss, cached = np.random.get_state(legacy=True)  # type: ignore[misc]
+    _, keys, pos, has_gauss, cached = np.random.get_state(legacy=True)
     found = {
         "python": {"version": version, "words": _packed(words), "gauss": _number(gauss)},
         "numpy": {"words": _packed(keys), "pos": int(pos), "has_gauss": int(has_gauss), "gauss": float(cached).hex()},

@@ -1,4 +1,4 @@
-"""Folders that laminar wrote before checkpoints had blocks and hashes: `model.safetensors`, `job.json` and others, read.
+"""Folders that laminar wrote before checkpoints had blocks and hashes (`model.safetensors`, `job.json`), read.
 
 Nothing in them can be verified. They are read as before, and never written.
 """

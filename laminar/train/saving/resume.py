@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from laminar.capture.ops.torch_ops import DTYPES
+from laminar.checkpoint.format.block_grid import Slices
 from laminar.checkpoint.format.manifest import Manifest
 from laminar.checkpoint.format.state_record import TensorKey, TensorRecord
 from laminar.checkpoint.read.state_reader import StateReader
@@ -32,7 +34,6 @@ from laminar.train.state.fill import (
     stage_averages,
     stage_weights,
 )
-from laminar.train.state.shards import Slices
 from laminar.train.state.state import JobState
 
 LISTED = 5
@@ -147,7 +148,7 @@ class CheckpointOfJob:
         found: dict[str, Any] = dict(numbers)
         for tensor in self.entries.get(name, ()):
             found[tensor.key.entry] = entry_here(
-                self.state, k, tensor.shape, lambda index, key=tensor.key: self._box(key, index), {**options, **mine}
+                self.state, k, tensor.shape, partial(self._box, tensor.key), {**options, **mine}
             )
         if found:
             loaded.entries[k.owned] = found

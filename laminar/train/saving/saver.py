@@ -1,16 +1,16 @@
 """The saver: a job's checkpoints, written beside its steps.
 
-A save begins between two steps, on all ranks: scalars and buffers are taken at once, and a thread of each rank copies its
-part of everything else while the next forward and backward run (on a GPU it is copied at once). Then, still beside the
-steps, ranks send each other the few parts of blocks that go across their cuts, hash and write their blocks, and the first
-rank commits: a checkpoint is there whole or not at all. The next save waits until the last is committed, so there is one
-copy of a rank's part at any time.
+A save begins between two steps, on all ranks: scalars and buffers are taken at once, and a thread of each rank copies
+its part of everything else while the next forward and backward run (on a GPU it is copied at once). Then, still
+beside the steps, ranks send each other the few parts of blocks that go across their cuts, hash and write their
+blocks, and the first rank commits: a checkpoint is there whole or not at all. The next save waits until the last is
+committed, so there is one copy of a rank's part at any time.
 
-A save that fails is raised at the next `check`, on every rank, with the store's name; nothing that was committed before
-is touched. `finish` waits for the last one, so no run ends well without its checkpoint.
+A save that fails is raised at the next `check`, on every rank, with the store's name; nothing that was committed
+before is touched. `finish` waits for the last one, so no run ends well without its checkpoint.
 
-Not covered: weights that a user's own code changes between steps while they are copied. Where torch counts such changes
-the save is refused; `job.save` waits, and has no such moment.
+Not covered: weights that a user's own code changes between steps while they are copied. Where torch counts such
+changes the save is refused; `job.save` waits, and has no such moment.
 """
 
 from __future__ import annotations
@@ -22,14 +22,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 from laminar.capture.torch_private import changes_seen
-from laminar.checkpoint.format.block_grid import block_count
 from laminar.checkpoint.format.hashing import HASH_BYTES
 from laminar.checkpoint.format.manifest import Manifest
-from laminar.checkpoint.format.state_record import StateRecord, TensorRecord, state_record
 from laminar.checkpoint.history.references import CheckpointRef
 from laminar.checkpoint.history.save import LOW_PRECISION, Save
 from laminar.checkpoint.packs.block_writer import Written
@@ -37,9 +32,10 @@ from laminar.checkpoint.store.protocol import Store
 from laminar.errors import StateError
 from laminar.events import emit
 from laminar.train.protocol import HasState
+from laminar.train.saving.among_ranks import first_text, gathered_bytes
 from laminar.train.saving.beside import about_run
 from laminar.train.saving.scalars import scalars_of
-from laminar.train.saving.snapshot import Snapshot, SnapshotPlan, SnapshotPlanner
+from laminar.train.saving.snapshot import Snapshot, SnapshotPlan
 from laminar.train.state.shards import StateShard
 
 
@@ -65,7 +61,6 @@ class Saver:
         self.parent: str | None = None
         self.last: SavedCheckpoint | None = None
         """The last one that was committed."""
-        self._planner = SnapshotPlanner(job.peers)
         self._snapshot: Snapshot | None = None
         self._group: Any = None
         self._bases: dict[tuple[Any, int], bytes] = {}
@@ -82,11 +77,11 @@ class Saver:
         self.check()
         job = self.job
         shards = list(job.state.shards())
-        plan = self._planner.plan(shards)
+        plan = job.planner.plan(shards)
         snapshot = self._memory_for(plan)
         scalars = scalars_of(job.state, job.gather.notes)
         beside = {**about_run(job, scheduler), **(about or {})}
-        self._meet()
+        self._group = job.peers.beside_the_steps()
         snapshot.copy(shards, buffers=True)
         versions = _versions(shards)
         copied = threading.Event()
@@ -123,11 +118,6 @@ class Saver:
                 self._snapshot.close()
             self._snapshot = Snapshot(plan, self.job.peers)
         return self._snapshot
-
-    def _meet(self) -> None:
-        peers = self.job.peers
-        if peers.size > 1 and self._group is None:
-            self._group = dist.new_group(list(peers.ranks), backend="gloo", use_local_synchronization=True)
 
     # --- the end of a save
 
@@ -167,9 +157,6 @@ class Saver:
         if self._snapshot is not None:
             self._snapshot.close()
             self._snapshot = None
-        if self._group is not None:
-            dist.destroy_process_group(self._group)
-            self._group = None
 
 
 @dataclass
@@ -235,24 +222,18 @@ class _Work:
 
     def _told(self, hashes: Sequence[bytes], failed: str) -> list[bytes] | None:
         """The hashes of all blocks, in the order of the plan, on the first rank; an error on all if any rank failed."""
-        saver, shares = self.saver, self.plan.shares
+        saver = self.saver
         counts = [0] * saver.job.peers.size
-        for share in shares:
+        for share in self.plan.shares:
             counts[share.writer] += 1
         mine = b"".join(hashes) if not failed else b"\0" * (counts[saver.job.peers.rank] * HASH_BYTES)
-        everyone = gathered_bytes(mine, [n * HASH_BYTES for n in counts], saver)
-        said = shared_text(failed, saver)
+        everyone = gathered_bytes(mine, [n * HASH_BYTES for n in counts], saver.job.peers, saver._group)
+        said = first_text(failed, saver.job.peers, saver._group)
         if said:
             raise StateError(said)
         if everyone is None:
             return None
-        at = [0] * len(counts)
-        out = []
-        for share in shares:
-            begin = at[share.writer]
-            at[share.writer] = begin + HASH_BYTES
-            out.append(everyone[share.writer][begin : begin + HASH_BYTES])
-        return out
+        return self.plan.in_order(everyone)
 
     def _committed(self, save: Save | None, hashes: list[bytes] | None) -> CheckpointRef:
         saver = self.saver
@@ -260,66 +241,16 @@ class _Work:
         if hashes is not None:
             assert save is not None
             try:
-                manifest = Manifest(saver.run, self.step, self._state(hashes), saver.parent, self.about)
+                state = self.plan.state(hashes, self.scalars)
+                manifest = Manifest(saver.run, self.step, state, saver.parent, self.about)
                 ref = save.commit(manifest, after=saver.sequence)
                 said = json.dumps({"ref": [ref.run, ref.sequence, ref.step, ref.manifest, ref.root]})
             except Exception as error:
                 said = json.dumps({"failed": str(error)})
-        found = json.loads(shared_text(said, saver))
+        found = json.loads(first_text(said, saver.job.peers, saver._group))
         if "failed" in found:
             raise StateError(found["failed"])
         return CheckpointRef(*found["ref"])
-
-    def _state(self, hashes: Sequence[bytes]) -> StateRecord:
-        return state_of(self.plan, hashes, self.scalars)
-
-
-def state_of(plan: SnapshotPlan, hashes: Sequence[bytes], scalars: dict[str, Any]) -> StateRecord:
-    """The state whose blocks have these hashes, in the order of the plan."""
-    records, at = [], 0
-    for tensor in plan.tensors:
-        count = block_count(tensor.shape, tensor.item_bytes)
-        records.append(TensorRecord(tensor.key, tensor.dtype, tensor.shape, b"".join(hashes[at : at + count])))
-        at += count
-    return state_record(records, scalars)
-
-
-def gathered_bytes(mine: bytes, sizes: Sequence[int], saver: Saver) -> list[bytes] | None:
-    """Everyone's bytes, of known sizes, on the first rank."""
-    peers, group = saver.job.peers, saver._group
-    if group is None:
-        return [mine]
-    if peers.rank:
-        if mine:
-            dist.send(_tensor(mine), peers.ranks[0], group)
-        return None
-    out = [mine]
-    for rank in range(1, peers.size):
-        room = torch.empty(sizes[rank], dtype=torch.uint8)
-        if sizes[rank]:
-            dist.recv(room, peers.ranks[rank], group)
-        out.append(bytes(room.numpy()))
-    return out
-
-
-def shared_text(mine: str, saver: Saver) -> str:
-    """The first text that is not empty, by rank, on every rank."""
-    peers, group = saver.job.peers, saver._group
-    if group is None:
-        return mine
-    data = mine.encode()
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(peers.size)]
-    dist.all_gather(sizes, torch.tensor([len(data)]), group)
-    speaks = next((r for r, size in enumerate(sizes) if int(size)), None)
-    if speaks is None:
-        return ""
-    room = _tensor(data) if speaks == peers.rank else torch.empty(int(sizes[speaks]), dtype=torch.uint8)
-    dist.broadcast(room, peers.ranks[speaks], group)
-    return bytes(room.numpy()).decode()
-
-
-def _tensor(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def _versions(shards: Sequence[StateShard]) -> int:

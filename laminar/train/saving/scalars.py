@@ -17,8 +17,9 @@ from torch import Tensor
 
 from laminar.errors import StateError
 from laminar.train.state.state import JobState, StoredEntry
-from laminar.train.state.state_hash import LEFT_OUT
 
+LEFT_OUT = ("params", "fused", "foreach", "capturable", "differentiable")
+"""Entries of an optimizer's groups that say how an update is computed, not which."""
 Notes = Callable[[Any], list[Any]]
 """What every rank says, by rank, where ranks hold other tensors."""
 

@@ -1,8 +1,8 @@
 """A rank's part of a checkpoint, copied out of what it trains with: the blocks it writes, and parts it sends to others.
 
-Blocks lie one behind the other in one stretch of memory that is made once and used for every save. Buffers are copied at
-once, because the next forward changes them; the rest may be copied beside the next forward and backward, by a thread, and
-whoever changes weights or optimizer state waits for it (`JobState.about_to_change`).
+Blocks lie one behind the other in one stretch of memory that is made once and used for every save. Buffers are copied
+at once, because the next forward changes them; the rest may be copied beside the next forward and backward, by a
+thread, and whoever changes weights or optimizer state waits for it (`JobState.about_to_change`).
 
 A rank holds one copy of the blocks it writes and of the parts it sends, no more, whatever is gathered elsewhere.
 """
@@ -13,8 +13,9 @@ import hashlib
 import math
 import mmap
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,11 +23,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from laminar.capture.ops.torch_ops import DTYPE_NAMES, DTYPES
-from laminar.checkpoint.format.block_grid import box_shape, within
-from laminar.checkpoint.format.state_record import TensorKey
+from laminar.capture.tensor_bytes import as_bytes
+from laminar.checkpoint.format.block_grid import Slices, block_count, box_shape, within
+from laminar.checkpoint.format.hashing import HASH_BYTES
+from laminar.checkpoint.format.state_record import StateRecord, TensorKey, TensorRecord, state_record
 from laminar.errors import StateError
 from laminar.train.saving.block_shares import BlockShare, TensorBoxes, block_shares, boxes_of, put_together
-from laminar.train.state.shards import Slices, StateShard
+from laminar.train.state.shards import StateShard
 from laminar.train.world import World
 
 ALIGN_BYTES = 64
@@ -49,16 +52,46 @@ class SnapshotPlan:
     def of(tensors: Sequence[TensorBoxes], rank: int, ranks: int) -> SnapshotPlan:
         """For one rank; every rank has the same `tensors`."""
         shares = block_shares(tensors, ranks)
-        mine = tuple(s for s in shares if s.writer == rank)
+        return SnapshotPlan.with_blocks(tensors, shares, [s for s in shares if s.writer == rank])
+
+    @staticmethod
+    def with_blocks(
+        tensors: Sequence[TensorBoxes], shares: Sequence[BlockShare], mine: Sequence[BlockShare]
+    ) -> SnapshotPlan:
+        """With room for some of the blocks."""
         offsets, at = [], 0
         for share in mine:
             offsets.append(at)
             at += _padded(share.elements * tensors[share.tensor].item_bytes)
-        return SnapshotPlan(tuple(tensors), tuple(shares), mine, tuple(offsets), at)
+        return SnapshotPlan(tuple(tensors), tuple(shares), tuple(mine), tuple(offsets), at)
 
     def sent(self, rank: int, to: int) -> list[tuple[int, Slices]]:
         """Parts that a rank sends to another, in the order in which they stand in one message."""
         return [(s.tensor, p.box) for s in self.shares if s.writer == to for p in s.parts if p.rank == rank != to]
+
+    @cached_property
+    def of_several_ranks(self) -> SnapshotPlan:
+        """The same with those of this rank's blocks alone that other ranks have parts of."""
+        mine = [s for s in self.mine if any(p.rank != s.writer for p in s.parts)]
+        return SnapshotPlan.with_blocks(self.tensors, self.shares, mine)
+
+    def in_order(self, hashes: Sequence[bytes]) -> list[bytes]:
+        """The hashes of all blocks, from those of each rank's blocks one after the other."""
+        at, out = [0] * len(hashes), []
+        for share in self.shares:
+            begin = at[share.writer]
+            at[share.writer] = begin + HASH_BYTES
+            out.append(hashes[share.writer][begin : begin + HASH_BYTES])
+        return out
+
+    def state(self, hashes: Sequence[bytes], scalars: Mapping[str, Any]) -> StateRecord:
+        """The state whose blocks have these hashes."""
+        records, at = [], 0
+        for tensor in self.tensors:
+            count = block_count(tensor.shape, tensor.item_bytes)
+            records.append(TensorRecord(tensor.key, tensor.dtype, tensor.shape, b"".join(hashes[at : at + count])))
+            at += count
+        return state_record(records, scalars)
 
     def bytes_of(self, parts: Sequence[tuple[int, Slices]]) -> int:
         """How long such a message is."""
@@ -119,10 +152,10 @@ class Snapshot:
     def copy(self, shards: Sequence[StateShard], buffers: bool) -> None:
         """Copy what this rank gives: all buffers, or everything else."""
         with torch.no_grad():
-            for into, source in self._copies(_Held(shards), buffers):
+            for into, source in self._copies(HeldShards(shards), buffers):
                 into.copy_(source)
 
-    def _copies(self, held: _Held, buffers: bool) -> Iterator[tuple[Tensor, Tensor]]:
+    def _copies(self, held: HeldShards, buffers: bool) -> Iterator[tuple[Tensor, Tensor]]:
         plan, rank = self.plan, self.world.rank
         for number, share in enumerate(plan.mine):
             key = plan.tensors[share.tensor].key
@@ -170,7 +203,7 @@ class Snapshot:
                     self._room(number)[within(part.box, share.box)].copy_(_typed(came, tensor.dtype, shape))
 
 
-class _Held:
+class HeldShards:
     """This rank's shards, by tensor, to find parts in."""
 
     def __init__(self, shards: Sequence[StateShard]) -> None:
@@ -185,6 +218,18 @@ class _Held:
             if all(a.start <= w.start and w.stop <= a.stop for a, w in zip(box, wanted, strict=True)):
                 return tensor.detach()[within(wanted, box)] if wanted else tensor.detach()
         raise StateError(f"{key} does not lie where it lay when the save was planned")
+
+    def block(self, plan: SnapshotPlan, share: BlockShare) -> memoryview:
+        """The bytes of a block all of which is here."""
+        tensor = plan.tensors[share.tensor]
+        parts = [(p.box, self.part(tensor.key, p.box)) for p in share.parts]
+        if len(parts) == 1:
+            whole = parts[0][1]
+        else:
+            whole = torch.empty(box_shape(share.box), dtype=DTYPES[tensor.dtype])
+            for box, part in parts:
+                whole[within(box, share.box)] = part
+        return as_bytes(whole.cpu()).numpy().data
 
 
 def _padded(size: int) -> int:

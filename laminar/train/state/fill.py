@@ -13,10 +13,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from laminar.checkpoint.format.block_grid import Slices
 from laminar.ir.sbp import NdSbp
 from laminar.train.optimizer import optimizer as optim
 from laminar.train.optimizer.optimizer import Kept
-from laminar.train.state.shards import Slices, boxes
+from laminar.train.state.shards import boxes
 from laminar.train.state.state import JobState
 
 ReadBox = Callable[[Slices], Tensor]

@@ -44,7 +44,6 @@ from laminar.train.state.gather import Gather, HeldPart
 from laminar.train.state.resharder import Resharder
 from laminar.train.state.sharded_model import allowed, own_state, stripped
 from laminar.train.state.shards import StateShard, shards_of
-from laminar.train.state.state_hash import digest_of, plain_entries, state_sums
 
 
 def moved_to(model: nn.Module, device: torch.device, weights: torch.dtype | None) -> list[Slot]:
@@ -190,7 +189,7 @@ class JobState:
         """What this rank owns of the weights' moving average."""
         self._copy: nn.Module | None = None
         self.being_copied: Callable[[], None] | None = None
-        """Waits until somebody who copies weights and optimizer state beside the steps is done; nothing: nobody does."""
+        """Waits for somebody who copies weights and optimizer state beside the steps; nothing: nobody does."""
 
     def about_to_change(self) -> None:
         """Whoever changes weights or optimizer state calls this first: a snapshot may still be copying them."""
@@ -320,20 +319,6 @@ class JobState:
             yield from shards_of(kind, name, entry, shape, (B,), everyone, layout.rank, tensor)
         elif layout.rank in home.ranks:
             yield from shards_of(kind, name, entry, shape, nd, home, layout.rank, tensor)
-
-    def digest(self, gather_objects: Callable[[Any], list[Any]]) -> str:
-        """Hex digest of all of it (`state_hash.py`); every rank calls this, and none is sent a tensor."""
-        mine = state_sums(self.shards(), self.layout.rank)
-        for k in self.kept:
-            for entry, value in self.optimizer.state.get(k.owned, {}).items():
-                if not isinstance(value, Tensor):
-                    mine[f"optimizer {k.name} {entry} {value!r}"] = 0
-        besides = [*plain_entries(self.optimizer.param_groups), f"seed {self.seed}", f"steps {self.steps}"]
-        if self.ema_decay is not None:
-            besides.append(f"average {self.ema_decay.hex()}")
-        if self.scaler is not None:
-            besides += plain_entries([vars(self.scaler)])
-        return digest_of(gather_objects(mine), besides)
 
     # --- whole tensors -------------------------------------------------------------------------------
 
