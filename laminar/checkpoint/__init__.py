@@ -11,10 +11,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 _WHERE = {
+    "BlockPiece": "format.block_shares",
+    "BlockShare": "format.block_shares",
     "CheckpointRef": "history.references",
+    "Collected": "history.gc",
     "Damage": "read.verify",
+    "HeldBox": "format.block_shares",
+    "Keep": "history.retention",
     "Manifest": "format.manifest",
     "Save": "history.save",
+    "SpreadTensor": "format.block_shares",
     "StateReader": "read.state_reader",
     "StateRecord": "format.state_record",
     "Store": "store.protocol",
@@ -22,21 +28,31 @@ _WHERE = {
     "TensorRecord": "format.state_record",
     "block_box": "format.block_grid",
     "block_count": "format.block_grid",
+    "block_from_pieces": "format.block_shares",
     "blocks_of_box": "format.block_grid",
+    "collect_garbage": "history.gc",
+    "drop_checkpoints": "history.retention",
     "last_sequence": "history.references",
     "latest_valid": "read.verify",
     "list_refs": "history.references",
-    "load_manifest": "read.state_reader",
+    "load_manifest": "history.references",
     "open_store": "store.uri",
+    "share_blocks": "format.block_shares",
     "state_record": "format.state_record",
     "tensor_record": "format.state_record",
     "verify_checkpoint": "read.verify",
 }
 __all__ = [
+    "BlockPiece",
+    "BlockShare",
     "CheckpointRef",
+    "Collected",
     "Damage",
+    "HeldBox",
+    "Keep",
     "Manifest",
     "Save",
+    "SpreadTensor",
     "StateReader",
     "StateRecord",
     "Store",
@@ -44,12 +60,16 @@ __all__ = [
     "TensorRecord",
     "block_box",
     "block_count",
+    "block_from_pieces",
     "blocks_of_box",
+    "collect_garbage",
+    "drop_checkpoints",
     "last_sequence",
     "latest_valid",
     "list_refs",
     "load_manifest",
     "open_store",
+    "share_blocks",
     "state_record",
     "tensor_record",
     "verify_checkpoint",
@@ -69,11 +89,21 @@ def __dir__() -> list[str]:
 
 if TYPE_CHECKING:
     from laminar.checkpoint.format.block_grid import block_box, block_count, blocks_of_box
+    from laminar.checkpoint.format.block_shares import (
+        BlockPiece,
+        BlockShare,
+        HeldBox,
+        SpreadTensor,
+        block_from_pieces,
+        share_blocks,
+    )
     from laminar.checkpoint.format.manifest import Manifest
     from laminar.checkpoint.format.state_record import StateRecord, TensorKey, TensorRecord, state_record, tensor_record
-    from laminar.checkpoint.history.references import CheckpointRef, last_sequence, list_refs
+    from laminar.checkpoint.history.gc import Collected, collect_garbage
+    from laminar.checkpoint.history.references import CheckpointRef, last_sequence, list_refs, load_manifest
+    from laminar.checkpoint.history.retention import Keep, drop_checkpoints
     from laminar.checkpoint.history.save import Save
-    from laminar.checkpoint.read.state_reader import StateReader, load_manifest
+    from laminar.checkpoint.read.state_reader import StateReader
     from laminar.checkpoint.read.verify import Damage, latest_valid, verify_checkpoint
     from laminar.checkpoint.store.protocol import Store
     from laminar.checkpoint.store.uri import open_store

@@ -2,8 +2,8 @@
 
 A job in exact mode is computed by *logical ranks*: units of the batch times slices of the weights times parts of every
 sequence. They are part of what the job is; a `Hosting` says which process computes which of them, and is no part of it.
-Everything that ranks add up is added in a fixed binary tree over logical indices (`left_size`, `children`), so bits
-don't depend on the hosting.
+Everything that ranks add up is added in a fixed binary tree over logical indices (`left_size`, `children`), or as
+integers, so bits don't depend on the hosting.
 """
 
 from __future__ import annotations
@@ -20,6 +20,10 @@ from laminar.ir.serial.reading import JsonPart
 
 TreeNode = tuple[int, int]
 """A node of the tree: the terms from its first up to and without its second number."""
+KINDS_OF_SUM = ("tree", "integers")
+"""How terms may be added."""
+MOST_AS_INTEGERS = 64
+"""Terms: of more, too few bits would be left for each."""
 EXAMPLE = "exact=True, exact=laminar.Exact(units=8, slices=1), or on the command line --exact units=8,slices=1"
 
 
@@ -35,14 +39,25 @@ class Exact:
     """Threads of each process: kernels share work out by their number."""
     context: int = 1
     """Parts of every sequence, split by token; each reads the keys and values of the others."""
+    sums: str = "tree"
+    """How terms are added: up a fixed tree, or as integers, which are added in any order ("integers")."""
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
+        if self.sums not in KINDS_OF_SUM:
+            raise LaminarError(f"exact mode with sums={self.sums!r}", allowed="  ".join(KINDS_OF_SUM), next=EXAMPLE)
+        for name in COUNTED:
+            value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise LaminarError(
-                    f"exact mode with {field.name}={value!r}", allowed="a whole number of at least 1", next=EXAMPLE
+                    f"exact mode with {name}={value!r}", allowed="a whole number of at least 1", next=EXAMPLE
                 )
+
+        if self.sums == "integers" and self.ranks > MOST_AS_INTEGERS:
+            raise LaminarError(
+                f"exact mode with sums of {self.ranks} logical ranks in integers",
+                allowed=f"at most {MOST_AS_INTEGERS} logical ranks",
+                next='fewer units, or sums="tree"',
+            )
 
     @staticmethod
     def of(asked: Any) -> Exact | None:
@@ -55,12 +70,13 @@ class Exact:
             return Exact()
         if not isinstance(asked, str):
             raise LaminarError(f"exact={asked!r}", allowed=EXAMPLE)
-        found: dict[str, int] = {}
+        found: dict[str, Any] = {}
         for item in asked.split(","):
             name, _, value = item.partition("=")
-            if name.strip() not in {f.name for f in fields(Exact)} or not value.strip().isdigit():
+            number = name.strip() in COUNTED and value.strip().isdigit()
+            if not number and name.strip() != "sums":
                 raise LaminarError(f"exact mode is asked for with {item.strip()!r}", allowed=EXAMPLE)
-            found[name.strip()] = int(value)
+            found[name.strip()] = int(value) if number else value.strip()
         return Exact(**found)
 
     @property
@@ -74,17 +90,21 @@ class Exact:
         """How many logical ranks there are: the most processes that can take part."""
         return self.units * self.slices * self.context
 
-    def to_json(self) -> dict[str, int]:
+    def to_json(self) -> dict[str, int | str]:
         """Plain data; `from_json` is the inverse."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
     @staticmethod
     def from_json(part: JsonPart) -> Exact:
         """From `to_json`'s data."""
-        return Exact(*(part[f.name].whole(1) for f in fields(Exact)))
+        return Exact(**{name: part[name].whole(1) for name in COUNTED}, sums=part["sums"].text())
 
     def __str__(self) -> str:
         return ",".join(f"{f.name}={getattr(self, f.name)}" for f in fields(self))
+
+
+COUNTED = tuple(f.name for f in fields(Exact) if f.name != "sums")
+"""The fields of `Exact` that are numbers."""
 
 
 @dataclass(frozen=True)

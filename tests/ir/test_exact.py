@@ -16,12 +16,18 @@ def test_what_exact_may_be_given() -> None:
     assert Exact.of(True) == Exact.of("") == Exact(8, 1, 1)
     assert Exact.of("units=4, slices=2") == Exact(4, 2)
     assert Exact.of("units=2,context=3") == Exact(2, context=3)
+    assert Exact.of("units=2,sums=integers") == Exact(2, sums="integers") != Exact(2)
     assert Exact(4, 2).mesh.sizes == (4, 2) and Exact(4).mesh.sizes == (4,)
     assert Exact(4, 2, context=3).mesh.sizes == (4, 3, 2) and Exact(4, 2, context=3).ranks == 24
-    assert Exact.from_json(JsonPart(Exact(4, 2, 3, 5).to_json(), LaminarError)) == Exact(4, 2, 3, 5)
+    assert Exact.from_json(JsonPart(Exact(4, 2, 3, 5, "integers").to_json(), LaminarError)) == Exact(
+        4, 2, 3, 5, "integers"
+    )
 
 
-@pytest.mark.parametrize("asked", ["units", "units=0", "unit=4", "units=-1", 3, "units=4,slices=two"])
+@pytest.mark.parametrize(
+    "asked",
+    ["units", "units=0", "unit=4", "units=-1", 3, "units=4,slices=two", "sums=trees", "sums", "units=65,sums=integers"],
+)
 def test_what_it_may_not(asked: object) -> None:
     with pytest.raises(LaminarError, match="exact"):
         Exact.of(asked)

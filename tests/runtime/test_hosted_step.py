@@ -34,12 +34,17 @@ def differing(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> list[str]:
 
 def outcome(one: Specimen, exact: Exact, hosting: Hosting, **how):
     program = lower(one.graph, logical_plan(one.graph, exact))
-    return run_hosted(program, hosting, one.inputs, one.constants, **how)
+    return run_hosted(program, hosting, one.inputs, one.constants, sums=exact.sums, **how)
 
 
 @pytest.mark.parametrize(
     ("name", "exact"),
-    [*((name, exact) for name in MODELS for exact in (Exact(4), Exact(2, 2))), ("moe.py:tiny", Exact(2, context=2))],
+    [
+        *((name, exact) for name in MODELS for exact in (Exact(4), Exact(2, 2))),
+        ("moe.py:tiny", Exact(2, context=2)),
+        ("gpt.py:tiny", Exact(4, sums="integers")),
+        ("resnet.py:tiny", Exact(2, 2, sums="integers")),
+    ],
     ids=str,
 )
 def test_any_hosting_gives_the_same_bits(name: str, exact: Exact) -> None:

@@ -27,6 +27,7 @@ CASES = {
     "bf16 rounded by chance": replace(GPT, options=replace(CALM, precision="bf16-stochastic")),
     "micro-batches": replace(GPT, exact=Exact(2), options=replace(CALM, micro_batches=2)),
     "sequences in parts": ExactRun("gpt.py:tiny", Exact(2, context=2)),
+    "integers": ExactRun("gpt.py:tiny", Exact(4, sums="integers")),
     "two threads": replace(GPT, exact=Exact(4, threads=2)),
 }
 SLOW = {
@@ -43,6 +44,14 @@ SLOW = {
     "t5 in parts": ExactRun("t5.py:tiny", Exact(2, context=2)),
     "llama in parts and slices": ExactRun("llama.py:tiny", Exact(1, 2, context=2)),
     "moe in parts": ExactRun("moe.py:tiny", Exact(2, context=2), options=replace(CALM, precision="bf16")),
+    "integers of fp16": ExactRun(
+        "gpt.py:tiny", Exact(4, sums="integers"), options=replace(CALM, precision="fp16", clip_norm=1.0)
+    ),
+    "integers of slices": ExactRun(
+        "moe.py:tiny", Exact(2, 2, sums="integers"), options=replace(CALM, precision="bf16")
+    ),
+    "integers of batch norm": ExactRun("resnet.py:tiny", Exact(3, sums="integers")),
+    "integers of parts": ExactRun("t5.py:tiny", Exact(2, context=2, sums="integers")),
     "bf16 slices": ExactRun("moe.py:tiny", Exact(2, 2), options=replace(CALM, precision="bf16")),
 }
 EACH = [*CASES.items(), *(pytest.param(*item, marks=pytest.mark.slow) for item in SLOW.items())]
@@ -97,6 +106,7 @@ def test_another_identity_has_another_hash() -> None:
         replace(GPT, exact=Exact(2)),
         replace(GPT, exact=Exact(2, 2)),
         replace(GPT, exact=Exact(2, context=2)),
+        replace(GPT, exact=Exact(4, sums="integers")),
         replace(GPT, options=replace(CALM, seed=1)),
     ]
     assert len({hashes(replace(r, steps=1))[0].split()[0] for r in runs}) == len(runs)
@@ -196,6 +206,8 @@ LONG = {
     "dlrm bf16": (ExactRun("dlrm.py:tiny", Exact(4), options=replace(CALM, precision="bf16")), 2),
     "t5": (ExactRun("t5.py:tiny", Exact(4), optimizer="Adagrad"), 2),
     "gpt micro-batches": (replace(GPT, exact=Exact(2), options=replace(CALM, micro_batches=2, clip_norm=1.0)), 2),
+    "gpt in integers": (ExactRun("gpt.py:tiny", Exact(8, sums="integers")), 5),
+    "batch norm in integers": (ExactRun("resnet.py:tiny", Exact(4, sums="integers")), 3),
     "gpt in parts": (ExactRun("gpt.py:tiny", Exact(4, context=2)), 5),
     "gpt in parts and slices": (ExactRun("gpt.py:tiny", Exact(2, 2, context=2)), 3),
     "gpt on eight": (ExactRun("gpt.py:tiny", Exact(8)), 8),

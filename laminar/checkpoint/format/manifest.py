@@ -35,6 +35,8 @@ class Manifest:
     parent: str | None = None
     """The hash of the checkpoint that this run went on from."""
     about: Mapping[str, Any] = field(default_factory=dict)
+    save: str = ""
+    """Which save made it. A manifest is never one of two saves, so what nobody refers to after a save is nobody's."""
 
     def __post_init__(self) -> None:
         if not RUN_NAME.fullmatch(self.run):
@@ -52,6 +54,7 @@ class Manifest:
             "run": self.run,
             "step": self.step,
             "parent": self.parent,
+            "save": self.save,
             "state": self.state.to_json(),
             "about": dict(self.about),
         }
@@ -73,10 +76,11 @@ def read_manifest(data: bytes, expected: str) -> Manifest:
     version = part["laminar_checkpoint"].whole()
     if version != FORMAT_VERSION:
         raise part.wrong(f"version {version}, this reads {FORMAT_VERSION}")
-    exact_fields(part, "laminar_checkpoint", "run", "step", "parent", "state", "about")
+    exact_fields(part, "laminar_checkpoint", "run", "step", "parent", "save", "state", "about")
     return part.read(lambda _: _from_part(part))
 
 
 def _from_part(part: JsonPart) -> Manifest:
     parent = None if part["parent"].value is None else hex_bytes(part["parent"], HASH_BYTES).hex()
-    return Manifest(part["run"].text(), part["step"].whole(), read_state(part["state"]), parent, part["about"].object())
+    run, step, save, about = part["run"].text(), part["step"].whole(), part["save"].text(), part["about"].object()
+    return Manifest(run, step, read_state(part["state"]), parent, about, save)

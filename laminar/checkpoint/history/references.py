@@ -12,13 +12,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from laminar.checkpoint.format.hashing import HASH_BYTES
-from laminar.checkpoint.format.manifest import RUN_NAME
+from laminar.checkpoint.format.manifest import RUN_NAME, Manifest, read_manifest
 from laminar.checkpoint.format.sealed import read_sealed, sealed
 from laminar.checkpoint.format.state_record import hex_bytes
+from laminar.checkpoint.packs.block_index import PACKS
 from laminar.checkpoint.store.protocol import MissingKeyError, Store
 from laminar.errors import CheckpointError, StorageError
 
 REFS = "refs"
+MANIFESTS = "manifests"
+CONDEMNED = "condemned"
+"""Names of packs that are about to be removed (`gc.py`): no new checkpoint may count on them."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,11 @@ def read_ref(store: Store, key: str) -> CheckpointRef:
     return found
 
 
+def pack_of(marker: str) -> str:
+    """The pack that a key in `condemned/` is about."""
+    return f"{PACKS}/{marker.partition('/')[2]}"
+
+
 @dataclass(frozen=True)
 class RefList:
     """References that were found, and what is wrong with those that can't be read."""
@@ -98,3 +107,12 @@ def list_refs(store: Store, run: str | None = None) -> RefList:
 def last_sequence(store: Store, run: str) -> int:
     """The number of a run's last checkpoint, readable or not; 0 if it has none."""
     return max((int(f.key.rpartition("/")[2]) for f in store.list(f"{REFS}/{run}") if f.key[-10:].isdigit()), default=0)
+
+
+def load_manifest(store: Store, manifest: str) -> Manifest:
+    """A checkpoint's manifest, by its hash."""
+    try:
+        data = store.read(f"{MANIFESTS}/{manifest}")
+    except MissingKeyError:
+        raise CheckpointError(f"the manifest {manifest[:12]} is gone", next="use another checkpoint") from None
+    return read_manifest(data, manifest)

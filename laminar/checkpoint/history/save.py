@@ -11,6 +11,7 @@ them is told all hashes and commits, and only then may any of them give its leas
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from types import TracebackType
 
 import numpy as np
@@ -20,16 +21,13 @@ from laminar.checkpoint.format.block_grid import block_box, block_count
 from laminar.checkpoint.format.manifest import Manifest
 from laminar.checkpoint.format.state_record import TensorKey, TensorRecord, tensor_record
 from laminar.checkpoint.history.leases import LEASE_S, Lease
-from laminar.checkpoint.history.references import CheckpointRef, read_ref
+from laminar.checkpoint.history.references import CONDEMNED, MANIFESTS, CheckpointRef, pack_of, read_ref
 from laminar.checkpoint.packs.block_index import BlockIndex
 from laminar.checkpoint.packs.block_writer import BlockWriter, Written
 from laminar.checkpoint.store.protocol import MissingKeyError, Store
 from laminar.errors import CheckpointError
 from laminar.ir.tensor import ITEM_BYTES
 
-MANIFESTS = "manifests"
-CONDEMNED = "condemned"
-"""Names of packs that are about to be removed (`gc.py`): no new checkpoint may count on them."""
 LOW_PRECISION = ("bf16", "f16", "f8e4m3", "f8e5m2")
 """What is tried as a delta to the checkpoint before: few of its bits change in a step."""
 
@@ -41,7 +39,7 @@ class Save:
         self.store = store
         self._lease = Lease(store, lease_s)
         try:
-            condemned = frozenset(f"packs/{f.key.partition('/')[2]}" for f in store.list(CONDEMNED))
+            condemned = frozenset(pack_of(f.key) for f in store.list(CONDEMNED))
             self.index = BlockIndex(store)
             self.blocks = BlockWriter(store, self._lease.name, self.index, condemned, compress, threads)
         except BaseException:
@@ -74,10 +72,9 @@ class Save:
         """Make the checkpoint one of its run, the one after number `after`; 0 begins a run."""
         self.finish()
         self.index.refresh()
+        manifest = replace(manifest, save=self._lease.name)
         _refuse_without_blocks(self.index, manifest)
-        key = f"{MANIFESTS}/{manifest.hash}"
-        if not self.store.put_new(key, manifest.data) and self.store.read(key) != manifest.data:
-            self.store.put(key, manifest.data)  # what was there is damaged
+        self.store.put(f"{MANIFESTS}/{manifest.hash}", manifest.data)
         ref = CheckpointRef(manifest.run, after + 1, manifest.step, manifest.hash, manifest.state.root)
         self._lease.check()
         if not self.store.put_new(ref.key, ref.data) and self.store.read(ref.key) != ref.data:

@@ -85,16 +85,19 @@ class BlockWriter:
         return digest
 
     def _is_kept(self, block: bytes) -> bool:
-        return any(pack not in self._shun for pack, _ in self._index.places(block))
+        """Whether the store has a block and will go on having it, with all that is needed to read it."""
+        return any(
+            pack not in self._shun and (place.encoding != DELTA or self._is_kept(place.base))
+            for pack, place in self._index.places(block)
+        )
 
     def _encoded(self, content: memoryview, base: bytes | None) -> tuple[Stored, bytes]:
         if not self._compress:
             return Stored(UNCODED, content), NO_BASE
         depth, before = 0, None
-        if base is not None:
-            depths = [p.depth for pack, p in self._index.places(base) if pack not in self._shun]
-            if depths:
-                depth, before = depths[0], self._reader.read(base, len(content))
+        if base is not None and self._is_kept(base):
+            depth = max(p.depth for _, p in self._index.places(base))
+            before = self._reader.read(base, len(content))
         stored = encode_block(content, before, depth)
         return stored, base if base is not None and stored.encoding == DELTA else NO_BASE
 

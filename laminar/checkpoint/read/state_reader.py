@@ -21,11 +21,11 @@ from laminar.checkpoint.format.block_grid import (
     whole_box,
     within,
 )
-from laminar.checkpoint.format.manifest import Manifest, read_manifest
+from laminar.checkpoint.format.manifest import Manifest
 from laminar.checkpoint.format.state_record import TensorKey, TensorRecord
-from laminar.checkpoint.history.save import MANIFESTS
+from laminar.checkpoint.history.references import load_manifest
 from laminar.checkpoint.packs.block_reader import BlockReader
-from laminar.checkpoint.store.protocol import MissingKeyError, Store
+from laminar.checkpoint.store.protocol import Store
 from laminar.errors import CheckpointError
 
 STORED_AS: dict[int, np.dtype[Any]] = {
@@ -38,15 +38,6 @@ STORED_AS: dict[int, np.dtype[Any]] = {
 """How elements of so many bytes are handed out."""
 AT_A_TIME = 4
 """Blocks that are read beside each other: at most 64 MiB with all that decoding takes."""
-
-
-def load_manifest(store: Store, manifest: str) -> Manifest:
-    """A checkpoint's manifest, by its hash."""
-    try:
-        data = store.read(f"{MANIFESTS}/{manifest}")
-    except MissingKeyError:
-        raise CheckpointError(f"the manifest {manifest[:12]} is gone", next="use another checkpoint") from None
-    return read_manifest(data, manifest)
 
 
 class StateReader:

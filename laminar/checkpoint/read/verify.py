@@ -11,9 +11,8 @@ from dataclasses import dataclass
 
 from laminar.checkpoint.format.block_grid import Slices, block_box, box_shape
 from laminar.checkpoint.format.state_record import TensorKey
-from laminar.checkpoint.history.references import CheckpointRef, list_refs
+from laminar.checkpoint.history.references import CheckpointRef, list_refs, load_manifest
 from laminar.checkpoint.packs.block_reader import BlockReader
-from laminar.checkpoint.read.state_reader import load_manifest
 from laminar.checkpoint.store.protocol import Store
 from laminar.errors import CheckpointError, StorageError
 

@@ -25,6 +25,7 @@ from laminar.runtime.comm.boxing_ops import LocalBoxing
 from laminar.runtime.comm.shards import shard
 from laminar.runtime.comm.shm_arena import ArenaNeeds
 from laminar.runtime.exact.hosts import HostedRanks
+from laminar.runtime.exact.integer_sum import TermRows
 from laminar.runtime.exact.moves import HostedMove
 from laminar.runtime.exact.reductions import HostedReduction
 from laminar.runtime.exact.stacking import (
@@ -63,8 +64,12 @@ class HostedStep:
         threads: int = 1,
         stacks: bool = True,
         watch: LineWatcher | None = None,
+        sums: str = "tree",
     ) -> None:
-        """`stacks`: units may run together. `watch` sees every line's results, the instance of each logical rank."""
+        """`stacks`: units may run together. `watch` sees every line's results, the instance of each logical rank.
+
+        `sums` is that of `Exact`.
+        """
         self.program, self.hosts, self.mesh, self.device = program, hosts, hosts.mesh, hosts.device
         self.lanes = HostedLanes(hosts.mesh, hosts.hosting, hosts.process)
         self.watch = watch
@@ -79,7 +84,7 @@ class HostedStep:
         }
         self.env: dict[Ref, dict[LaneKey, Instances]] = {}
         self.lines: list[Any] = []
-        self.reductions = {i.name: HostedReduction(i, hosts) for i in program.instrs if i.kind in SUMS}
+        self.reductions = {i.name: HostedReduction(i, hosts, sums) for i in program.instrs if i.kind in SUMS}
         self._share_memory()
         self._feeds = self._feeding()
         for instr in program.instrs:
@@ -259,7 +264,7 @@ class HostedStep:
                     found[lane.key] = Instances(once=made(k, lane.ranks[0]))
             self.env[Ref(instr.name, k)] = found
 
-    def feed(self, ref: Ref, lane: HostedLane) -> tuple[PartialSums, tuple[bool, ...]] | None:
+    def feed(self, ref: Ref, lane: HostedLane) -> tuple[PartialSums | TermRows, tuple[bool, ...]] | None:
         """Where a value's terms go as they are made, if only a sum over units reads them."""
         found = self._feeds.get(ref)
         return None if found is None else found[0].partial(found[1], lane.narrowed(beside_units(self.axes(ref))))
@@ -440,7 +445,7 @@ class _ByUnit:
                 else:
                     env[ref].setdefault(key, Instances(lane.units)).each[unit] = outs[k]
 
-    def _add_product(self, sums: PartialSums, unit: int, a: Tensor, b: Tensor) -> None:
+    def _add_product(self, sums: PartialSums | TermRows, unit: int, a: Tensor, b: Tensor) -> None:
         """A product that is a term of a sum: added in the same pass, where that rounds as adding it afterwards does."""
         partner = sums.partner(unit)
         if partner is not None and self.tried and self.accumulates:

@@ -17,6 +17,7 @@ from laminar.ir.program import Instr
 from laminar.runtime.comm.boxing_ops import LocalBoxing
 from laminar.runtime.comm.shards import cut_pieces
 from laminar.runtime.exact.hosts import HostedRanks
+from laminar.runtime.exact.integer_sum import INTEGER_TYPES, PER_EXPONENT, TermRows
 from laminar.runtime.exact.moves import Fetch
 from laminar.runtime.exact.sums import HostedSum
 from laminar.runtime.exact.tree_sum import PartialSums
@@ -40,7 +41,8 @@ class Reduced:
 class HostedReduction:
     """One all-reduce or reduce-scatter, with what it needs worked out."""
 
-    def __init__(self, instr: Instr, hosts: HostedRanks) -> None:
+    def __init__(self, instr: Instr, hosts: HostedRanks, sums: str = "tree") -> None:
+        """`sums` are taken up the tree, or in integers where there are such terms."""
         self.instr, self.hosts, self.mesh = instr, hosts, hosts.mesh
         self.axes = instr.box.axes
         patterns: dict[tuple[int, ...] | None, list[Reduced]] = {}
@@ -49,13 +51,15 @@ class HostedReduction:
                 patterns.setdefault(owners, []).append(item)
         self.sums: list[tuple[HostedSum, list[Reduced]]] = []
         self.of: dict[tuple[int, LaneKey], tuple[HostedSum, Reduced]] = {}
+        dtype, op = DTYPES[instr.ins[0].spec.dtype], instr.box.reduction
+        integers = sums == "integers" and op == "sum" and dtype in INTEGER_TYPES
+        grain = PER_EXPONENT if integers else 1
         for owners, items in patterns.items():
             begin, placed = 0, []
             for item in items:
                 placed.append(Reduced(item.which, item.key, item.ranks, item.shape, begin))
-                begin += torch.Size(item.shape).numel()
-            dtype, count = DTYPES[instr.ins[0].spec.dtype], len(items[0].ranks)
-            whole = HostedSum(hosts, owners, count, begin, dtype, instr.box.reduction)
+                begin += -(-torch.Size(item.shape).numel() // grain) * grain
+            whole = HostedSum(hosts, owners, len(items[0].ranks), begin, dtype, op, integers)
             self.sums.append((whole, placed))
             self.of |= {(item.which, item.key): (whole, item) for item in placed}
 
@@ -96,7 +100,7 @@ class HostedReduction:
             if all(mesh.coords(r)[a] == want[a] for a in axes)
         }
 
-    def partial(self, which: int, key: LaneKey) -> tuple[PartialSums, tuple[bool, ...]] | None:
+    def partial(self, which: int, key: LaneKey) -> tuple[PartialSums | TermRows, tuple[bool, ...]] | None:
         """Where terms of an instance go as they come, and which of them this process is to give."""
         found = self.of.get((which, key))
         if found is None:

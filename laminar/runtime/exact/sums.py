@@ -3,10 +3,14 @@
 Process j is given everyone's partial sums of the j-th slice, takes them up the tree, and gives the result to all. That
 is a ring's bytes where each process hosts one whole subtree. Small sums are gathered whole, which is one message. On
 one machine partial sums lie in memory that all share, where nothing has to be sent at all.
+
+Sums in integers (`integer_sum.py`) keep a process's terms apart until the exponents of their blocks are known to all.
+Then it sends one row of integers, whichever terms it has; in shared memory, where nothing is sent, all terms are read.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import cached_property
 
 import torch
@@ -19,25 +23,54 @@ from laminar.ir.exact import TreeNode, cover
 from laminar.ir.sbp import chunk
 from laminar.runtime.comm.shm_arena import HALFWAY, READY, Segment
 from laminar.runtime.exact.hosts import HostedRanks
+from laminar.runtime.exact.integer_sum import (
+    PER_EXPONENT,
+    TermRows,
+    block_exponents,
+    floats_of,
+    integer_sum,
+    integer_terms,
+    not_finite,
+    spoilt_blocks,
+    spoilt_sums,
+)
 from laminar.runtime.exact.tree_sum import PartialSums, tree_sum
+
+Join = Callable[[list[list[Tensor]], Tensor], None]
+"""Makes one row of everybody's rows."""
 
 
 class HostedSum:
     """One flat buffer of sums; `partial()` takes the terms of this process, `finish` gives the whole sums."""
 
     def __init__(
-        self, hosts: HostedRanks, owners: tuple[int, ...] | None, count: int, numel: int, dtype: torch.dtype, op: str
+        self,
+        hosts: HostedRanks,
+        owners: tuple[int, ...] | None,
+        count: int,
+        numel: int,
+        dtype: torch.dtype,
+        op: str,
+        integers: bool = False,
     ) -> None:
-        """Of `count` terms; `owners` says which process has each, nothing that this one has all it needs."""
+        """Of `count` terms; `owners` says which process has each, nothing that this one has all it needs.
+
+        `integers`: added as such, and not up the tree; `numel` is in whole blocks then.
+        """
+        self.integers = integers
         self.hosts, self.count, self.numel, self.dtype, self.op = hosts, count, numel, dtype, op
         self.remote = owners is not None and hosts.hosts > 1
         """Whether other processes take part."""
         owners = (hosts.process,) * count if owners is None else owners
-        self.covers = [cover(tuple(o == h for o in owners)) for h in range(hosts.hosts)]
+        self.covers = [self._kept(tuple(o == h for o in owners)) for h in range(hosts.hosts)]
+        """For each process the nodes of the tree whose sums it gives."""
         self.most = max(map(len, self.covers))
         self.mine = tuple(o == hosts.process for o in owners)
         self.segment: Segment | None = None
         self.waiting = False
+
+    def _kept(self, members: tuple[bool, ...]) -> tuple[TreeNode, ...]:
+        return tuple((i, i + 1) for i, here in enumerate(members) if here) if self.integers else cover(members)
 
     @property
     def shared_bytes(self) -> int:
@@ -47,7 +80,10 @@ class HostedSum:
 
     @cached_property
     def _spans(self) -> list[tuple[int, int]]:
-        return [chunk(self.numel, self.hosts.hosts, h) for h in range(self.hosts.hosts)]
+        """Where the slice of each process begins, and how long it is."""
+        grain = PER_EXPONENT if self.integers else 1
+        found = [chunk(self.numel // grain, self.hosts.hosts, h) for h in range(self.hosts.hosts)]
+        return [(begin * grain, length * grain) for begin, length in found]
 
     def _rows(self, host: int, count: int) -> list[Tensor]:
         """The partial sums of a process in its stretch of shared memory."""
@@ -71,10 +107,11 @@ class HostedSum:
             return self.partials[0]
         return torch.zeros(self.numel, dtype=self.dtype, device=self.hosts.device)
 
-    def partial(self, begin: int, shape: tuple[int, ...]) -> PartialSums:
+    def partial(self, begin: int, shape: tuple[int, ...]) -> PartialSums | TermRows:
         """Sums of one tensor, which lies at `begin` of the buffer."""
         size = torch.Size(shape).numel()
-        return PartialSums(self.mine, self.op, [p[begin : begin + size].view(shape) for p in self.partials])
+        rows = [p[begin : begin + size].view(shape) for p in self.partials]
+        return TermRows(self.mine, rows) if self.integers else PartialSums(self.mine, self.op, rows)
 
     def start(self) -> None:
         """All terms of this process are there."""
@@ -84,19 +121,31 @@ class HostedSum:
             self.segment.post(READY)
 
     def finish(self) -> Tensor:
-        """The whole sums: of the tree over all terms."""
+        """The whole sums."""
         if not self.waiting:
             return self.out
         self.waiting = False
         if not self.remote:
+            if self.integers:
+                integer_sum(self.partials, self.out)
             return self.out
         if self.segment is not None:
             self._in_shared_memory(self.segment)
         elif self.numel * self.dtype.itemsize * self.most <= limits.SMALL_RING_BYTES:
             self._gathered()
+        elif self.integers:
+            self._as_integers()
         else:
-            self._in_slices()
+            self._through_slices(self.partials, [len(c) for c in self.covers], self._joined, self.out)
         return self.out
+
+    def _joined(self, rows: list[list[Tensor]], out: Tensor) -> None:
+        """The sums of everybody's rows."""
+        nodes = self._nodes(rows)
+        if self.integers:
+            integer_sum([nodes[i, i + 1] for i in range(self.count)], out)
+        else:
+            tree_sum(nodes, self.count, self.op, out)
 
     def _nodes(self, rows: list[list[Tensor]]) -> dict[TreeNode, Tensor]:
         """Everybody's partial sums by the nodes they belong to."""
@@ -109,21 +158,55 @@ class HostedSum:
         for row, p in zip(mine.split(self.numel), self.partials, strict=False):
             row.copy_(p)
         rows = [list(g.split(self.numel)) for g in self.hosts.gather(mine)]
-        tree_sum(self._nodes(rows), self.count, self.op, self.out)
+        self._joined(rows, self.out)
 
-    def _in_slices(self) -> None:
-        spans, me = self._spans, self.hosts.process
-        empty = torch.zeros(0, dtype=self.dtype, device=self.hosts.device)
-        parts = [torch.cat([p[a : a + n] for p in self.partials] or [empty]) for a, n in spans]
+    def _through_slices(
+        self, rows: Sequence[Tensor], counts: Sequence[int], join: Join, out: Tensor, elements: int = 1
+    ) -> None:
+        """Everybody's rows, of each slice to whom it belongs, who joins them and gives the result to all.
+
+        `counts` says how many rows each process has; `elements` of the buffer are one of theirs.
+        """
+        spans, me = [(a // elements, n // elements) for a, n in self._spans], self.hosts.process
+        empty = torch.zeros(0, dtype=rows[0].dtype if rows else self.dtype, device=self.hosts.device)
+        parts = [torch.cat([r[a : a + n] for r in rows] or [empty]) for a, n in spans]
         n = spans[me][1]
-        received = self.hosts.exchange(parts, [n * len(c) for c in self.covers])
-        rows = [list(r.split(n)) if n else [] for r in received]
-        longest = spans[0][1]
-        mine = torch.zeros(longest, dtype=self.dtype, device=self.hosts.device)
+        received = self.hosts.exchange(parts, [n * c for c in counts])
+        mine = torch.zeros(spans[0][1], dtype=out.dtype, device=self.hosts.device)
         if n:
-            tree_sum(self._nodes(rows), self.count, self.op, mine[:n])
+            join([list(r.split(n)) for r in received], mine[:n])
         for (a, length), slice_ in zip(spans, self.hosts.gather(mine), strict=True):
-            self.out[a : a + length].copy_(slice_[:length])
+            out[a : a + length].copy_(slice_[:length])
+
+    def _as_integers(self) -> None:
+        """Exponents first, then one row of integers from each process."""
+        each, (begin, n) = [1] * self.hosts.hosts, self._spans[self.hosts.process]
+        exponents = torch.zeros(self.numel // PER_EXPONENT, dtype=torch.uint8, device=self.hosts.device)
+
+        def largest(rows: list[list[Tensor]], out: Tensor) -> None:
+            torch.amax(torch.stack([r for some in rows for r in some]), 0, out=out)
+
+        def added(rows: list[list[Tensor]], out: Tensor) -> None:
+            total = rows[0][0]
+            for (row,) in rows[1:]:
+                total.add_(row)
+            floats_of(total, exponents[begin // PER_EXPONENT : (begin + n) // PER_EXPONENT], self.count, out)
+
+        mine = self.partials or [torch.zeros(self.numel, dtype=self.dtype, device=self.hosts.device)]
+        self._through_slices([block_exponents(mine)], each, largest, exponents, PER_EXPONENT)
+        self._through_slices([integer_terms(mine, exponents, self.count)], each, added, self.out)
+        self._replace_spoilt(not_finite(exponents))
+
+    def _replace_spoilt(self, numbers: Tensor) -> None:
+        """Blocks that are not finite: all terms of them go to everybody."""
+        if not numbers.numel():
+            return
+        mine = torch.zeros(self.most, numbers.numel(), PER_EXPONENT, dtype=self.dtype, device=self.hosts.device)
+        for into, row in zip(mine, self.partials, strict=False):
+            into.copy_(spoilt_blocks(row, numbers))
+        rows = [list(g.view_as(mine)) for g in self.hosts.gather(mine.view(-1))]
+        nodes = self._nodes(rows)
+        self.out.view(-1, PER_EXPONENT)[numbers] = spoilt_sums([nodes[i, i + 1] for i in range(self.count)])
 
     def _in_shared_memory(self, segment: Segment) -> None:
         hosts, me = range(self.hosts.hosts), self.hosts.process
@@ -133,7 +216,7 @@ class HostedSum:
         if n:
             rows = [[r[begin : begin + n] for r in self._rows(h, len(self.covers[h]))] for h in hosts]
             mine = segment.of(me, self.dtype)[above : above + n]
-            tree_sum(self._nodes(rows), self.count, self.op, mine)
+            self._joined(rows, mine)
         segment.post(HALFWAY)
         segment.wait(HALFWAY)
         sums = [segment.of(h, self.dtype)[above : above + length] for h, (_, length) in enumerate(self._spans)]

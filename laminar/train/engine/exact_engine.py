@@ -52,7 +52,7 @@ class ExactEngine(Engine):
     def _hosted(
         self, program: Program, hosts: HostedRanks, constants: Mapping[str, Tensor], static: tuple[int, ...]
     ) -> HostedStep:
-        return HostedStep(program, hosts, constants, torch.get_num_threads(), watch=self._watch)
+        return HostedStep(program, hosts, constants, torch.get_num_threads(), watch=self._watch, sums=self.exact.sums)
 
     def watch(self, told: LineWatcher) -> None:
         """Tell somebody of every result of every line from now on; slow, for who looks for a difference."""
