@@ -165,15 +165,21 @@ def _run_options(p: argparse.ArgumentParser) -> None:
     add("--run-dir", metavar="DIR", help="directory for logs, events and results (default: runs/RECIPE-TIME)")
     add(
         "--checkpoint",
-        metavar="DIR",
-        help="save weights and optimizer state here at the end (default: checkpoint in the run directory)",
+        metavar="STORE",
+        help="save checkpoints here at the end, and when SIGTERM ends the run: a folder, or a URI such as "
+        "s3://bucket/prefix (default: checkpoint in the run directory)",
     )
     add(
         "--checkpoint-every",
-        type=positive,
-        default=0,
+        default="0",
         metavar="N",
-        help="also every N steps, written in the background (default: 0, only at the end)",
+        help="also every N steps, or every 30s, 10m, 2h, written beside the steps (default: 0, only at the end)",
+    )
+    add(
+        "--keep",
+        default="",
+        metavar="WHICH",
+        help='checkpoints of this run that stay, such as "last 3, every 1000" (steps); the default keeps all',
     )
     add("--hash-every", type=positive, default=0, metavar="N", help="log the hash of all state every N steps")
     add(
@@ -183,7 +189,7 @@ def _run_options(p: argparse.ArgumentParser) -> None:
         default="",
         choices=["must", "auto"],
         metavar="auto",
-        help="continue from --checkpoint; with `auto`, only if there is one",
+        help="continue the run in --checkpoint (STORE#RUN where it holds several); with `auto`, only if there is one",
     )
     add(
         "--timeline",
@@ -240,8 +246,8 @@ def run_train(args: argparse.Namespace, train: Callable[..., Any], load_recipe: 
             "--resume needs --checkpoint DIR, the place to resume from",
             next="or --run-dir DIR, a run that kept its own",
         )
-    if args.checkpoint and (place is None or place.rank == 0):
-        refuse_unwritable(Path(args.checkpoint))
+    if args.checkpoint and "://" not in args.checkpoint and (place is None or place.rank == 0):
+        refuse_unwritable(Path(args.checkpoint.partition("#")[0]))
     if args.timeline and not Path(args.timeline).absolute().parent.is_dir():
         raise RecipeError(f"--timeline {args.timeline}: there is no such folder", next="make it first")
     if place is not None:
@@ -318,7 +324,7 @@ def be_a_rank(args: argparse.Namespace, place: RankPlace, train: Callable[..., A
     events.subscribe(show.on)
     ended: dict[str, Any] = {}
     checkpoint = args.checkpoint or str(where.checkpoint)
-    resume = args.resume == "must" or (args.resume == "auto" and holds_a_job(Path(checkpoint)))
+    resume = args.resume == "must" or (args.resume == "auto" and holds_a_checkpoint(checkpoint))
 
     def body() -> None:
         outcome = train(
@@ -344,6 +350,7 @@ def be_a_rank(args: argparse.Namespace, place: RankPlace, train: Callable[..., A
             timeline_steps=args.timeline_steps,
             prefetch=args.prefetch,
             checkpoint_every=args.checkpoint_every,
+            keep=args.keep,
             check=args.check,
             measure=args.measure,
             exact=args.exact,
@@ -363,15 +370,11 @@ def be_a_rank(args: argparse.Namespace, place: RankPlace, train: Callable[..., A
     leave(code)
 
 
-def holds_a_job(checkpoint: Path) -> bool:
-    """Whether there is something to go on from: also where a write was stopped when its files were there already."""
-    if (checkpoint / "job.json").is_file():
-        return True
-    try:
-        json.loads((checkpoint / "job.json.part").read_text())
-    except (OSError, json.JSONDecodeError):
-        return False
-    return True
+def holds_a_checkpoint(checkpoint: str) -> bool:
+    """Whether there is something to go on from."""
+    from laminar.train.saving.checkpoint import holds_a_checkpoint as found
+
+    return found(checkpoint)
 
 
 def _done(args: argparse.Namespace, ended: dict[str, Any], where: rundir.RunDir) -> None:

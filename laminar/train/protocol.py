@@ -179,8 +179,8 @@ class TrainingJob(HasState, Protocol):
         """Save all that a run is as a checkpoint in a store."""
         ...
 
-    def resume(self, uri: str | Path, scheduler: Any = None) -> None:
-        """Go on from the last whole checkpoint in a store."""
+    def resume(self, uri: str | Path, scheduler: Any = None, generators: bool = True) -> Mapping[str, Any]:
+        """Go on from the last whole checkpoint in a store; what was saved beside the state."""
         ...
 
     def load_weights(

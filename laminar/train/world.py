@@ -89,7 +89,7 @@ class World:
         self.open: weakref.WeakSet[Any] = weakref.WeakSet()
         """What is to be closed before the process group is left."""
         self._transports: weakref.WeakSet[Groups] = weakref.WeakSet()
-        self._beside: Any = None
+        self._host: Any = None
         self._notes = self._meetings = 0
         self._told: dict[int, str] = {}
         """Checksums of this rank's last batches, by the number of their note."""
@@ -126,16 +126,33 @@ class World:
         self._transports.add(made)
         return made
 
-    def beside_the_steps(self) -> Any:
-        """A Gloo group of the same ranks, for what threads exchange while steps run; nothing for one rank.
+    def another_group(self) -> Any:
+        """A Gloo group of the same ranks, for what a thread exchanges beside the steps; nothing for one rank.
 
-        Made at the first call, which all ranks make together.
+        All ranks call this together. Threads that exchange at the same time need a group each.
         """
-        if self.size > 1 and self._beside is None:
-            within = timedelta(seconds=self.timeout_s)
-            ranks = list(self.ranks)
-            self._beside = dist.new_group(ranks, within, backend="gloo", use_local_synchronization=True)
-        return self._beside
+        if self.size == 1:
+            return None
+        within, ranks = timedelta(seconds=self.timeout_s), list(self.ranks)
+        if self.process_group is dist.group.WORLD:
+            return dist.new_group(ranks, within, backend="gloo")
+        return dist.new_group(ranks, within, backend="gloo", use_local_synchronization=True)
+
+    def leave_group(self, group: Any) -> None:
+        """Give such a group up. One of some ranks stays until the end: its name would be free too early on some."""
+        if group is not None and self.process_group is dist.group.WORLD and dist.is_initialized():
+            with contextlib.suppress(Exception):
+                dist.destroy_process_group(group)
+
+    @property
+    def host_group(self) -> Any:
+        """A group that takes tensors of the host, for the thread that makes steps: the world's own if it is of Gloo."""
+        if self.size == 1:
+            return None
+        if self._host is None:
+            own = dist.get_backend(self.process_group) == "gloo"
+            self._host = self.process_group if own else self.another_group()
+        return self._host
 
     def barrier(self) -> None:
         """Until all ranks are here."""
@@ -286,10 +303,6 @@ class World:
         """Leave the process group, if this made it; another world can be made behind that."""
         for each in list(self.open):
             each.close()
-        if self._beside is not None and dist.is_initialized():
-            with contextlib.suppress(Exception):
-                dist.destroy_process_group(self._beside)
-            self._beside = None
         if self.joined and dist.is_initialized():
             for each in list(self._transports):
                 each.close()

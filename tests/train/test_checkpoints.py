@@ -12,7 +12,6 @@ import torch
 from laminar.checkpoint.history.references import list_refs
 from laminar.checkpoint.read.verify import latest_valid
 from laminar.checkpoint.store.uri import open_store
-from laminar.errors import StateError
 from laminar.train.job.job import Job
 from laminar.train.options import JobOptions
 from tests.support.rank_pool import Ranks

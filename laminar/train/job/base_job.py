@@ -28,7 +28,7 @@ from laminar.train.optimizer.precision import Precision, Scaler
 from laminar.train.options import JobOptions
 from laminar.train.saving import checkpoint
 from laminar.train.saving.saver import Saver
-from laminar.train.saving.snapshot import SnapshotPlanner
+from laminar.train.saving.snapshot_plan import SnapshotPlanner
 from laminar.train.saving.state_root import state_record_of
 from laminar.train.state.fill import LoadedWeights
 from laminar.train.state.gather import Gather
@@ -165,12 +165,13 @@ class BaseJob:
         """
         checkpoint.save(self, uri, scheduler, wait)
 
-    def resume(self, uri: str | Path, scheduler: Any = None) -> None:
-        """Go on from the last whole checkpoint in a store, on any layout; schedulers and random generators as well.
+    def resume(self, uri: str | Path, scheduler: Any = None, generators: bool = True) -> Mapping[str, Any]:
+        """Go on from the last whole checkpoint in a store, on any layout; what was saved beside the state.
 
-        `uri#run` says which run, where there are several, and `uri#run@step` which of its checkpoints.
+        `uri#run` says which run, where there are several, and `uri#run@step` which of its checkpoints. Schedulers go on
+        too, and random generators (Python's, NumPy's, torch's) unless that is not wanted.
         """
-        checkpoint.resume(self, uri, scheduler)
+        return checkpoint.resume(self, uri, scheduler, generators)
 
     def load_weights(
         self, path: str | Path, *, only: str = "", rename: Mapping[str, str] | None = None, strict: bool = True

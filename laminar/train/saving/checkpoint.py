@@ -11,13 +11,14 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from laminar.checkpoint.format.manifest import Manifest
 from laminar.checkpoint.history.references import CheckpointRef, last_sequence, list_refs
+from laminar.checkpoint.history.retention import Keep
 from laminar.checkpoint.read.state_reader import StateReader
 from laminar.checkpoint.store.protocol import Store
 from laminar.checkpoint.store.uri import open_store
@@ -63,37 +64,46 @@ def save(
     return saver.finish() if wait else None
 
 
-def saver_for(job: HasState, uri: str | os.PathLike[str]) -> Saver:
-    """What writes a job's checkpoints into a store: the same for all of its saves there. Every rank calls this."""
+def saver_for(job: HasState, uri: str | os.PathLike[str], keep: str = "") -> Saver:
+    """What writes a job's checkpoints into a store: the same for all of its saves there. Every rank calls this.
+
+    `keep`: which of them stay, as text.
+    """
     name = CheckpointName.parse(uri)
     if name.step is not None:
         raise StateError(f"{uri} is one checkpoint; a job is saved in a store", next=f"save in {name.store}")
     saver: Saver | None = job.savers.get(name.store)
-    if saver is not None and name.run in ("", saver.run):
-        return saver
-    run = _agreed(job, lambda: _new_run(name))
-    saver = job.savers[name.store] = Saver(job, open_store(name.store), run)
+    if saver is None or name.run not in ("", saver.run):
+        run = _agreed(job, lambda: _new_run(name))
+        saver = job.savers[name.store] = Saver(job, open_store(name.store), run)
+    if keep:
+        saver.keep = Keep.parse(keep)
     return saver
 
 
-def resume(job: HasState, uri: str | os.PathLike[str], scheduler: Any = None) -> Manifest | None:
-    """See `Job.resume`; the manifest of what it went on from, of a folder of the former kind nothing."""
+def resume(
+    job: HasState, uri: str | os.PathLike[str], scheduler: Any = None, generators: bool = True
+) -> Mapping[str, Any]:
+    """See `Job.resume`; what was saved beside the state, of a folder of the former kind nothing."""
     name = CheckpointName.parse(uri)
     if "://" not in name.store and is_legacy(Path(name.store)):
         resume_legacy(job, Path(name.store), scheduler)
-        return None
+        return {}
+    mine = job.savers.get(name.store)
+    if mine is not None and not name.run:
+        name = replace(name, run=mine.run)
     refs = _agreed(job, lambda: _candidates(name))
     manifest, ref = _first_whole(job, open_store(name.store), refs)
     again = lr_schedulers.restore if scheduler is None else lr_schedulers.restore_named
     about = manifest.about
     again(lr_schedulers.attached(job.state.optimizer, scheduler), about.get("schedulers", []), name.store)
-    if about.get("generators"):
+    if generators and about.get("generators"):
         restore_generators(of_rank(about["generators"], job.peers.rank, job.peers.size))
     last = _agreed(job, lambda: last_sequence(open_store(name.store), ref.run))
     saver = job.savers[name.store] = Saver(job, open_store(name.store), ref.run, last)
     saver.parent = ref.manifest
     emit("resumed", step=ref.step, run=ref.run, root=ref.root)
-    return manifest
+    return about
 
 
 def holds_a_checkpoint(uri: str | os.PathLike[str]) -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import warnings
 from collections import Counter
 from collections.abc import Sequence
@@ -77,6 +78,8 @@ def _plain(value: Any) -> Any:
     """A state as JSON can hold it; what it can't (functions) is left out, as torch leaves out lambdas."""
     if isinstance(value, torch.Tensor):
         return {"tensor": value.tolist(), "dtype": str(value.dtype)}
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"float": value.hex()}
     if isinstance(value, Counter):
         return {"counter": [[k, v] for k, v in value.items()]}
     if isinstance(value, dict):
@@ -102,6 +105,8 @@ def _back(value: Any) -> Any:
     if "tensor" in value:
         return torch.tensor(value["tensor"], dtype=getattr(torch, value["dtype"].removeprefix("torch.")))
     ((kind, items),) = value.items()
+    if kind == "float":
+        return float.fromhex(items)
     if kind == "counter":
         return Counter(dict(items))
     if kind == "dict":

@@ -66,8 +66,8 @@ class CheckpointOfJob:
 
     def check(self) -> tuple[list[OptimizerGroup], dict[str, dict[str, Any]]]:
         """Refuse a checkpoint that is not this job's; its groups, and entries of the optimizer that are no tensors."""
-        groups, numbers = read_scalars(self.state, self.manifest.state.scalars)
         self._check_weights()
+        groups, numbers = read_scalars(self.state, self.manifest.state.scalars)
         self._check_entries(groups, numbers)
         return groups, numbers
 

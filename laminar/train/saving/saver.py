@@ -25,17 +25,20 @@ from typing import Any
 from laminar.capture.torch_private import changes_seen
 from laminar.checkpoint.format.hashing import HASH_BYTES
 from laminar.checkpoint.format.manifest import Manifest
+from laminar.checkpoint.history.gc import collect_garbage
 from laminar.checkpoint.history.references import CheckpointRef
+from laminar.checkpoint.history.retention import Keep, drop_checkpoints
 from laminar.checkpoint.history.save import LOW_PRECISION, Save
 from laminar.checkpoint.packs.block_writer import Written
 from laminar.checkpoint.store.protocol import Store
-from laminar.errors import StateError
+from laminar.errors import CheckpointError, StateError
 from laminar.events import emit
 from laminar.train.protocol import HasState
 from laminar.train.saving.among_ranks import first_text, gathered_bytes
 from laminar.train.saving.beside import about_run
 from laminar.train.saving.scalars import scalars_of
-from laminar.train.saving.snapshot import Snapshot, SnapshotPlan
+from laminar.train.saving.snapshot import Snapshot
+from laminar.train.saving.snapshot_plan import SnapshotPlan
 from laminar.train.state.shards import StateShard
 
 
@@ -59,10 +62,12 @@ class Saver:
         """The next checkpoint is the one after number `sequence` of `run`."""
         self.job, self.store, self.run, self.sequence, self.compress = job, store, run, sequence, compress
         self.parent: str | None = None
+        self.keep: Keep | None = None
+        """Which checkpoints stay; nothing: all."""
         self.last: SavedCheckpoint | None = None
         """The last one that was committed."""
         self._snapshot: Snapshot | None = None
-        self._group: Any = None
+        self._group = job.peers.another_group()
         self._bases: dict[tuple[Any, int], bytes] = {}
         """Hashes of this rank's last blocks."""
         self._thread: threading.Thread | None = None
@@ -81,7 +86,6 @@ class Saver:
         snapshot = self._memory_for(plan)
         scalars = scalars_of(job.state, job.gather.notes)
         beside = {**about_run(job, scheduler), **(about or {})}
-        self._group = job.peers.beside_the_steps()
         snapshot.copy(shards, buffers=True)
         versions = _versions(shards)
         copied = threading.Event()
@@ -157,6 +161,8 @@ class Saver:
         if self._snapshot is not None:
             self._snapshot.close()
             self._snapshot = None
+        self.job.peers.leave_group(self._group)
+        self._group = None
 
 
 @dataclass
@@ -180,6 +186,7 @@ class _Work:
             saver.last = self._saved(wrong)
             ref = saver.last.ref
             saver.sequence, saver.parent = ref.sequence, ref.manifest
+            self._dropped()
             emit("checkpoint", step=ref.step, run=ref.run, root=ref.root, **_numbers(saver.last))
         except Exception as error:
             saver._error = error
@@ -206,6 +213,17 @@ class _Work:
                 save.abort()  # gives the lease back
         self._remember(hashes)
         return SavedCheckpoint(ref, written, saver._stalled_s, time.perf_counter() - self.begun)
+
+    def _dropped(self) -> None:
+        """Drop checkpoints that need not stay; where that fails, the one that was saved is no worse for it."""
+        saver = self.saver
+        if saver.keep is None or saver.job.peers.rank != 0:
+            return
+        try:
+            if drop_checkpoints(saver.store, saver.run, saver.keep):
+                collect_garbage(saver.store)
+        except CheckpointError as error:
+            emit("keep", said=error.what)
 
     def _written(self, save: Save, number: int) -> bytes:
         share = self.plan.mine[number]

@@ -98,6 +98,13 @@ def _compare_groups(state: JobState, groups: Sequence[OptimizerGroup]) -> None:
             given=_groups_said([g.names for g in groups]),
         )
     for i, (group, theirs) in enumerate(zip(state.optimizer.param_groups, groups, strict=True)):
+        missing = [k for k in state.optimizer.defaults if k in group and k not in (*LEFT_OUT, *theirs.options)]
+        if missing:
+            raise StateError(
+                f"the optimizer state in the checkpoint is not that of this {type(state.optimizer).__name__}",
+                why=f"group {i} has no {', '.join(missing)} there",
+                next="use the optimizer that was saved, or begin with its weights: job.load_weights(path)",
+            )
         for key, value in theirs.options.items():
             _check_option(f"{key} of the optimizer's group {i}", value, group.get(key, value))
 

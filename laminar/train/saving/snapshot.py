@@ -9,111 +9,24 @@ A rank holds one copy of the blocks it writes and of the parts it sends, no more
 
 from __future__ import annotations
 
-import hashlib
 import math
 import mmap
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laminar.capture.ops.torch_ops import DTYPE_NAMES, DTYPES
+from laminar.capture.ops.torch_ops import DTYPES
 from laminar.capture.tensor_bytes import as_bytes
-from laminar.checkpoint.format.block_grid import Slices, block_count, box_shape, within
-from laminar.checkpoint.format.hashing import HASH_BYTES
-from laminar.checkpoint.format.state_record import StateRecord, TensorKey, TensorRecord, state_record
+from laminar.checkpoint.format.block_grid import Slices, box_shape, within
+from laminar.checkpoint.format.state_record import TensorKey
 from laminar.errors import StateError
-from laminar.train.saving.block_shares import BlockShare, TensorBoxes, block_shares, boxes_of, put_together
+from laminar.train.saving.snapshot_plan import PlannedBlock, SnapshotPlan, padded
 from laminar.train.state.shards import StateShard
 from laminar.train.world import World
-
-ALIGN_BYTES = 64
-
-
-@dataclass(frozen=True)
-class SnapshotPlan:
-    """Who copies, sends and writes what: the same for every save while tensors lie as they do."""
-
-    tensors: tuple[TensorBoxes, ...]
-    shares: tuple[BlockShare, ...]
-    """All blocks of the state."""
-    mine: tuple[BlockShare, ...]
-    """Those that this rank writes."""
-    offsets: tuple[int, ...]
-    """Where each of these lies in memory."""
-    nbytes: int
-
-    @staticmethod
-    def of(tensors: Sequence[TensorBoxes], rank: int, ranks: int) -> SnapshotPlan:
-        """For one rank; every rank has the same `tensors`."""
-        shares = block_shares(tensors, ranks)
-        return SnapshotPlan.with_blocks(tensors, shares, [s for s in shares if s.writer == rank])
-
-    @staticmethod
-    def with_blocks(
-        tensors: Sequence[TensorBoxes], shares: Sequence[BlockShare], mine: Sequence[BlockShare]
-    ) -> SnapshotPlan:
-        """With room for some of the blocks."""
-        offsets, at = [], 0
-        for share in mine:
-            offsets.append(at)
-            at += _padded(share.elements * tensors[share.tensor].item_bytes)
-        return SnapshotPlan(tuple(tensors), tuple(shares), tuple(mine), tuple(offsets), at)
-
-    def sent(self, rank: int, to: int) -> list[tuple[int, Slices]]:
-        """Parts that a rank sends to another, in the order in which they stand in one message."""
-        return [(s.tensor, p.box) for s in self.shares if s.writer == to for p in s.parts if p.rank == rank != to]
-
-    @cached_property
-    def of_several_ranks(self) -> SnapshotPlan:
-        """The same with those of this rank's blocks alone that other ranks have parts of."""
-        mine = [s for s in self.mine if any(p.rank != s.writer for p in s.parts)]
-        return SnapshotPlan.with_blocks(self.tensors, self.shares, mine)
-
-    def in_order(self, hashes: Sequence[bytes]) -> list[bytes]:
-        """The hashes of all blocks, from those of each rank's blocks one after the other."""
-        at, out = [0] * len(hashes), []
-        for share in self.shares:
-            begin = at[share.writer]
-            at[share.writer] = begin + HASH_BYTES
-            out.append(hashes[share.writer][begin : begin + HASH_BYTES])
-        return out
-
-    def state(self, hashes: Sequence[bytes], scalars: Mapping[str, Any]) -> StateRecord:
-        """The state whose blocks have these hashes."""
-        records, at = [], 0
-        for tensor in self.tensors:
-            count = block_count(tensor.shape, tensor.item_bytes)
-            records.append(TensorRecord(tensor.key, tensor.dtype, tensor.shape, b"".join(hashes[at : at + count])))
-            at += count
-        return state_record(records, scalars)
-
-    def bytes_of(self, parts: Sequence[tuple[int, Slices]]) -> int:
-        """How long such a message is."""
-        return sum(_padded(math.prod(box_shape(box)) * self.tensors[t].item_bytes) for t, box in parts)
-
-
-class SnapshotPlanner:
-    """Makes plans of a job's snapshots, and keeps the last one for as long as it holds."""
-
-    def __init__(self, world: World) -> None:
-        self.world = world
-        self._said: list[str] = []
-        self._plan: SnapshotPlan | None = None
-
-    def plan(self, shards: Sequence[StateShard]) -> SnapshotPlan:
-        """The plan for what ranks hold now; every rank calls this."""
-        mine = boxes_of([(s, _dtype(s)) for s in shards], self.world.rank)
-        said = self.world.gather_objects(hashlib.sha256(repr(mine).encode()).hexdigest())
-        if self._plan is None or said != self._said:
-            everyone = self.world.gather_objects(mine)
-            self._plan, self._said = SnapshotPlan.of(put_together(everyone), self.world.rank, self.world.size), said
-        return self._plan
 
 
 class Snapshot:
@@ -131,7 +44,7 @@ class Snapshot:
         self._out: dict[int, Tensor] = {
             peer: torch.empty(size, dtype=torch.uint8)
             for peer in range(world.size)
-            if (size := plan.bytes_of(plan.sent(world.rank, peer)))
+            if (size := plan.bytes_of(plan.sent.get((world.rank, peer), ())))
         }
         """Messages to other ranks."""
 
@@ -146,7 +59,7 @@ class Snapshot:
     def block(self, number: int) -> memoryview:
         """The bytes of one of this rank's blocks."""
         share, begin = self.plan.mine[number], self.plan.offsets[number]
-        size = share.elements * self.plan.tensors[share.tensor].item_bytes
+        size = share.nbytes
         return memoryview(self.memory)[begin : begin + size]
 
     def copy(self, shards: Sequence[StateShard], buffers: bool) -> None:
@@ -161,22 +74,22 @@ class Snapshot:
             key = plan.tensors[share.tensor].key
             if (key.kind == "buffer") is buffers:
                 room = self._room(number)
-                for part in share.parts:
+                for part in share.pieces:
                     if part.rank == rank:
                         yield room[within(part.box, share.box)], held.part(key, part.box)
         for peer, message in self._out.items():
             at = 0
-            for t, box in plan.sent(rank, peer):
+            for t, box in plan.sent[rank, peer]:
                 tensor = plan.tensors[t]
                 size = math.prod(box_shape(box)) * tensor.item_bytes
                 if (tensor.key.kind == "buffer") is buffers:
                     yield _typed(message[at : at + size], tensor.dtype, box_shape(box)), held.part(tensor.key, box)
-                at += _padded(size)
+                at += padded(size)
 
     def _room(self, number: int) -> Tensor:
         share, begin = self.plan.mine[number], self.plan.offsets[number]
         tensor = self.plan.tensors[share.tensor]
-        size = share.elements * tensor.item_bytes
+        size = share.nbytes
         return _typed(self._bytes[begin : begin + size], tensor.dtype, box_shape(share.box))
 
     def exchange(self, group: Any) -> None:
@@ -184,7 +97,7 @@ class Snapshot:
         world, plan = self.world, self.plan
         posted, arrived = [], {}
         for peer in range(world.size):
-            size = plan.bytes_of(plan.sent(peer, world.rank))
+            size = plan.bytes_of(plan.sent.get((peer, world.rank), ()))
             if size:
                 arrived[peer] = torch.empty(size, dtype=torch.uint8)
                 posted.append(dist.P2POp(dist.irecv, arrived[peer], world.ranks[peer], group))
@@ -194,11 +107,11 @@ class Snapshot:
             work.wait()
         at = dict.fromkeys(arrived, 0)
         for number, share in enumerate(plan.mine):
-            for part in share.parts:
+            for part in share.pieces:
                 if part.rank != world.rank:
                     tensor, shape = plan.tensors[share.tensor], box_shape(part.box)
                     begin, size = at[part.rank], math.prod(shape) * tensor.item_bytes
-                    at[part.rank] = begin + _padded(size)
+                    at[part.rank] = begin + padded(size)
                     came = arrived[part.rank][begin : begin + size]
                     self._room(number)[within(part.box, share.box)].copy_(_typed(came, tensor.dtype, shape))
 
@@ -219,10 +132,10 @@ class HeldShards:
                 return tensor.detach()[within(wanted, box)] if wanted else tensor.detach()
         raise StateError(f"{key} does not lie where it lay when the save was planned")
 
-    def block(self, plan: SnapshotPlan, share: BlockShare) -> memoryview:
+    def block(self, plan: SnapshotPlan, share: PlannedBlock) -> memoryview:
         """The bytes of a block all of which is here."""
         tensor = plan.tensors[share.tensor]
-        parts = [(p.box, self.part(tensor.key, p.box)) for p in share.parts]
+        parts = [(p.box, self.part(tensor.key, p.box)) for p in share.pieces]
         if len(parts) == 1:
             whole = parts[0][1]
         else:
@@ -232,17 +145,6 @@ class HeldShards:
         return as_bytes(whole.cpu()).numpy().data
 
 
-def _padded(size: int) -> int:
-    """Bytes with those after them that are left out, so that what follows begins where any element may."""
-    return -(-size // ALIGN_BYTES) * ALIGN_BYTES
-
-
 def _typed(flat: Tensor, dtype: str, shape: tuple[int, ...]) -> Tensor:
     """Bytes as elements."""
     return flat.view(DTYPES[dtype]).reshape(shape)
-
-
-def _dtype(shard: StateShard) -> str:
-    if shard.tensor.dtype not in DTYPE_NAMES:
-        raise StateError(f"{shard.kind} {shard.name} {shard.entry} has dtype {shard.tensor.dtype}: it can't be saved")
-    return DTYPE_NAMES[shard.tensor.dtype]

@@ -11,7 +11,8 @@ from laminar.checkpoint.format.hashing import block_hash
 from laminar.checkpoint.format.state_record import StateRecord
 from laminar.train.protocol import HasState
 from laminar.train.saving.scalars import scalars_of
-from laminar.train.saving.snapshot import HeldShards, Snapshot, SnapshotPlan
+from laminar.train.saving.snapshot import HeldShards, Snapshot
+from laminar.train.saving.snapshot_plan import SnapshotPlan
 
 
 def state_record_of(job: HasState) -> StateRecord:
@@ -24,7 +25,7 @@ def state_record_of(job: HasState) -> StateRecord:
     try:
         for buffers in (True, False):
             snapshot.copy(shards, buffers)
-        snapshot.exchange(peers.beside_the_steps())
+        snapshot.exchange(peers.host_group)
         sent = {(s.tensor, s.number): n for n, s in enumerate(snapshot.plan.mine)}
         hashes = []
         for share in plan.mine:
