@@ -355,7 +355,7 @@ def plan_options(p: argparse.ArgumentParser) -> None:
         "--exact",
         nargs="?",
         const="",
-        metavar="units=8",
+        metavar="units=8,slices=1",
         help="with --cluster: predict steps in exact mode, for each way in which processes may store weights and state",
     )
     p.add_argument(

@@ -13,28 +13,39 @@ from typing import TYPE_CHECKING, Any
 _WHERE = {
     "BlockPiece": "format.block_shares",
     "BlockShare": "format.block_shares",
+    "BlockSource": "process.channel",
     "CheckpointRef": "history.references",
+    "CheckpointSize": "read.compare",
     "Collected": "history.gc",
     "Damage": "read.verify",
     "HeldBox": "format.block_shares",
     "Keep": "history.retention",
     "Manifest": "format.manifest",
+    "PieceSource": "process.channel",
     "Save": "history.save",
+    "SharedSegment": "process.shared_memory",
     "SpreadTensor": "format.block_shares",
+    "StateChanges": "read.compare",
     "StateReader": "read.state_reader",
     "StateRecord": "format.state_record",
     "Store": "store.protocol",
     "TensorKey": "format.state_record",
     "TensorRecord": "format.state_record",
+    "Verified": "read.verify",
+    "WriterProcess": "process.writer_client",
     "block_box": "format.block_grid",
     "block_count": "format.block_grid",
     "block_from_pieces": "format.block_shares",
     "blocks_of_box": "format.block_grid",
     "collect_garbage": "history.gc",
+    "damaged_files": "read.verify",
+    "diff_checkpoints": "read.compare",
     "drop_checkpoints": "history.retention",
     "last_sequence": "history.references",
     "latest_valid": "read.verify",
+    "list_checkpoints": "read.compare",
     "list_refs": "history.references",
+    "load_checkpoint": "history.references",
     "load_manifest": "history.references",
     "open_store": "store.uri",
     "share_blocks": "format.block_shares",
@@ -45,28 +56,39 @@ _WHERE = {
 __all__ = [
     "BlockPiece",
     "BlockShare",
+    "BlockSource",
     "CheckpointRef",
+    "CheckpointSize",
     "Collected",
     "Damage",
     "HeldBox",
     "Keep",
     "Manifest",
+    "PieceSource",
     "Save",
+    "SharedSegment",
     "SpreadTensor",
+    "StateChanges",
     "StateReader",
     "StateRecord",
     "Store",
     "TensorKey",
     "TensorRecord",
+    "Verified",
+    "WriterProcess",
     "block_box",
     "block_count",
     "block_from_pieces",
     "blocks_of_box",
     "collect_garbage",
+    "damaged_files",
+    "diff_checkpoints",
     "drop_checkpoints",
     "last_sequence",
     "latest_valid",
+    "list_checkpoints",
     "list_refs",
+    "load_checkpoint",
     "load_manifest",
     "open_store",
     "share_blocks",
@@ -100,10 +122,20 @@ if TYPE_CHECKING:
     from laminar.checkpoint.format.manifest import Manifest
     from laminar.checkpoint.format.state_record import StateRecord, TensorKey, TensorRecord, state_record, tensor_record
     from laminar.checkpoint.history.gc import Collected, collect_garbage
-    from laminar.checkpoint.history.references import CheckpointRef, last_sequence, list_refs, load_manifest
+    from laminar.checkpoint.history.references import (
+        CheckpointRef,
+        last_sequence,
+        list_refs,
+        load_checkpoint,
+        load_manifest,
+    )
     from laminar.checkpoint.history.retention import Keep, drop_checkpoints
     from laminar.checkpoint.history.save import Save
+    from laminar.checkpoint.process.channel import BlockSource, PieceSource
+    from laminar.checkpoint.process.shared_memory import SharedSegment
+    from laminar.checkpoint.process.writer_client import WriterProcess
+    from laminar.checkpoint.read.compare import CheckpointSize, StateChanges, diff_checkpoints, list_checkpoints
     from laminar.checkpoint.read.state_reader import StateReader
-    from laminar.checkpoint.read.verify import Damage, latest_valid, verify_checkpoint
+    from laminar.checkpoint.read.verify import Damage, Verified, damaged_files, latest_valid, verify_checkpoint
     from laminar.checkpoint.store.protocol import Store
     from laminar.checkpoint.store.uri import open_store

@@ -19,7 +19,7 @@ def test_a_state_comes_back_bit_for_bit(tmp_path: Path) -> None:
     ref = save_arrays(store, state, step=3)
     assert_holds(store, ref, state)
     key = TensorKey("parameter", "up.weight")
-    reader = StateReader(store, ref.manifest)
+    reader = StateReader(store, ref)
     assert (reader.read(key, (slice(3, 9), slice(5, 24))) == state[key][1][3:9, 5:24]).all()
     assert reader.manifest.state.scalars["seed"] == 7 and reader.manifest.about == {"plan": "hand-made"}
     assert verify_checkpoint(store, ref).ok and latest_valid(store, "run").ref == ref
@@ -32,7 +32,7 @@ def test_a_slice_reads_just_the_blocks_it_touches(tmp_path: Path, monkeypatch: p
     key = TensorKey("parameter", "w")
     store = open_store(tmp_path)
     ref = save_arrays(store, {key: ("f32", whole)})
-    reader = StateReader(store, ref.manifest)
+    reader = StateReader(store, ref)
     asked: list[bytes] = []
     read = reader.blocks.read
     monkeypatch.setattr(reader.blocks, "read", lambda block, size: (asked.append(block), read(block, size))[1])
@@ -53,7 +53,7 @@ def test_a_flipped_bit_is_found_and_named(tmp_path: Path) -> None:
     (damage,) = verify_checkpoint(store, second).damage
     assert damage.tensor == TensorKey("buffer", "mean") and damage.box == (slice(0, 3),)
     with pytest.raises(CheckpointError, match="block 0 of buffer mean"):
-        StateReader(store, second.manifest).read(TensorKey("buffer", "mean"))
+        StateReader(store, second).read(TensorKey("buffer", "mean"))
     found = latest_valid(store, "run")
     assert found.ref == first and found.passed_over[0].ref == second
 

@@ -55,7 +55,7 @@ def save_arrays(
 
 def assert_holds(store: Store, ref: CheckpointRef, arrays: Arrays) -> None:
     """A checkpoint is this state, bit for bit."""
-    reader = StateReader(store, ref.manifest)
+    reader = StateReader(store, ref)
     assert set(reader.manifest.state.by_key) == set(arrays)
     for key, (dtype, array) in arrays.items():
         assert reader.tensor(key).dtype == dtype

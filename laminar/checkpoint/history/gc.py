@@ -127,7 +127,7 @@ def _collect(store: Store, turn: _Turn, lease_s: float) -> Collected:
     sizes = {f.key: f.size for f in store.list("packs")}
     for pack in gone:
         store.delete(pack)
-        store.delete(_marker(pack))
+        store.delete(_marker(pack))  # after it: without the marker, a new writer may count on the pack
     orphans = [] if leases else [key for key in manifests if key.partition("/")[2] not in referred]
     for key in orphans:
         store.delete(key)

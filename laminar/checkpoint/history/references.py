@@ -109,6 +109,16 @@ def last_sequence(store: Store, run: str) -> int:
     return max((int(f.key.rpartition("/")[2]) for f in store.list(f"{REFS}/{run}") if f.key[-10:].isdigit()), default=0)
 
 
+def load_checkpoint(store: Store, ref: CheckpointRef) -> Manifest:
+    """The manifest that a reference is to, which has to be of the same run, step and state."""
+    manifest = load_manifest(store, ref.manifest)
+    if (manifest.run, manifest.step, manifest.state.root) != (ref.run, ref.step, ref.root):
+        raise CheckpointError(
+            f"{ref.key} is to another run, step or state than its manifest's", next="use another checkpoint"
+        )
+    return manifest
+
+
 def load_manifest(store: Store, manifest: str) -> Manifest:
     """A checkpoint's manifest, by its hash."""
     try:

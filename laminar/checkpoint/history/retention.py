@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from laminar.checkpoint.history.references import CheckpointRef, list_refs, load_manifest
+from laminar.checkpoint.history.references import CheckpointRef, list_refs, load_checkpoint
 from laminar.checkpoint.packs.block_index import BlockIndex
 from laminar.checkpoint.store.protocol import Store
 from laminar.errors import CheckpointError, StorageError
@@ -54,7 +54,7 @@ def drop_checkpoints(store: Store, run: str, keep: Keep) -> tuple[CheckpointRef,
 def _is_there(store: Store, index: BlockIndex, ref: CheckpointRef) -> bool:
     """Whether a checkpoint's manifest can be read and packs have its blocks."""
     try:
-        tensors = load_manifest(store, ref.manifest).state.tensors
+        tensors = load_checkpoint(store, ref).state.tensors
     except StorageError:
         raise
     except CheckpointError:

@@ -88,8 +88,10 @@ class Save:
 
     def abort(self) -> None:
         """Give up: nothing refers to what was written, and the next cleaning removes it."""
-        self.blocks.abort()
-        self._lease.give_back()
+        try:
+            self.blocks.abort()
+        finally:
+            self._lease.give_back()
 
     def __enter__(self) -> Save:
         return self

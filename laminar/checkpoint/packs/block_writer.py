@@ -8,6 +8,7 @@ is gone.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -62,6 +63,7 @@ class BlockWriter:
         self._offset = 0
         self._packs = 0
         self._finished = False
+        self._broken: BaseException | None = None
 
     def add(self, plain: memoryview, base: bytes | None = None) -> bytes:
         """The hash of a block, which is in the store after `finish`; till then, its content must not change.
@@ -81,7 +83,7 @@ class BlockWriter:
         self.written.new_bytes += len(stored.data)
         while len(self._under_way) >= BLOCKS_AHEAD:
             self._under_way.popleft().result()
-        self._under_way.append(self._pool.submit(self._append, digest, len(content), stored, base))
+        self._under_way.append(self._pool.submit(self._unless_broken, self._append, digest, len(content), stored, base))
         return digest
 
     def _is_kept(self, block: bytes) -> bool:
@@ -102,6 +104,16 @@ class BlockWriter:
         return stored, base if base is not None and stored.encoding == DELTA else NO_BASE
 
     # -- in the thread beside
+
+    def _unless_broken(self, call: Callable[..., None], *args: object) -> None:
+        """After one failure nothing more is written: half a block may stand where the next one would be."""
+        if self._broken is not None:
+            raise self._broken
+        try:
+            call(*args)
+        except BaseException as error:
+            self._broken = error
+            raise
 
     def _append(self, digest: bytes, plain_bytes: int, stored: Stored, base: bytes) -> None:
         if self._upload is None:
@@ -127,12 +139,12 @@ class BlockWriter:
     # -- the end
 
     def finish(self) -> Written:
-        """Everything that was added is durable; nothing is added after this."""
+        """Everything that was added is durable; a second call says the same."""
         if self._finished:
             return self.written
         while self._under_way:
             self._under_way.popleft().result()
-        self._pool.submit(self._end_pack).result()
+        self._pool.submit(self._unless_broken, self._end_pack).result()
         self._pool.shutdown()
         self._finished = True
         return self.written

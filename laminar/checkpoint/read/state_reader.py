@@ -23,7 +23,7 @@ from laminar.checkpoint.format.block_grid import (
 )
 from laminar.checkpoint.format.manifest import Manifest
 from laminar.checkpoint.format.state_record import TensorKey, TensorRecord
-from laminar.checkpoint.history.references import load_manifest
+from laminar.checkpoint.history.references import CheckpointRef, load_checkpoint
 from laminar.checkpoint.packs.block_reader import BlockReader
 from laminar.checkpoint.store.protocol import Store
 from laminar.errors import CheckpointError
@@ -43,8 +43,8 @@ AT_A_TIME = 4
 class StateReader:
     """Reads tensors of one checkpoint."""
 
-    def __init__(self, store: Store, manifest: Manifest | str, blocks: BlockReader | None = None) -> None:
-        self.manifest = load_manifest(store, manifest) if isinstance(manifest, str) else manifest
+    def __init__(self, store: Store, what: CheckpointRef | Manifest, blocks: BlockReader | None = None) -> None:
+        self.manifest = load_checkpoint(store, what) if isinstance(what, CheckpointRef) else what
         self.blocks = BlockReader(store) if blocks is None else blocks
 
     def tensor(self, key: TensorKey) -> TensorRecord:

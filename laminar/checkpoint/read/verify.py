@@ -10,9 +10,12 @@ import math
 from dataclasses import dataclass
 
 from laminar.checkpoint.format.block_grid import Slices, block_box, box_shape
+from laminar.checkpoint.format.hashing import block_hash
 from laminar.checkpoint.format.state_record import TensorKey
-from laminar.checkpoint.history.references import CheckpointRef, list_refs, load_manifest
+from laminar.checkpoint.history.references import MANIFESTS, CheckpointRef, list_refs, load_checkpoint, load_manifest
+from laminar.checkpoint.packs.block_index import BlockIndex
 from laminar.checkpoint.packs.block_reader import BlockReader
+from laminar.checkpoint.packs.pack_format import PACK_MAGIC
 from laminar.checkpoint.store.protocol import Store
 from laminar.errors import CheckpointError, StorageError
 
@@ -56,11 +59,9 @@ def verify_checkpoint(
 ) -> Verified:
     """Read all of a checkpoint; not `deep`: its manifest alone, and whether packs are there that have its blocks."""
     try:
-        manifest = load_manifest(store, ref.manifest)
+        manifest = load_checkpoint(store, ref)
     except CheckpointError as error:
         return Verified(ref, (Damage(error.what),))
-    if (manifest.run, manifest.step, manifest.state.root) != (ref.run, ref.step, ref.root):
-        return Verified(ref, (Damage("the reference is to another run, step or state than its manifest's"),))
     reader = BlockReader(store) if blocks is None else blocks
     damage: list[Damage] = []
     seen: dict[tuple[bytes, int], str] = {}
@@ -85,6 +86,29 @@ def _wrong_with(reader: BlockReader, block: bytes, plain_bytes: int, deep: bool)
     except CheckpointError as error:
         return error.what
     return ""
+
+
+def damaged_files(store: Store) -> dict[str, str]:
+    """Files of a store that are not as they were written, whether a checkpoint needs them or not, and what is wrong.
+
+    This reads every byte: of packs, each block as it is stored, whose hash the pack's index has.
+    """
+    index, refs = BlockIndex(store), list_refs(store)
+    bad = {key: error.what for key, error in (*index.damaged.items(), *refs.damaged.items())}
+    for file in store.list(MANIFESTS):
+        try:
+            load_manifest(store, file.key.partition("/")[2])
+        except StorageError:
+            raise
+        except CheckpointError as error:
+            bad[file.key] = error.what
+    for pack, places in index.packs().items():
+        if store.read(pack, 0, len(PACK_MAGIC)) != PACK_MAGIC:
+            bad[pack] = "it does not begin as packs do"
+        for place in places:
+            if block_hash(store.read(pack, place.offset, place.stored_bytes)) != place.stored_hash:
+                bad[pack] = f"the block {place.hash.hex()[:12]} has another hash"
+    return dict(sorted(bad.items()))
 
 
 @dataclass(frozen=True)

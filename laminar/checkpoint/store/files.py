@@ -8,6 +8,7 @@ another file system in place of this one, which fails or crashes at each call in
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 from collections.abc import Iterator
@@ -65,7 +66,7 @@ class FileSystem(Protocol):
         """Make the names in a folder durable; "" is the store's own."""
 
     def entries(self, path: str) -> list[FileEntry]:
-        """What lies in a folder, sorted."""
+        """What lies in a folder, sorted; links and pipes too, which can't be opened."""
 
 
 class RealFiles:
@@ -105,7 +106,7 @@ class RealFiles:
             file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=at)
         if not stat.S_ISREG(os.fstat(file).st_mode):
             os.close(file)
-            raise OSError(f"{path} is no plain file")
+            raise OSError(errno.EINVAL, "it is no plain file", path)
         return file
 
     def write(self, file: int, data: Content) -> None:
@@ -166,6 +167,5 @@ class RealFiles:
             for name in sorted(os.listdir(at)):
                 with contextlib.suppress(FileNotFoundError):
                     about = os.stat(name, dir_fd=at, follow_symlinks=False)
-                    if stat.S_ISREG(about.st_mode) or stat.S_ISDIR(about.st_mode):
-                        out.append(FileEntry(name, stat.S_ISDIR(about.st_mode), about.st_size, about.st_mtime))
+                    out.append(FileEntry(name, stat.S_ISDIR(about.st_mode), about.st_size, about.st_mtime))
         return out

@@ -59,7 +59,7 @@ class LocalStore:
         except FileNotFoundError:
             raise missing_key(key, self.uri) from None
         except OSError as error:
-            if error.errno in (errno.EIO, errno.ELOOP):  # these bytes, not the whole store
+            if error.errno in (errno.EIO, errno.ELOOP, errno.EINVAL):  # these bytes, not the whole store
                 raise CheckpointError(f"{self.uri}: {key} can't be read: {error.strerror}") from error
             raise self.failed(error, f"read ({key})") from error
 

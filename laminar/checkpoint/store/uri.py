@@ -9,10 +9,9 @@ from urllib.parse import unquote, urlsplit
 
 from laminar.checkpoint.store.local import LocalStore
 from laminar.checkpoint.store.memory import MemoryStore
+from laminar.checkpoint.store.objects import OBJECT_SCHEMES, ObjectStore
 from laminar.checkpoint.store.protocol import Store
 from laminar.errors import StorageError
-
-SCHEMES = ("file", "memory")
 
 
 def open_store(uri: str | os.PathLike[str]) -> Store:
@@ -27,7 +26,12 @@ def open_store(uri: str | os.PathLike[str]) -> Store:
         return LocalStore(unquote(parts.path))
     if parts.scheme == "memory":
         return _memory(text.partition("://")[2])
-    raise StorageError(f"{text[:80]} is of no known kind", allowed="a path, " + ", ".join(f"{s}://" for s in SCHEMES))
+    if parts.scheme not in OBJECT_SCHEMES:
+        known = ", ".join(f"{scheme}://" for scheme in ("file", "memory", *OBJECT_SCHEMES))
+        raise StorageError(f"{text[:80]!r} is no place that is known", allowed=f"a path, {known}")
+    if not parts.netloc or "@" in parts.netloc or parts.query or parts.fragment:
+        raise StorageError(f"{parts.scheme}:// takes a bucket and a prefix, no user, query or fragment")
+    return ObjectStore(text.rstrip("/"))
 
 
 @cache
