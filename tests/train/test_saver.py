@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from laminar.errors import StateError
 from laminar.train.job.job import Job
 from laminar.train.loop import loop
 from laminar.train.options import JobOptions
+from laminar.train.saving import block_sink
 from laminar.train.saving.checkpoint import saver_for
 from laminar.train.saving.legacy_checkpoint import resume_legacy
 from laminar.train.saving.save_schedule import SaveEvery
@@ -158,6 +160,39 @@ def _fails(where: str, then: str) -> list[str]:
     found = [said, job.hash(), last.ref.root]
     job.close()
     return found
+
+
+def _in_processes(where: str, plan: str) -> list[str]:
+    """On a rank: saves that a process of its own writes; one whose process is killed fails, and the next one works."""
+    block_sink.PROCESS_FROM_BYTES = 0
+    try:
+        job, said = made(plan), ""
+        saver = saver_for(job, where)
+        for number, batch in enumerate(batches(4)):
+            job.step(batch)
+            if number == 1 and job.rank == job.world - 1:
+                os.kill(saver.sink._writer.pid, signal.SIGKILL)  # type: ignore[union-attr]
+            saver.save()
+            try:
+                saver.finish()
+            except StateError as error:
+                said += str(error)
+        root = job.hash()
+        job.close()
+        return [said, root]
+    finally:
+        block_sink.PROCESS_FROM_BYTES = 32 << 20
+
+
+@pytest.mark.parametrize("plan", ["data", "tensor"])
+def test_a_process_writes_and_may_die(plan: str, two: Ranks, tmp_path: Path) -> None:
+    """Nothing that was committed is lost with it, ranks agree that the save has failed, the next one has another."""
+    one, other = two.run(_in_processes, str(tmp_path), plan)
+    assert one == other and "has ended" in one[0]
+    assert steps(tmp_path) == [1, 3, 4]
+    again = made(seed=3)
+    again.resume(tmp_path)
+    assert again.hash() == one[1]
 
 
 def test_a_full_disk_on_one_rank_is_told_on_all_and_training_goes_on(two: Ranks, tmp_path: Path) -> None:

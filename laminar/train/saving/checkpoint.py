@@ -122,7 +122,7 @@ def _first_whole(job: HasState, store: Store, refs: Sequence[CheckpointRef]) -> 
     damaged: CheckpointError | None = None
     for ref in refs:
         try:
-            return resume_from(job, StateReader(store, ref.manifest)), ref
+            return resume_from(job, StateReader(store, ref)), ref
         except StorageError:
             raise
         except CheckpointError as error:

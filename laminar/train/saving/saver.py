@@ -23,12 +23,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from laminar.capture.torch_private import changes_seen
+from laminar.checkpoint.format.block_grid import box_shape
 from laminar.checkpoint.format.hashing import HASH_BYTES
 from laminar.checkpoint.format.manifest import Manifest
 from laminar.checkpoint.history.gc import collect_garbage
 from laminar.checkpoint.history.references import CheckpointRef
 from laminar.checkpoint.history.retention import Keep, drop_checkpoints
-from laminar.checkpoint.history.save import LOW_PRECISION, Save
+from laminar.checkpoint.history.save import LOW_PRECISION
 from laminar.checkpoint.packs.block_writer import Written
 from laminar.checkpoint.store.protocol import Store
 from laminar.errors import CheckpointError, StateError
@@ -36,6 +37,7 @@ from laminar.events import emit
 from laminar.train.protocol import HasState
 from laminar.train.saving.among_ranks import first_text, gathered_bytes
 from laminar.train.saving.beside import about_run
+from laminar.train.saving.block_sink import BlockSink, BlockToWrite, sink_for
 from laminar.train.saving.scalars import scalars_of
 from laminar.train.saving.snapshot import Snapshot
 from laminar.train.saving.snapshot_plan import SnapshotPlan
@@ -66,6 +68,8 @@ class Saver:
         """Which checkpoints stay; nothing: all."""
         self.last: SavedCheckpoint | None = None
         """The last one that was committed."""
+        self.sink: BlockSink | None = None
+        """What hashes and writes this rank's blocks."""
         self._snapshot: Snapshot | None = None
         self._group = job.peers.another_group()
         self._bases: dict[tuple[Any, int], bytes] = {}
@@ -118,10 +122,17 @@ class Saver:
 
     def _memory_for(self, plan: SnapshotPlan) -> Snapshot:
         if self._snapshot is None or self._snapshot.plan is not plan:
-            if self._snapshot is not None:
-                self._snapshot.close()
-            self._snapshot = Snapshot(plan, self.job.peers)
+            self._snapshot = None
+            if self.sink is None:
+                self.sink = sink_for(self.store, plan.nbytes, self.compress)
+            self._snapshot = Snapshot(plan, self.job.peers, self.sink.room(plan.nbytes))
         return self._snapshot
+
+    def renew(self) -> None:
+        """The next save has a writer of its own: the last one failed, and the process that writes may have died."""
+        if self.sink is not None:
+            self.sink.close()
+        self.sink = self._snapshot = None
 
     # --- the end of a save
 
@@ -158,9 +169,9 @@ class Saver:
     def close(self) -> None:
         """End with the world: what is under way is waited for."""
         self._join()
-        if self._snapshot is not None:
-            self._snapshot.close()
-            self._snapshot = None
+        self._snapshot = None
+        if self.sink is not None:
+            self.sink.close()
         self.job.peers.leave_group(self._group)
         self._group = None
 
@@ -190,27 +201,26 @@ class _Work:
             emit("checkpoint", step=ref.step, run=ref.run, root=ref.root, **_numbers(saver.last))
         except Exception as error:
             saver._error = error
+            saver.renew()
 
     def _saved(self, wrong: list[str]) -> SavedCheckpoint:
         saver = self.saver
         if saver._group is not None:
             self.snapshot.exchange(saver._group)
-        save = None
+        sink = saver.sink
+        assert sink is not None
         hashes: list[bytes] = []
         written = Written()
         try:
             if not wrong:
-                save = Save(saver.store, saver.compress)
-                hashes = [self._written(save, number) for number in range(len(self.plan.mine))]
-                written = save.finish()
+                hashes, written = sink.write(self._blocks())
         except Exception as error:
             wrong.append(str(error))
         try:
             everyone = self._told(hashes, wrong[0] if wrong else "")
-            ref = self._committed(save, everyone)
+            ref = self._committed(sink, everyone)
         finally:
-            if save is not None:
-                save.abort()  # gives the lease back
+            sink.end()
         self._remember(hashes)
         return SavedCheckpoint(ref, written, saver._stalled_s, time.perf_counter() - self.begun)
 
@@ -225,11 +235,13 @@ class _Work:
         except CheckpointError as error:
             emit("keep", said=error.what)
 
-    def _written(self, save: Save, number: int) -> bytes:
-        share = self.plan.mine[number]
-        tensor = self.plan.tensors[share.tensor]
-        base = self.saver._bases.get((tensor.key, share.number)) if tensor.dtype in LOW_PRECISION else None
-        return save.blocks.add(self.snapshot.block(number), base)
+    def _blocks(self) -> list[BlockToWrite]:
+        out = []
+        for share, offset in zip(self.plan.mine, self.plan.offsets, strict=True):
+            tensor = self.plan.tensors[share.tensor]
+            base = self.saver._bases.get((tensor.key, share.number)) if tensor.dtype in LOW_PRECISION else None
+            out.append(BlockToWrite(offset, box_shape(share.box), tensor.item_bytes, share.nbytes, base))
+        return out
 
     def _remember(self, hashes: Sequence[bytes]) -> None:
         self.saver._bases = {
@@ -253,15 +265,14 @@ class _Work:
             return None
         return self.plan.in_order(everyone)
 
-    def _committed(self, save: Save | None, hashes: list[bytes] | None) -> CheckpointRef:
+    def _committed(self, sink: BlockSink, hashes: list[bytes] | None) -> CheckpointRef:
         saver = self.saver
         said = ""
         if hashes is not None:
-            assert save is not None
             try:
                 state = self.plan.state(hashes, self.scalars)
                 manifest = Manifest(saver.run, self.step, state, saver.parent, self.about)
-                ref = save.commit(manifest, after=saver.sequence)
+                ref = sink.commit(manifest, saver.sequence)
                 said = json.dumps({"ref": [ref.run, ref.sequence, ref.step, ref.manifest, ref.root]})
             except Exception as error:
                 said = json.dumps({"failed": str(error)})

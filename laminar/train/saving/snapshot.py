@@ -10,8 +10,6 @@ A rank holds one copy of the blocks it writes and of the parts it sends, no more
 from __future__ import annotations
 
 import math
-import mmap
-import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -32,15 +30,10 @@ from laminar.train.world import World
 class Snapshot:
     """Memory for a rank's blocks, and what is copied there."""
 
-    def __init__(self, plan: SnapshotPlan, world: World) -> None:
-        self.plan, self.world = plan, world
-        self.file = os.memfd_create("laminar snapshot") if hasattr(os, "memfd_create") else -1
-        """The memory as a file, for a process that hashes and writes it."""
-        size = max(plan.nbytes, 1)
-        if self.file >= 0:
-            os.truncate(self.file, size)
-        self.memory = mmap.mmap(self.file, size)
-        self._bytes = torch.frombuffer(self.memory, dtype=torch.uint8)
+    def __init__(self, plan: SnapshotPlan, world: World, memory: memoryview) -> None:
+        """`memory` has room for `plan.nbytes`."""
+        self.plan, self.world, self._memory = plan, world, memory
+        self._bytes = torch.frombuffer(memory, dtype=torch.uint8) if plan.nbytes else torch.empty(0, dtype=torch.uint8)
         self._out: dict[int, Tensor] = {
             peer: torch.empty(size, dtype=torch.uint8)
             for peer in range(world.size)
@@ -48,19 +41,10 @@ class Snapshot:
         }
         """Messages to other ranks."""
 
-    def close(self) -> None:
-        """Give the memory back."""
-        self._bytes = torch.empty(0)
-        self._out.clear()
-        if self.file >= 0:
-            os.close(self.file)
-            self.file = -1
-
     def block(self, number: int) -> memoryview:
         """The bytes of one of this rank's blocks."""
-        share, begin = self.plan.mine[number], self.plan.offsets[number]
-        size = share.nbytes
-        return memoryview(self.memory)[begin : begin + size]
+        begin = self.plan.offsets[number]
+        return self._memory[begin : begin + self.plan.mine[number].nbytes]
 
     def copy(self, shards: Sequence[StateShard], buffers: bool) -> None:
         """Copy what this rank gives: all buffers, or everything else."""

@@ -21,19 +21,14 @@ def state_record_of(job: HasState) -> StateRecord:
     shards = list(state.shards())
     plan: SnapshotPlan = job.planner.plan(shards)
     held = HeldShards(shards)
-    snapshot = Snapshot(plan.of_several_ranks, peers)
-    try:
-        for buffers in (True, False):
-            snapshot.copy(shards, buffers)
-        snapshot.exchange(peers.host_group)
-        sent = {(s.tensor, s.number): n for n, s in enumerate(snapshot.plan.mine)}
-        hashes = []
-        for share in plan.mine:
-            number = sent.get((share.tensor, share.number))
-            content = held.block(plan, share) if number is None else snapshot.block(number)
-            hashes.append(block_hash(content))
-            del content
-    finally:
-        snapshot.close()
+    snapshot = Snapshot(plan.of_several_ranks, peers, memoryview(bytearray(plan.of_several_ranks.nbytes)))
+    for buffers in (True, False):
+        snapshot.copy(shards, buffers)
+    snapshot.exchange(peers.host_group)
+    sent = {(s.tensor, s.number): n for n, s in enumerate(snapshot.plan.mine)}
+    hashes = []
+    for share in plan.mine:
+        number = sent.get((share.tensor, share.number))
+        hashes.append(block_hash(held.block(plan, share) if number is None else snapshot.block(number)))
     everyone = peers.gather_objects(b"".join(hashes))
     return plan.state(plan.in_order(everyone), scalars_of(state, job.gather.notes))
