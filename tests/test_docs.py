@@ -257,7 +257,7 @@ def readme(page: str) -> None:
         "batches": [{"input_ids": ids, "labels": ids}],
     }
     ran(page, first, slice(0, 1))
-    assert Path("checkpoint/model.safetensors").is_file()
+    assert Path("weights/model.safetensors").is_file()
     names = ran(page, prelude(plain=True), slice(1, None))
     assert names["report"].ok and names["plan"].name
 

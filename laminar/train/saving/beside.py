@@ -26,6 +26,7 @@ def about_run(job: HasState, scheduler: Any = None) -> dict[str, Any]:
         "exact": job.saved_identity(),
         "attributes": [s.name for s in state.slots if s.plain]
         + sorted(set(state.specs) - {s.name for s in state.slots}),
+        "names": state.model_names(),
         "schedulers": lr_schedulers.states(lr_schedulers.attached(state.optimizer, scheduler)),
         "generators": by_rank(job.peers.gather_objects(generator_states())),
         "versions": {

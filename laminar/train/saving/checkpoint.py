@@ -12,11 +12,12 @@ import os
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from laminar.checkpoint.format.manifest import Manifest
+from laminar.checkpoint.history.checkpoint_name import CheckpointName
 from laminar.checkpoint.history.references import CheckpointRef, last_sequence, list_refs
 from laminar.checkpoint.history.retention import Keep
 from laminar.checkpoint.read.state_reader import StateReader
@@ -30,29 +31,6 @@ from laminar.train.saving.generators import of_rank, restore_generators
 from laminar.train.saving.legacy_checkpoint import is_legacy, resume_legacy
 from laminar.train.saving.resume import resume_from
 from laminar.train.saving.saver import SavedCheckpoint, Saver
-
-SHOWN_RUNS = 8
-"""Runs that an error lists."""
-
-
-@dataclass(frozen=True)
-class CheckpointName:
-    """A store, and which run and step of it are meant, if that is said."""
-
-    store: str
-    run: str = ""
-    step: int | None = None
-
-    @staticmethod
-    def parse(text: str | os.PathLike[str]) -> CheckpointName:
-        """From `store`, `store#run` or `store#run@step`."""
-        store, mark, rest = os.fspath(text).rpartition("#")
-        if not mark:
-            return CheckpointName(rest)
-        run, at, step = rest.partition("@")
-        if at and not step.isdigit():
-            raise StateError(f"{text} names no checkpoint", allowed="STORE, STORE#RUN or STORE#RUN@STEP")
-        return CheckpointName(store, run, int(step) if at else None)
 
 
 def save(
@@ -92,7 +70,7 @@ def resume(
     mine = job.savers.get(name.store)
     if mine is not None and not name.run:
         name = replace(name, run=mine.run)
-    refs = _agreed(job, lambda: _candidates(name))
+    refs = _agreed(job, name.all_meant)
     manifest, ref = _first_whole(job, open_store(name.store), refs)
     again = lr_schedulers.restore if scheduler is None else lr_schedulers.restore_named
     about = manifest.about
@@ -132,28 +110,6 @@ def _first_whole(job: HasState, store: Store, refs: Sequence[CheckpointRef]) -> 
     raise CheckpointError(
         f"no checkpoint of {refs[0].run} in {store.uri} is whole", last=damaged.what, next="laminar checkpoint verify"
     ) from damaged
-
-
-def _candidates(name: CheckpointName) -> list[CheckpointRef]:
-    """The checkpoints that are meant, the last first."""
-    store = open_store(name.store)
-    refs = list_refs(store, name.run or None).refs
-    runs = list(dict.fromkeys(r.run for r in refs))
-    if not refs:
-        what = f"no run {name.run}" if name.run else "no job"
-        raise StateError(f"{what} was saved in {name.store}", next="name a store that Job.save or laminar train wrote")
-    if len(runs) > 1:
-        some = [f"{run} (step {max(r.step for r in refs if r.run == run)})" for run in runs[-SHOWN_RUNS:]]
-        raise StateError(
-            f"{name.store} holds {len(runs)} runs", runs=", ".join(some), next=f"say which: {name.store}#{runs[-1]}"
-        )
-    if name.step is None:
-        return list(reversed(refs))
-    found = [r for r in reversed(refs) if r.step == name.step]
-    if not found:
-        steps = ", ".join(str(r.step) for r in refs[-SHOWN_RUNS:])
-        raise StateError(f"{runs[0]} has no checkpoint of step {name.step}", steps=steps)
-    return found
 
 
 def _new_run(name: CheckpointName) -> str:

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,6 +33,7 @@ from laminar.train.state.fill import (
     stage_averages,
     stage_weights,
 )
+from laminar.train.state.opaque import tensor_from
 from laminar.train.state.state import JobState
 
 LISTED = 5
@@ -196,12 +196,6 @@ def resume_from(job: HasState, reader: StateReader) -> Manifest:
     assert loaded is not None
     checkpoint.put(loaded)
     return reader.manifest
-
-
-def tensor_from(array: Any, dtype: str) -> Tensor:
-    """Elements that were kept as opaque numbers as what they are."""
-    flat = torch.from_numpy(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
-    return flat.view(DTYPES[dtype]).reshape(array.shape)
 
 
 def _some(items: list[str]) -> str:
