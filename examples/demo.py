@@ -74,16 +74,8 @@ class Distance:
 def spread(steps: int, folder: Path) -> tuple[dict[str, Tensor], list[float]]:
     """Weights and losses of two ranks under `laminar train`."""
     command = ["-m", "laminar", "train", f"{HERE / 'gpt.py'}:demo", "--workers", "2", "--plan", "data"]
-    where = [
-        "--device",
-        "cpu",
-        "--steps",
-        str(steps),
-        "--run-dir",
-        str(folder / "run"),
-        "--checkpoint",
-        str(folder / "checkpoint"),
-    ]
+    store = str(folder / "checkpoint")
+    where = ["--device", "cpu", "--steps", str(steps), "--run-dir", str(folder / "run"), "--checkpoint", store]
     code = subprocess.run([sys.executable, *command, *where]).returncode
     if code:
         raise SystemExit(code)  # it has said why

@@ -106,7 +106,7 @@ def test_what_is_not_there_is_an_error_and_is_not_made(
     argv: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["checkpoint", *argv]) != 0
+    assert main(["checkpoint", argv[0], "it", *argv[1:]]) != 0
     assert "there is no it" in capsys.readouterr().err and not (tmp_path / "it").exists()
 
 
