@@ -38,8 +38,8 @@ examples
   laminar train examples/gpt.py:tiny --mesh dp=2,tp=2 --plan tensor
   laminar train examples/gpt.py:tiny --plan plan.json               as many ranks as the plan has
   laminar train examples/gpt.py:tiny --cluster here.json            search the fastest plan for a profiled machine
-  laminar train examples/gpt.py:tiny --steps 200 --checkpoint here  save weights and optimizer state at the end,
-  laminar train examples/gpt.py:tiny --steps 400 --checkpoint here --resume    and continue from them
+  laminar train examples/gpt.py:tiny --steps 200 --checkpoint here  save a checkpoint at the end, or every 10m,
+  laminar train examples/gpt.py:tiny --steps 400 --checkpoint here --resume    and continue from the last one
   laminar train examples/gpt.py:tiny --workers 2 --timeline         record what each rank does in a step
   torchrun --nproc-per-node 2 -m laminar train examples/gpt.py:tiny under another launcher, on many machines
 
