@@ -96,11 +96,10 @@ def sparsely(module: nn.Module, case: Case) -> Several:
     return Several([rest, theirs])
 
 
-def ours(case: Case, plan: Any, exact: Any = None) -> Side:
+def ours(case: Case, plan: Any, exact: Any = None, micro_batches: int = 1) -> Side:
     """`laminar.parallelize` with a plan by name, or a function that makes one; in exact mode if asked."""
-    job = laminar.parallelize(
-        fresh(case), case.loss, OPTIMIZERS[case.optimizer], batch=case.batches[0], plan=plan, device="cpu", exact=exact
-    )
+    how = {"batch": case.batches[0], "plan": plan, "exact": exact, "micro_batches": micro_batches}
+    job = laminar.parallelize(fresh(case), case.loss, OPTIMIZERS[case.optimizer], device="cpu", **how)
     program = getattr(job, "program", None)  # jobs with stages have several
     return Side(
         lambda i: job.step(case.batches[i % len(case.batches)]),

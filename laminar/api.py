@@ -443,7 +443,13 @@ def verify(
 
 
 def verify_exact(
-    recipe: str, exact: Any = True, processes: int = 2, steps: int = 3, seed: int = 0, precision: str = "f32"
+    recipe: str,
+    exact: Any = True,
+    processes: int = 2,
+    steps: int = 3,
+    seed: int = 0,
+    precision: str = "f32",
+    micro_batches: int = 1,
 ) -> ExactReport:
     """Train a recipe in exact mode on one process and on several, scattered and in shards, and compare hashes.
 
@@ -457,7 +463,7 @@ def verify_exact(
         raise RecipeError(f"{recipe} has no optimizer", next="give Recipe(optimizer=lambda params: AdamW(params))")
     if not 1 <= processes <= asked.ranks:
         raise LaminarError(f"{processes} processes for {asked}", allowed=f"1 to {asked.ranks}")
-    options = JobOptions(seed=seed, precision=precision, check=False)
+    options = JobOptions(seed=seed, precision=precision, micro_batches=micro_batches, check=False)
     return compared(ExactTrial(partial(load_recipe, recipe), asked, steps, options, processes))
 
 
@@ -578,8 +584,8 @@ def parallelize(
                    parallel, for some seconds on these ranks, and take the fastest; where that costs little
     exact          `True` or `laminar.Exact(units=8, slices=1)`: `job.hash()` is the same for any number of processes
                    and any hosting. The batch is computed in so many units, whoever computes them (weights
-                   in slices, and sequences in parts with `context=2`); `plan` then says what processes store: "data",
-                   "zero1", "zero3"
+                   in slices, sequences in parts with `context=2`, the model in stages with `stages=2`); `plan` then
+                   says what processes store: "data", "zero1", "zero3"
 
     Works alone in one process, under `laminar train`, and under `torchrun`. All methods of a job are
     collective: every rank calls them, in the same order.

@@ -164,7 +164,8 @@ def _verify_exact(args: argparse.Namespace) -> int:
     from laminar.api import verify_exact
 
     with working("training in two hostings", args.json):
-        report = verify_exact(args.recipe, args.exact, args.processes, args.steps, args.seed, args.precision)
+        how = (args.processes, args.steps, args.seed, args.precision, args.micro_batches)
+        report = verify_exact(args.recipe, args.exact, *how)
     print(json.dumps(asdict(report)) if args.json else report)
     return 0 if report.ok else 1
 
@@ -185,13 +186,14 @@ def verify_options(p: argparse.ArgumentParser) -> None:
         "--exact",
         nargs="?",
         const="",
-        metavar="units=8,slices=1",
+        metavar="units=8,slices=1,stages=1",
         help="instead: train in exact mode on 1 process and on several, and compare hashes after every step",
     )
     p.add_argument("--processes", type=int, default=2, metavar="N", help="with --exact: how many (default: 2)")
     p.add_argument("--steps", type=int, default=3, metavar="N", help="with --exact: steps to train (default: 3)")
     p.add_argument("--seed", type=int, default=0, metavar="N", help="with --exact: of weights, draws and hostings")
     p.add_argument("--precision", default="f32", choices=PRECISIONS, help="with --exact (default: f32)")
+    p.add_argument("--micro-batches", type=int, default=1, metavar="N", help="with --exact: per batch (default: 1)")
     p.add_argument(
         "--ranks",
         default="inprocess",

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from laminar.errors import MeshError
+from laminar.errors import MeshError, PlanError
 from laminar.forecast.hosted_lines import hosted_lines
 from laminar.forecast.step import Prediction, machine, predict_program
 from laminar.ir.clusters.cluster import Cluster
@@ -44,6 +44,8 @@ class ExactStep:
 
 def exact_steps(graph: Graph, exact: Exact, cluster: Cluster, optimizer: str = "adamw") -> list[ExactStep]:
     """Every way to store, on all devices of a cluster or as many as there are units; the fastest first."""
+    if exact.stages > 1:
+        raise PlanError("steps in exact mode with stages are not predicted", next="leave out stages, and measure those")
     processes = min(exact.units, cluster.devices)
     mesh = Mesh({"dp": processes})
     cluster.fits(mesh)

@@ -1,9 +1,9 @@
 """Exact mode as values: which logical ranks a job is computed by, and which process hosts which of them.
 
 A job in exact mode is computed by *logical ranks*: units of the batch times slices of the weights times parts of every
-sequence. They are part of what the job is; a `Hosting` says which process computes which of them, and is no part of it.
-Everything that ranks add up is added in a fixed binary tree over logical indices (`left_size`, `children`), or as
-integers, so bits don't depend on the hosting.
+sequence, for each stage of the model. They are part of what the job is; a `Hosting` says which process computes which
+of them, and is no part of it. Everything that ranks add up is added in a fixed binary tree over logical indices
+(`left_size`, `children`), or as integers, so bits don't depend on the hosting.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ class Exact:
     """Parts of every sequence, split by token; each reads the keys and values of the others."""
     sums: str = "tree"
     """How terms are added: up a fixed tree, or as integers, which are added in any order ("integers")."""
+    stages: int = 1
+    """Parts of the model, cut where work is balanced; a process may host logical ranks of any of them."""
 
     def __post_init__(self) -> None:
         if self.sums not in KINDS_OF_SUM:
@@ -52,9 +54,9 @@ class Exact:
                     f"exact mode with {name}={value!r}", allowed="a whole number of at least 1", next=EXAMPLE
                 )
 
-        if self.sums == "integers" and self.ranks > MOST_AS_INTEGERS:
+        if self.sums == "integers" and self.mesh.ranks > MOST_AS_INTEGERS:
             raise LaminarError(
-                f"exact mode with sums of {self.ranks} logical ranks in integers",
+                f"exact mode with sums of {self.mesh.ranks} logical ranks in integers",
                 allowed=f"at most {MOST_AS_INTEGERS} logical ranks",
                 next='fewer units, or sums="tree"',
             )
@@ -81,14 +83,14 @@ class Exact:
 
     @property
     def mesh(self) -> Mesh:
-        """The logical ranks, those of a unit side by side."""
+        """The logical ranks of one stage, those of a unit side by side."""
         within = {"context": self.context, "slice": self.slices}
         return Mesh({"unit": self.units} | {name: parts for name, parts in within.items() if parts > 1})
 
     @property
     def ranks(self) -> int:
-        """How many logical ranks there are: the most processes that can take part."""
-        return self.units * self.slices * self.context
+        """How many logical ranks there are, one stage's after the other's: the most processes that can take part."""
+        return self.stages * self.mesh.ranks
 
     def to_json(self) -> dict[str, int | str]:
         """Plain data; `from_json` is the inverse."""
@@ -97,7 +99,8 @@ class Exact:
     @staticmethod
     def from_json(part: JsonPart) -> Exact:
         """From `to_json`'s data."""
-        return Exact(**{name: part[name].whole(1) for name in COUNTED}, sums=part["sums"].text())
+        numbers = {name: part.get(name, 1).whole(1) for name in COUNTED}
+        return Exact(**numbers, sums=part.get("sums", "tree").text())
 
     def __str__(self) -> str:
         return ",".join(f"{f.name}={getattr(self, f.name)}" for f in fields(self))

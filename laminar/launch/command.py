@@ -94,9 +94,9 @@ def _where_options(p: argparse.ArgumentParser) -> None:
         "--exact",
         nargs="?",
         const="",
-        metavar="units=8,slices=1,context=1",
-        help="the same bits for any number of workers: the batch is computed in so many units, and --plan says what "
-        "workers store",
+        metavar="units=8,slices=1,context=1,stages=1",
+        help="the same bits for any number of workers: the batch is computed in so many units, the model in so many "
+        "stages, and --plan says what workers store",
     )
     add(
         "--rebalance",
@@ -166,8 +166,7 @@ def _run_options(p: argparse.ArgumentParser) -> None:
     add(
         "--checkpoint",
         metavar="STORE",
-        help="save checkpoints here at the end, and when SIGTERM ends the run: a folder, or a URI such as "
-        "s3://bucket/prefix (default: checkpoint in the run directory)",
+        help="save here at the end or on SIGTERM: a folder, or s3://bucket/prefix (default: in the run directory)",
     )
     add(
         "--checkpoint-every",
@@ -322,6 +321,8 @@ def be_a_rank(args: argparse.Namespace, place: RankPlace, train: Callable[..., A
         rundir.write_config(where, _asked(args), place.world)
     show = display(quiet=args.json or not speaks)
     events.subscribe(show.on)
+    from laminar.train.saving.checkpoint import holds_a_checkpoint
+
     ended: dict[str, Any] = {}
     checkpoint = args.checkpoint or str(where.checkpoint)
     resume = args.resume == "must" or (args.resume == "auto" and holds_a_checkpoint(checkpoint))
@@ -368,13 +369,6 @@ def be_a_rank(args: argparse.Namespace, place: RankPlace, train: Callable[..., A
     elif speaks:
         _done(args, ended, where)
     leave(code)
-
-
-def holds_a_checkpoint(checkpoint: str) -> bool:
-    """Whether there is something to go on from."""
-    from laminar.train.saving.checkpoint import holds_a_checkpoint as found
-
-    return found(checkpoint)
 
 
 def _done(args: argparse.Namespace, ended: dict[str, Any], where: rundir.RunDir) -> None:

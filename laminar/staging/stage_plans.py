@@ -27,7 +27,7 @@ from laminar.ir.graph import Graph
 from laminar.ir.mesh import Mesh, Place
 from laminar.ir.plans.account import Account, StageWork
 from laminar.ir.plans.patterns import as_patterns, known_patterns
-from laminar.ir.plans.plan import Choice, Plan
+from laminar.ir.plans.plan import Plan
 from laminar.ir.plans.staged import Staged, StagePlan
 from laminar.ir.sbp import B, NdSbp, Partial
 from laminar.ir.serial.codec import Ref
@@ -111,11 +111,16 @@ def pipeline(
 
 
 def arranged(
-    graph: Graph, of: Mapping[str, int], at: Sequence[int], plans: Sequence[Plan], microbatches: int
+    graph: Graph,
+    of: Mapping[str, int],
+    at: Sequence[int],
+    plans: Sequence[Plan],
+    microbatches: int,
+    terms: bool = False,
 ) -> Staged:
     """Stages at places: `of` has the stage of each forward op, `at` the place of each stage, `plans` one per place.
 
-    Places lie one after the other. Stages may form any DAG whose edges lead to higher numbers.
+    Places lie one after the other. Stages may form any DAG whose edges lead to higher numbers. `terms`: see `passing`.
     """
     cut = split_graph(graph, of, len(at))
     sets, first = [], 0
@@ -126,7 +131,7 @@ def arranged(
     return Staged(
         graph_hash=graph.hash,
         places=tuple(sets),
-        stages=tuple(StagePlan(p, stage_plan(graph, cut, s, each)) for s, p in enumerate(at)),
+        stages=tuple(StagePlan(p, stage_plan(graph, cut, s, each, terms)) for s, p in enumerate(at)),
         of={n: s for n, s in cut.of.items() if graph.by_name[n].phase == "forward"},
         micro_batches=microbatches,
         account=_account(graph, cut),
@@ -231,7 +236,7 @@ def _account(graph: Graph, cut: StageSplit) -> Account:
 # --- the plan of one stage
 
 
-def stage_plan(graph: Graph, cut: StageSplit, stage: int, plans: Sequence[Plan]) -> Plan:
+def stage_plan(graph: Graph, cut: StageSplit, stage: int, plans: Sequence[Plan], terms: bool = False) -> Plan:
     """What a plan of the whole graph says about one stage; `plans` are those of all stages, for what passes between."""
     own, plan = cut.graphs[stage], plans[stage]
     ops = {n.name: plan.ops[cut.like.get(n.name, n.name)] for n in own.nodes}
@@ -241,11 +246,11 @@ def stage_plan(graph: Graph, cut: StageSplit, stage: int, plans: Sequence[Plan])
         if item.kind != "given":
             inputs[item.name] = plan.inputs[item.name]
         else:
-            inputs[item.name] = passing(plan, graph, whole[item.name].ref, own)
+            inputs[item.name] = passing(plan, graph, whole[item.name].ref, terms)
     outputs: dict[str, NdSbp] = {}
     for o in own.outputs:
         if o.kind == "sent":
-            outputs[f"sent:{o.name}"] = passing(plan, graph, o.ref, graph)
+            outputs[f"sent:{o.name}"] = passing(plan, graph, o.ref, terms)
         else:
             outputs[f"{o.kind}:{o.name}"] = plan.outputs[f"{o.kind}:{o.name}"]
     names = {i.name for i in own.inputs}
@@ -254,16 +259,22 @@ def stage_plan(graph: Graph, cut: StageSplit, stage: int, plans: Sequence[Plan])
     return Plan(plan.mesh, own.hash, ops, inputs, outputs, state, name=plan.name, recompute=recompute)
 
 
-def passing(plan: Plan, graph: Graph, ref: Ref, reader: Graph) -> NdSbp:
-    """How a value lies that passes between stages: as made, else as read, and never as a sum still to be made."""
+def passing(plan: Plan, graph: Graph, ref: Ref, terms: bool) -> NdSbp:
+    """How a value lies that passes between stages: as made, else as read, and never as a sum still to be made.
+
+    With `terms` it may be such a sum, if that is how it is read: what is added to it then is added to the terms, as
+    it would be without stages.
+    """
     made: NdSbp = plan.ops[ref.name].outs[ref.index]
     if not any(isinstance(p, Partial) for p in made):
         return made
-    for node in graph.users.get(ref, ()):
-        choice: Choice = plan.ops[node.name]
-        for r, nd in zip(node.ins, choice.ins, strict=True):
-            if r == ref and not any(isinstance(p, Partial) for p in nd):
-                return nd
+    users = graph.users.get(ref, ())
+    read = [nd for node in users for r, nd in zip(node.ins, plan.ops[node.name].ins, strict=True) if r == ref]
+    if terms and made in read:
+        return made
+    for nd in read:
+        if not any(isinstance(p, Partial) for p in nd):
+            return nd
     return tuple(B if isinstance(p, Partial) else p for p in made)
 
 
@@ -282,7 +293,7 @@ def for_other_graph(graph: Graph, staged: Staged) -> Staged:
     if graph.hash == staged.graph_hash:
         return staged
     count = len(staged.stages)
-    of = _reassigned(graph, staged)
+    of = reassigned(graph, staged)
     plans = []
     for p in range(len(staged.places)):
         here = [s.plan for s in staged.stages if s.place == p]
@@ -298,7 +309,7 @@ def for_other_graph(graph: Graph, staged: Staged) -> Staged:
     )
 
 
-def _reassigned(graph: Graph, staged: Staged) -> dict[str, int]:
+def reassigned(graph: Graph, staged: Staged) -> dict[str, int]:
     """The stage of each forward op: not before those it reads, nor behind those that read it."""
     homes: dict[str, set[int]] = {}
     for s, stage in enumerate(staged.stages):

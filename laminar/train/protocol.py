@@ -50,7 +50,7 @@ class HasState(Protocol):
 
     @property
     def planner(self) -> Any:
-        """What plans who writes which of its blocks (`saving/snapshot.py`)."""
+        """What plans who writes which of its blocks (`saving/snapshots/snapshot_plan.py`)."""
         ...
 
     @property

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # torch is not needed to note a signal
     from laminar.train.world import World
 
-PATIENCE_S = 20.0
+HEARD_WITHIN_S = 20.0
 """How long ranks that have heard wait for the others to hear."""
 
 
@@ -55,7 +55,7 @@ class StopRequest:
         everyone = [f"{self._place}/{rank}" for rank in range(peers.size)]
         if peers.store.check(everyone):
             return step > max(int(peers.store.get(k)) for k in everyone)
-        if time.monotonic() - self._since > PATIENCE_S:
+        if time.monotonic() - self._since > HEARD_WITHIN_S:
             raise self.asked
         return False
 

@@ -25,6 +25,7 @@ from laminar.errors import LaminarError
 from laminar.ir.timeline import Timeline
 from laminar.runtime.comm.transport import Groups, Null
 from laminar.runtime.exact.hosts import HostedRanks
+from laminar.runtime.exact.stage_hosts import StageHosts
 from laminar.runtime.trace.align import gathered_timeline
 from laminar.runtime.trace.gpu_tape import KernelTape
 from laminar.runtime.trace.pipeline_tape import PipeTape
@@ -87,7 +88,7 @@ class StepRecorder:
         world: World,
         loader: Prefetcher,
         about: Callable[[], dict[str, Any]] = dict,
-        transport: Groups | Null | HostedRanks | None = None,
+        transport: Groups | Null | HostedRanks | StageHosts | None = None,
         place: int | None = None,
     ) -> None:
         """`about` is what a timeline should say of the job. Programs that run through `transport` leave stamps, too.

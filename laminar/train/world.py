@@ -311,6 +311,20 @@ class World:
             self.joined = False
 
 
+class ProcessGroups:
+    """Groups of some of a world's ranks, made when first asked for; all ranks ask for the same ones in one order."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self._made: dict[tuple[int, ...], Any] = {tuple(range(world.size)): world.process_group}
+
+    def __call__(self, members: tuple[int, ...]) -> Any:
+        """That of these ranks; nothing of a single one."""
+        if len(members) > 1 and members not in self._made:
+            self._made[members] = dist.new_group([self.world.ranks[m] for m in members])
+        return self._made.get(members)
+
+
 def _own_gpu() -> bool:
     """Whether every rank of this machine can have a GPU of its own."""
     here = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))

@@ -152,7 +152,7 @@ def test_collections_take_turns(tmp_path: Path) -> None:
         collect_garbage(store)
     os.utime(tmp_path / "gc" / "0000000007", (0, 0))
     collect_garbage(store)
-    assert {p.name for p in (tmp_path / "gc").iterdir()} == {"0000000008", "0000000008.done"}
+    assert {p.name for p in (tmp_path / "gc").iterdir()} == {"0000000008", "0000000008.done", "clock"}
 
 
 @pytest.mark.parametrize(

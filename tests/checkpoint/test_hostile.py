@@ -111,7 +111,7 @@ def test_random_ends_of_packs_are_refused(body: bytes, footer: bytes, size: int)
         checked_index(body[: index_bytes(end, size, "pack")], end, size, "pack")
 
 
-@given(st.binary(max_size=300), st.integers(1, 2), st.integers(0, 500))
+@given(st.binary(max_size=300), st.integers(1, 3), st.integers(0, 500))
 def test_random_blocks_are_refused_or_have_their_length(data: bytes, encoding: int, size: int) -> None:
     """A frame that can be read has the length that was asked for."""
     try:

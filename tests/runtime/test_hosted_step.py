@@ -8,8 +8,9 @@ from collections.abc import Mapping
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import laminar
 from laminar.capture.tensor_bytes import as_bytes
 from laminar.ir.exact import Exact, Hosting
 from laminar.lower.lower import lower
@@ -17,7 +18,7 @@ from laminar.placement.logical import logical_plan
 from laminar.runtime.exact.hosted_step import HostedStep
 from laminar.runtime.exact.hosts import HostedRanks
 from tests.support.hosted_runs import ThreadHosts, run_hosted
-from tests.support.zoo import Specimen, one_thread, specimen
+from tests.support.zoo import Specimen, captured, one_thread, specimen
 
 MODELS = ("gpt.py:tiny", "resnet.py:tiny", "moe.py:tiny", "lstm.py:tiny", "dlrm.py:tiny", "t5.py:tiny", "unet.py:tiny")
 
@@ -58,6 +59,29 @@ def test_any_hosting_gives_the_same_bits(name: str, exact: Exact) -> None:
         for host, runs in enumerate(outcome(one, exact, hosting)):
             for run, out in enumerate(runs):
                 assert not differing(out, want), (hosting.processes, host, run)
+
+
+@pytest.mark.parametrize("processes", [(0, 1, 1, 0), (1, 0, 0, 1, 1, 1, 0, 0), (0, 1, 1, 2, 2, 0, 1, 0)], ids=str)
+def test_units_of_one_process_in_different_slices(processes: tuple[int, ...]) -> None:
+    """A convolution in slices gives the gradient of its bias whole: its terms come from lanes of other units each."""
+    one, exact = specimen("unet.py:tiny"), Exact(len(processes) // 2, 2)
+    (first,) = outcome(one, exact, Hosting.even(exact.ranks, 1), runs=1)
+    for runs in outcome(one, exact, Hosting(processes)):
+        assert not any(differing(out, first[0]) for out in runs)
+
+
+def test_small_products_lie_alike_in_memory_wherever_they_are_made() -> None:
+    """A bias of two elements stands before a weight: kernels give small products other bits at odd addresses."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 24), nn.ReLU(), nn.Linear(24, 2), nn.ReLU(), nn.Linear(2, 12))
+    made = laminar.Recipe(
+        model=lambda: model, loss=lambda m, x: m(x).square().mean(), data=lambda: [torch.randn(32, 8)]
+    )
+    one, exact = captured(made, "small"), Exact(4)
+    (first,) = outcome(one, exact, Hosting.even(4, 1), runs=1)
+    for hosting in (Hosting.even(4, 2), Hosting.even(4, 4), Hosting((0, 1, 0, 1))):
+        for runs in outcome(one, exact, hosting):
+            assert not any(differing(out, first[0]) for out in runs)
 
 
 def test_most_lines_of_a_gpt_run_for_all_units_at_once() -> None:

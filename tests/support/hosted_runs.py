@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from laminar.ir.exact import Hosting
+from laminar.ir.exact import Exact, Hosting
 from laminar.ir.mesh import Mesh
-from laminar.ir.program import Program
+from laminar.ir.program import Program, ProgramOutput
+from laminar.lower.stages.stage_programs import Stages
 from laminar.runtime.check.in_process.rank_threads import Turns
+from laminar.runtime.exact.hosted_stages import HostedStages, StagesRun
 from laminar.runtime.exact.hosted_step import HostedStep
 from laminar.runtime.exact.hosts import HostedRanks
+from laminar.runtime.exact.stage_hosts import StageHosts
 
 
 class Meeting:
     """Where hosts leave what they have for each other."""
 
-    def __init__(self, hosts: int) -> None:
-        self.hosts, self.turns = hosts, Turns(0)
+    def __init__(self, hosts: int, turns: Turns | None = None) -> None:
+        self.hosts, self.turns = hosts, Turns(0) if turns is None else turns
         self.left: dict[tuple[int, int], Any] = {}
 
     def meet(self, host: int, number: int, mine: Any) -> list[Any]:
@@ -81,5 +85,76 @@ def run_hosted(
     threads = torch.get_num_threads()
     try:
         return meeting.turns.run([lambda p=p: one(p) for p in range(hosting.size)])  # type: ignore[misc]
+    finally:
+        torch.set_num_threads(threads)
+
+
+class ThreadWorld:
+    """Processes of a run with stages: groups of them by their members, and messages on their way."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.turns = Turns(seed)
+        self.groups: dict[tuple[int, ...], Meeting] = {}
+        self.messages: dict[tuple[int, int, int], deque[Tensor]] = {}
+        self.bytes = 0
+
+
+class ThreadStageHosts(StageHosts):
+    """Hosts of stages that meet in this process."""
+
+    def __init__(self, exact: Exact, hosting: Hosting, process: int, world: ThreadWorld) -> None:
+        self.world = world
+        super().__init__(exact, hosting, process)
+
+    def _ranks(self, stage: int, group: Any) -> HostedRanks | None:
+        plain = super()._ranks(stage, group)
+        if plain is None:
+            return None
+        members = self.members[stage]
+        meeting = self.world.groups.setdefault((stage, *members), Meeting(len(members), self.world.turns))
+        return ThreadHosts(plain.mesh, plain.hosting, plain.process, meeting)
+
+    def send(self, process: int, tag: int, data: Tensor) -> None:
+        """Left where the other finds it."""
+        assert process != self.process
+        self.world.bytes += data.nbytes
+        self.world.messages.setdefault((self.process, process, tag), deque()).append(data.clone())
+
+    def receive(self, process: int, tag: int, count: int) -> Tensor:
+        """Found there."""
+        box = self.world.messages.setdefault((process, self.process, tag), deque())
+        self.world.turns.wait(lambda: bool(box), f"message {tag} of {process}")
+        out = box.popleft()
+        assert out.numel() == count
+        return out
+
+
+def run_stages(
+    made: Stages,
+    exact: Exact,
+    hosting: Hosting,
+    feeds: Sequence[Mapping[str, Tensor]],
+    constants: Mapping[str, Tensor],
+    runs: int = 2,
+    seed: int = 0,
+    **how: Any,
+) -> list[dict[tuple[int, int, str], Tensor]]:
+    """What leaves the stages on each process in the last run, by stage, micro-batch and `kind:name`."""
+    world = ThreadWorld(seed)
+
+    def one(process: int) -> dict[tuple[int, int, str], Tensor]:
+        pipe = HostedStages(made, ThreadStageHosts(exact, hosting, process, world), constants, **how)
+        for _ in range(runs):
+            left: dict[tuple[int, int, str], Tensor] = {}
+
+            def leave(stage: int, k: int, o: ProgramOutput, x: Tensor, left: Any = left) -> None:
+                left[stage, k, f"{o.kind}:{o.name}"] = x.clone()
+
+            StagesRun([pipe] * len(feeds), feeds, leave)()
+        return left
+
+    threads = torch.get_num_threads()
+    try:
+        return world.turns.run([lambda p=p: one(p) for p in range(hosting.size)])  # type: ignore[misc]
     finally:
         torch.set_num_threads(threads)

@@ -151,11 +151,17 @@ def coded(data: bytes, plain: int, encoding: int = 1, **more: Any) -> tuple[list
     return [(None, len(PACK_MAGIC), len(data), plain, encoding, depth, base, block_hash(data))], data
 
 
+def bombed(h: Hostile, frame: bytes) -> None:
+    """A frame where a block of 4 MiB should be, which nobody would miss by its length."""
+    h.pack(*coded(frame, BLOCK_BYTES))
+    h.tensor(shape=[BLOCK_BYTES], dtype="u8")
+
+
 def lying_frame() -> bytes:
-    """A frame whose header says 768 bytes and whose blocks make 64 MiB."""
+    """A frame whose header says 4 MiB and whose blocks make 64 MiB."""
     frame = bytearray(bomb(64 << 20, 64 << 20))
     size = frame.index(struct.pack("<I", 64 << 20))
-    frame[size : size + 4] = struct.pack("<I", 768)
+    frame[size : size + 4] = struct.pack("<I", BLOCK_BYTES)
     return bytes(frame)
 
 
@@ -323,9 +329,10 @@ CASES |= {
     "blocks that overlap": lambda h: h.pack([(None, 8, 768, 768, 0, 0, NO_BASE, NO_BASE)] * 2, bytes(768)),
     "gaps between blocks": lambda h: h.pack([(None, 8, 768, 768, 0, 0, NO_BASE, NO_BASE)], bytes(800)),
     "unknown encoding": lambda h: h.pack(*coded(bytes(768), 768, 7)),
-    "bomb that says its size": lambda h: h.pack(*coded(bomb(1 << 30, 1 << 30), BLOCK_BYTES)),
-    "bomb that says nothing": lambda h: h.pack(*coded(bomb(256 << 20, None), BLOCK_BYTES)),
-    "bomb that lies": lambda h: h.pack(*coded(lying_frame(), BLOCK_BYTES)),
+    "bomb that says its size": lambda h: bombed(h, bomb(1 << 30, 1 << 30)),
+    "bomb that says nothing": lambda h: bombed(h, bomb(256 << 20, None)),
+    "bomb that lies": lambda h: bombed(h, lying_frame()),
+    "bomb of a wide window": lambda h: bombed(h, bomb(256 << 20, 256 << 20)),
     "two frames": lambda h: h.pack(*coded(zstandard.compress(bytes(700)) + zstandard.compress(bytes(68)), 768)),
     "compressed garbage": lambda h: h.pack(*coded(b"\x28\xb5\x2f\xfd" + b"\xff" * 60, 768)),
     "delta to nothing": lambda h: h.pack(*coded(zstandard.compress(bytes(768)), 768, 2, depth=1, base=b"\1" * 32)),

@@ -23,10 +23,10 @@ from laminar.errors import StateError
 from laminar.train.job.job import Job
 from laminar.train.loop import loop
 from laminar.train.options import JobOptions
-from laminar.train.saving import block_sink
 from laminar.train.saving.checkpoint import saver_for
 from laminar.train.saving.legacy_checkpoint import resume_legacy
 from laminar.train.saving.save_schedule import SaveEvery
+from laminar.train.saving.snapshots import block_sink
 from tests.support.rank_pool import Ranks
 from tests.support.small_job import adamw, batches, gap, mean, net, plain
 
@@ -76,7 +76,7 @@ def test_a_checkpoint_is_what_the_job_was_though_steps_go_on(tmp_path: Path, mon
 
 def test_a_snapshot_that_is_copied_during_steps_is_of_one_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The update waits for the copy, wherever the copying thread has got to; weights, moments and averages alike."""
-    from laminar.train.saving.snapshot import Snapshot
+    from laminar.train.saving.snapshots.snapshot import Snapshot
 
     copies = Snapshot._copies
 
@@ -100,7 +100,7 @@ def test_a_snapshot_that_is_copied_during_steps_is_of_one_step(tmp_path: Path, m
 
 def test_without_waiting_for_the_copy_it_would_be_torn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above can fail; and who changes weights behind the job's back is told."""
-    from laminar.train.saving.snapshot import Snapshot
+    from laminar.train.saving.snapshots.snapshot import Snapshot
     from laminar.train.state.state import JobState
 
     copies = Snapshot._copies

@@ -1,13 +1,14 @@
 """How a block's bytes are stored: as they are, compressed, or as what differs from another block.
 
-    plain    the bytes themselves
-    zstd     compressed
-    delta    XOR with another block (its base), compressed
+    plain     the bytes themselves
+    zstd      compressed
+    delta     XOR with another block (its base), compressed
+    delta16   the same of 16-bit numbers: all low bytes, then all high ones, compressed
 
 Training moves low-precision weights so little that most of their bits stay: a block XORed with the same block of the
-checkpoint before is mostly zeros. Whether one of these pays is tried on a few stretches of a block. Whatever is read
-comes out at the length and with the hash that were asked for, or not at all: a compressed block can't grow beyond its
-block's length, and a chain of deltas is never longer than `MOST_DELTAS`.
+checkpoint before is mostly zeros, its high bytes nearly all. Whether one of these pays is tried on a few stretches of a
+block. Whatever is read comes out at the length and with the hash that were asked for, or not at all: a compressed block
+can't grow beyond its block's length, and a chain of deltas is never longer than `MOST_DELTAS`.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ from functools import cache
 from types import ModuleType
 
 import numpy as np
+from numpy.typing import NDArray
 
 from laminar.checkpoint.format.hashing import Content
 from laminar.errors import CheckpointError
 
-UNCODED, ZSTD, DELTA = range(3)
-ENCODINGS = ("plain", "zstd", "delta")
+UNCODED, ZSTD, DELTA, DELTA16 = range(4)
+ENCODINGS = ("plain", "zstd", "delta", "delta16")
+DELTAS = (DELTA, DELTA16)
 MOST_DELTAS = 8
 """Deltas one behind the other before a block is stored without a base again; part of the format."""
 LEVEL = 1
@@ -52,16 +55,18 @@ def _zstandard() -> ModuleType | None:
     return zstandard  # type: ignore[no-any-return, unused-ignore]
 
 
-def encode_block(plain: memoryview, base: Content | None = None, base_depth: int = 0) -> Stored:
+def encode_block(plain: memoryview, item_bytes: int = 1, base: Content | None = None, base_depth: int = 0) -> Stored:
     """The form in which a block takes little room, if compressing it pays; `base` has its length, or is not used."""
     if _zstandard() is None:
         return Stored(UNCODED, plain)
     if base is not None and len(base) == len(plain) and base_depth < MOST_DELTAS:
         delta = _xor(plain, base)
-        if _pays(delta):
-            packed = _compressed(delta)
+        if item_bytes == 2:
+            delta = delta.reshape(-1, 2).T.reshape(-1)
+        if _pays(delta.data):
+            packed = _compressed(delta.data)
             if len(packed) <= PAYS * len(plain):
-                return Stored(DELTA, packed, base_depth + 1)
+                return Stored(DELTA16 if item_bytes == 2 else DELTA, packed, base_depth + 1)
     if _pays(plain):
         packed = _compressed(plain)
         if len(packed) <= PAYS * len(plain):
@@ -77,16 +82,19 @@ def decode_block(encoding: int, data: Content, plain_bytes: int, base: Content |
         plain = _decompressed(data, plain_bytes)
     if len(plain) != plain_bytes:
         raise ValueError(f"{len(plain)} bytes, not {plain_bytes}")
-    if encoding != DELTA:
+    if encoding not in DELTAS:
         return plain
     if base is None or len(base) != plain_bytes:
         raise ValueError("its base has another length")
-    return memoryview(_xor(plain, base))
+    if encoding == DELTA16:
+        if plain_bytes % 2:
+            raise ValueError("half a 16-bit number")
+        plain = np.frombuffer(plain, np.uint8).reshape(2, -1).T.reshape(-1).data
+    return _xor(plain, base).data
 
 
-def _xor(one: Content, other: Content) -> memoryview:
-    out = np.bitwise_xor(np.frombuffer(one, np.uint8), np.frombuffer(other, np.uint8))
-    return memoryview(out.data)
+def _xor(one: Content, other: Content) -> NDArray[np.uint8]:
+    return np.bitwise_xor(np.frombuffer(one, np.uint8), np.frombuffer(other, np.uint8))
 
 
 def _pays(data: memoryview) -> bool:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from laminar.checkpoint.format.encoding import DELTA
+from laminar.checkpoint.format.encoding import DELTAS
 from laminar.checkpoint.format.sealed import read_sealed, sealed
 from laminar.checkpoint.history.leases import LEASE_S, LEASES
 from laminar.checkpoint.history.references import CONDEMNED, MANIFESTS, list_refs, load_manifest, pack_of
@@ -92,12 +92,16 @@ def _take_turn(store: Store, lease_s: float) -> _Turn:
     if not store.put_new(key, b""):
         raise busy
     for old in files:
-        store.delete(old.key)
+        if _number(old.key):  # not the clock, which others may be looking at
+            store.delete(old.key)
     return _Turn(store, last + 1, _modified(store, key))
 
 
 def _modified(store: Store, key: str) -> float:
-    return next(f.modified_s for f in store.list(GC_TURNS) if f.key == key)
+    found = [f.modified_s for f in store.list(GC_TURNS) if f.key == key]
+    if not found:
+        raise CheckpointError("another collection has begun meanwhile", next="leave it to that one")
+    return found[0]
 
 
 def _collect(store: Store, turn: _Turn, lease_s: float) -> Collected:
@@ -166,7 +170,7 @@ def _needed(packs: Packs, live: set[bytes]) -> set[str]:
             return stay
         stay |= found
         for pack in found:
-            wanted.update(p.base for p in rest.pop(pack) if p.encoding == DELTA)
+            wanted.update(p.base for p in rest.pop(pack) if p.encoding in DELTAS)
 
 
 def _marker(pack: str) -> str:

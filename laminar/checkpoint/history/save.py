@@ -61,7 +61,7 @@ class Save:
         hashes = []
         for number in range(block_count(shape, size)):
             content = np.ascontiguousarray(array[block_box(shape, size, number)]).reshape(-1).view(np.uint8)
-            hashes.append(self.blocks.add(content.data, base_block(parent, dtype, shape, number)))
+            hashes.append(self.blocks.add(content.data, base_block(parent, dtype, shape, number), size))
         return tensor_record(key, dtype, shape, hashes)
 
     def finish(self) -> Written:

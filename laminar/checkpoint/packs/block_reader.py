@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from itertools import islice
 
-from laminar.checkpoint.format.encoding import DELTA, MOST_DELTAS, decode_block
+from laminar.checkpoint.format.encoding import DELTAS, MOST_DELTAS, decode_block
 from laminar.checkpoint.format.hashing import Content, block_hash
 from laminar.checkpoint.packs.block_index import BlockIndex
 from laminar.checkpoint.packs.pack_format import BlockPlace
@@ -57,7 +57,7 @@ class BlockReader:
         if place.depth > deepest:
             raise ValueError("its chain of deltas does not end")
         stored = self.store.read(pack, place.offset, place.stored_bytes)
-        base = self._read(place.base, plain_bytes, place.depth - 1) if place.encoding == DELTA else None
+        base = self._read(place.base, plain_bytes, place.depth - 1) if place.encoding in DELTAS else None
         if place.encoding and block_hash(stored) != place.stored_hash:
             raise ValueError("what is stored has another hash")
         plain = decode_block(place.encoding, stored, plain_bytes, base)

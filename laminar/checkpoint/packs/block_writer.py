@@ -12,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
-from laminar.checkpoint.format.encoding import DELTA, UNCODED, Stored, encode_block
+from laminar.checkpoint.format.encoding import DELTAS, UNCODED, Stored, encode_block
 from laminar.checkpoint.format.hashing import block_hash
 from laminar.checkpoint.packs.block_index import PACKS, BlockIndex
 from laminar.checkpoint.packs.block_reader import BlockReader
@@ -65,10 +65,11 @@ class BlockWriter:
         self._finished = False
         self._broken: BaseException | None = None
 
-    def add(self, plain: memoryview, base: bytes | None = None) -> bytes:
+    def add(self, plain: memoryview, base: bytes | None = None, item_bytes: int = 1) -> bytes:
         """The hash of a block, which is in the store after `finish`; till then, its content must not change.
 
-        `base`: the hash of a block to which this one may be stored as a delta, if that takes little room.
+        `base`: the hash of a block to which this one may be stored as a delta, if that takes little room. `item_bytes`:
+        of an element, which helps to make deltas small.
         """
         content = plain.cast("B")
         digest = block_hash(content, self._threads)
@@ -78,7 +79,7 @@ class BlockWriter:
             self.written.shared_bytes += len(content)
             return digest
         self._mine.add(digest)
-        stored, base = self._encoded(content, base)
+        stored, base = self._encoded(content, base, item_bytes)
         self.written.new_blocks += 1
         self.written.new_bytes += len(stored.data)
         while len(self._under_way) >= BLOCKS_AHEAD:
@@ -89,19 +90,19 @@ class BlockWriter:
     def _is_kept(self, block: bytes) -> bool:
         """Whether the store has a block and will go on having it, with all that is needed to read it."""
         return any(
-            pack not in self._shun and (place.encoding != DELTA or self._is_kept(place.base))
+            pack not in self._shun and (place.encoding not in DELTAS or self._is_kept(place.base))
             for pack, place in self._index.places(block)
         )
 
-    def _encoded(self, content: memoryview, base: bytes | None) -> tuple[Stored, bytes]:
+    def _encoded(self, content: memoryview, base: bytes | None, item_bytes: int) -> tuple[Stored, bytes]:
         if not self._compress:
             return Stored(UNCODED, content), NO_BASE
         depth, before = 0, None
         if base is not None and self._is_kept(base):
             depth = max(p.depth for _, p in self._index.places(base))
             before = self._reader.read(base, len(content))
-        stored = encode_block(content, before, depth)
-        return stored, base if base is not None and stored.encoding == DELTA else NO_BASE
+        stored = encode_block(content, item_bytes, before, depth)
+        return stored, base if base is not None and stored.encoding in DELTAS else NO_BASE
 
     # -- in the thread beside
 

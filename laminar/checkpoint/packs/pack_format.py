@@ -17,7 +17,7 @@ import struct
 from dataclasses import dataclass
 
 from laminar.checkpoint.format.block_grid import BLOCK_BYTES
-from laminar.checkpoint.format.encoding import DELTA, ENCODINGS, MOST_DELTAS, UNCODED
+from laminar.checkpoint.format.encoding import DELTAS, ENCODINGS, MOST_DELTAS, UNCODED
 from laminar.checkpoint.format.hashing import HASH_BYTES, block_hash, hash_as
 from laminar.errors import CheckpointError
 
@@ -72,7 +72,7 @@ def checked_index(index: bytes, footer: bytes, file_bytes: int, name: str) -> by
     at = len(PACK_MAGIC)
     for number in range(len(index) // RECORD.size):
         p = read_record(index, number)
-        delta = p.encoding == DELTA
+        delta = p.encoding in DELTAS
         sound = p.offset == at and p.encoding < len(ENCODINGS) and 0 < p.plain_bytes <= BLOCK_BYTES
         sound &= 0 < p.stored_bytes <= p.plain_bytes and (p.encoding != UNCODED or p.stored_bytes == p.plain_bytes)
         sound &= (0 < p.depth <= MOST_DELTAS) if delta else (p.depth == 0 and p.base == NO_BASE)

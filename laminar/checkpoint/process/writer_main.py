@@ -121,7 +121,7 @@ class WriterMain:
                 raise _Gone
             block = read_block(message)
             base = None if block.base is None else bytes.fromhex(block.base)
-            hashes.append(save.blocks.add(_content(block, memory), base).hex())
+            hashes.append(save.blocks.add(_content(block, memory), base, block.item_bytes).hex())
             self._tell()
         return {"hashes": hashes}
 
@@ -175,7 +175,7 @@ def _said(error: Exception) -> dict[str, Any]:
     return {"storage": False, "what": f"the writer process failed: {type(error).__name__}: {error}", "lines": {}}
 
 
-def main(fd: int) -> None:
+def serve(fd: int) -> None:
     """Serve the socket that was inherited."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
@@ -185,4 +185,4 @@ def main(fd: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    serve(int(sys.argv[1]))

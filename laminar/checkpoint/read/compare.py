@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from laminar.checkpoint.format.encoding import DELTA
+from laminar.checkpoint.format.encoding import DELTAS
 from laminar.checkpoint.format.manifest import Manifest
 from laminar.checkpoint.format.state_record import TensorKey, TensorRecord
 from laminar.checkpoint.history.references import CheckpointRef, list_refs, load_checkpoint
@@ -66,7 +66,7 @@ def _stored_sizes(index: BlockIndex, manifest: Manifest) -> dict[bytes, int]:
         if block in out or place is None:
             continue
         out[block] = place.stored_bytes
-        if place.encoding == DELTA:
+        if place.encoding in DELTAS:
             wanted.append(place.base)
     return out
 

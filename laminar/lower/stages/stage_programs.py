@@ -8,7 +8,7 @@ plan recomputes is made in backward, and with the gradients of inputs where thes
 ordered one by one, since their collectives can't travel together.
 
 Sums over micro-batches stay unfinished inside of a step: gradients leave backward as each rank's terms where the plan
-would keep them whole, and are reduced once at the end.
+would keep them whole, and are reduced once at the end. In exact mode they leave as the plan keeps them (`finished`).
 """
 
 from __future__ import annotations
@@ -94,8 +94,11 @@ class Stages:
         )
 
 
-def stages(graph: Graph, staged: Staged, like: Stages | None = None) -> Stages:
-    """Lower a staged plan; sums over micro-batches lie as they do in `like`, where these have another size."""
+def stages(graph: Graph, staged: Staged, like: Stages | None = None, finished: bool = False) -> Stages:
+    """Lower a staged plan; sums over micro-batches lie as they do in `like`, where these have another size.
+
+    `finished`: each micro-batch's own gradients, loss and metrics leave as the plan keeps them.
+    """
     staged.fits(graph)
     cut = split_graph(graph, staged.of, len(staged.stages))
     parts, made = [], []
@@ -104,8 +107,9 @@ def stages(graph: Graph, staged: Staged, like: Stages | None = None) -> Stages:
             raise PlanError(f"the plan of stage {s} is for another graph", next="make the staged plan again")
         stage.plan.fits(own)
         refuse_stages(stage.plan)
-        terms = unfinished(own, stage.plan) if like is None else like.terms[s]
-        if other := terms.keys() ^ unfinished(own, stage.plan).keys():
+        own_terms = {} if finished else unfinished(own, stage.plan)
+        terms = own_terms if like is None else like.terms[s]
+        if other := terms.keys() ^ own_terms.keys():
             raise PlanError(
                 f"with micro-batches of another size stage {s} gives, or does not give, {sorted(other)[0]}",
                 next="cut the model at modules (stages=[...]), or use one size",

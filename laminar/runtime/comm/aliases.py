@@ -8,6 +8,7 @@ our own kernels and copies that may turn out to be none.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import cache
 from typing import Any
 
@@ -15,7 +16,7 @@ from laminar.capture import torch_private
 from laminar.capture.ops.torch_ops import find_op
 from laminar.ir.ops import LOCAL_BOXING
 from laminar.ir.ops import may_share_memory as by_name
-from laminar.ir.program import Instr
+from laminar.ir.program import Instr, Program
 
 UNSAID = ("aten.unsafe_", "aten._unsafe_", "aten.reshape", "aten._reshape")
 """Ops that may give back memory of their input, whatever their schemas say."""
@@ -33,3 +34,12 @@ def shares(op: str) -> bool:
 def result_may_alias(instr: Instr) -> bool:
     """Whether what a line makes may lie where what it reads lies. Of exchanges only local steps are asked."""
     return instr.kind in LOCAL_BOXING if instr.kind else instr.hosts or shares(instr.op)
+
+
+def overwritten_outputs(program: Program, kinds: Collection[str]) -> set[int]:
+    """Outputs of some kinds that lie where the program's next run writes: results of collectives, and views of them."""
+    roots: set[str] = set()
+    for instr in program.instrs:
+        if instr.moves or (result_may_alias(instr) and any(r.name in roots for r in instr.refs)):
+            roots.add(instr.name)
+    return {i for i, o in enumerate(program.outputs) if o.kind in kinds and o.ref.name in roots}

@@ -43,6 +43,7 @@ from laminar.runtime.exact.values import (
     HostedLanes,
     Instances,
     LaneKey,
+    LaneValues,
     beside_units,
     stack_units,
     varies,
@@ -54,7 +55,10 @@ SUMS = ("all_reduce", "reduce_scatter")
 
 
 class HostedStep:
-    """Call it with whole inputs in order, get outputs in order: those that are whole, as this process has them."""
+    """Call it with whole inputs in order, get outputs in order: those that are whole, as this process has them.
+
+    `instances` takes and gives values as logical ranks have them, for who runs several programs one after the other.
+    """
 
     def __init__(
         self,
@@ -82,7 +86,7 @@ class HostedStep:
         self.constants = {
             Ref(c.name): given[c.name] if c.name in given else constant_tensor(c) for c in program.constants
         }
-        self.env: dict[Ref, dict[LaneKey, Instances]] = {}
+        self.env: dict[Ref, LaneValues] = {}
         self.lines: list[Any] = []
         self.reductions = {i.name: HostedReduction(i, hosts, sums) for i in program.instrs if i.kind in SUMS}
         self._share_memory()
@@ -126,17 +130,25 @@ class HostedStep:
                 whole.segment = arena.buckets[key]
 
     def _feeding(self) -> dict[Ref, tuple[HostedReduction, int]]:
-        """Values that only a sum over the units reads: each term goes there as it is made."""
+        """Values that only a sum over the units reads: each term goes there as it is made, in the order of units.
+
+        Not those that lines make in several lanes, each of which has some of the units.
+        """
         uses: dict[Ref, int] = {}
         for ref in [r for i in self.program.instrs for r in i.refs] + [o.ref for o in self.program.outputs]:
             uses[ref] = uses.get(ref, 0) + 1
-        made = {i.name: i for i in self.program.instrs if not i.kind}
+        made = {
+            Ref(i.name, k)
+            for i in self.program.instrs
+            for k, p in enumerate(i.outs)
+            if not i.kind and p is not None and set(varies(p)) >= line_axes(i) - {UNIT}
+        }
         return {
             ref: (self.reductions[i.name], k)
             for i in self.program.instrs
             if i.kind in SUMS and i.box.axes == (UNIT,)
             for k, ref in enumerate(i.refs)
-            if uses[ref] == 1 and ref.name in made
+            if uses[ref] == 1 and ref in made
         }
 
     def _plan_ends(self) -> None:
@@ -157,6 +169,13 @@ class HostedStep:
 
     def __call__(self, *inputs: Tensor) -> list[Tensor]:
         """One step."""
+        found = self.instances(inputs)
+        return [
+            self.instance(o.ref, values, self.hosts.rank) for o, values in zip(self.program.outputs, found, strict=True)
+        ]
+
+    def instances(self, inputs: Sequence[Tensor | LaneValues]) -> list[LaneValues]:
+        """One step: of each output all instances that are here."""
         begun, self._waited = time.perf_counter(), 0.0
         try:
             with torch.no_grad():
@@ -175,7 +194,7 @@ class HostedStep:
         self._waited += time.perf_counter() - begun
         return out
 
-    def _run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+    def _run(self, inputs: Sequence[Tensor | LaneValues]) -> list[LaneValues]:
         self.env = {}
         for item, x in zip(self.program.inputs, inputs, strict=True):
             self.env[Ref(item.name)] = self._input(x, item.placed)
@@ -191,7 +210,7 @@ class HostedStep:
                 self.env.pop(ref, None)
         for line in list(self._unfinished.values()):
             line.finish()
-        outs = [self.fetch(o.ref, self.hosts.rank) for o in self.program.outputs]
+        outs = [self.env[o.ref] for o in self.program.outputs]
         self.env = {}
         return outs
 
@@ -207,11 +226,13 @@ class HostedStep:
             ):
                 feed[0].clear()
 
-    def _input(self, x: Tensor, placed: Placed) -> dict[LaneKey, Instances]:
+    def _input(self, x: Tensor | LaneValues, placed: Placed) -> LaneValues:
+        if isinstance(x, dict):
+            return x
         axes = varies(placed)
         if not axes:
             return {(): Instances(once=x.to(self.device, non_blocking=True))}
-        out = {}
+        out: LaneValues = {}
         for lane in self.lanes.along(axes):
             if UNIT not in axes:
                 out[lane.key] = Instances(once=shard(x, placed.nd, self.mesh, lane.ranks[0]).to(self.device))
@@ -242,8 +263,12 @@ class HostedStep:
 
     def fetch(self, ref: Ref, rank: int) -> Tensor:
         """The instance that a logical rank of this process has."""
+        return self.instance(ref, self.env[ref], rank)
+
+    def instance(self, ref: Ref, values: LaneValues, rank: int) -> Tensor:
+        """The same of a value that is given."""
         axes, coords = self.axes(ref), self.mesh.coords(rank)
-        return self.env[ref][tuple(coords[a] for a in beside_units(axes))].of(coords[UNIT])
+        return values[tuple(coords[a] for a in beside_units(axes))].of(coords[UNIT])
 
     def await_sum(self, ref: Ref) -> None:
         """See that a sum which is under way has come to its end."""
@@ -255,7 +280,7 @@ class HostedStep:
         for k, placed in enumerate(instr.outs):
             assert placed is not None
             axes = varies(placed)
-            found: dict[LaneKey, Instances] = {}
+            found: LaneValues = {}
             for lane in self.lanes.along(axes):
                 if UNIT in axes:
                     each = {u: made(k, r) for u, r in zip(lane.units, lane.ranks, strict=True)}
@@ -341,13 +366,17 @@ class _Call:
         return results(self.target, tuple(map(fill, self.args)), kwargs)
 
 
+def line_axes(instr: Instr) -> set[int]:
+    """The axes along which what a line reads and makes differs."""
+    return {a for p in (*instr.ins, *instr.outs) if p is not None for a in varies(p)}
+
+
 class _Once:
     """A line whose results all units share: it runs once in each lane."""
 
     def __init__(self, step: HostedStep, instr: Instr) -> None:
         self.step, self.instr = step, instr
-        axes = {a for p in (*instr.ins, *instr.outs) if p is not None for a in varies(p)}
-        self.lanes = step.lanes.along(tuple(sorted(axes)))
+        self.lanes = step.lanes.along(tuple(sorted(line_axes(instr))))
         self.calls = [_Call(*prepare(instr, step.mesh, lane.ranks[0], step.device)) for lane in self.lanes]
         self.keys = [step.keys(instr.refs, lane) for lane in self.lanes]
         self.made = [(Ref(instr.name, k), k) for k, p in enumerate(instr.outs) if p is not None]
@@ -370,8 +399,7 @@ class _ByUnit:
     def __init__(self, step: HostedStep, instr: Instr, threads: int, stacks: bool) -> None:
         self.step, self.instr = step, instr
         mesh, device = step.mesh, step.device
-        axes = {a for p in (*instr.ins, *instr.outs) if p is not None for a in varies(p)}
-        self.lanes = step.lanes.along(tuple(sorted(axes)))
+        self.lanes = step.lanes.along(tuple(sorted(line_axes(instr))))
         self.each = [[_Call(*prepare(instr, mesh, r, device)) for r in lane.ranks] for lane in self.lanes]
         self.dims = [_unit_dim(p) for p in instr.outs]
         self.in_dims = {ref: _unit_dim(p) for ref, p in zip(instr.refs, instr.ins, strict=True)}
@@ -421,7 +449,10 @@ class _ByUnit:
             keys, dims, units = self.keys[at], self.in_dims, lane.units
             outs = call(lambda ref: env[ref][keys[ref]].together(units, dims[ref]))  # noqa: B023
             for ref, k, _ in self.made:
-                env[ref][self.out_keys[at][ref]] = Instances(units, stacked=outs[k], dim=self.dims[k])
+                here = Instances(units, stacked=outs[k], dim=self.dims[k])
+                known = env[ref].setdefault(self.out_keys[at][ref], here)
+                if known is not here:  # another lane has had its own units of it
+                    known.each.update({u: here.of(u) for u in units})
         if not self.tried:
             self.tried = self.accumulates is not None or not self.product
             self.together = self.together if any(self.together) else []

@@ -1,7 +1,8 @@
 """Reductions of a program's line over logical ranks: which instances are summed, who has the terms, where sums lie.
 
 A line may reduce several tensors, each with several instances (one for each slice of a weight). Those whose terms lie
-on the same processes share a buffer, so that there is one exchange for all of them.
+on the same processes share a buffer, so that there is one exchange for all of them. Each begins there with a cache
+line: products are made right in their place, and small ones get other bits where that is not aligned to 16 bytes.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from laminar.capture.ops.torch_ops import DTYPES
+from laminar.ir.clusters.limits import ALIGN
 from laminar.ir.program import Instr
 from laminar.runtime.comm.boxing_ops import LocalBoxing
 from laminar.runtime.comm.shards import cut_pieces
@@ -53,7 +55,7 @@ class HostedReduction:
         self.of: dict[tuple[int, LaneKey], tuple[HostedSum, Reduced]] = {}
         dtype, op = DTYPES[instr.ins[0].spec.dtype], instr.box.reduction
         integers = sums == "integers" and op == "sum" and dtype in INTEGER_TYPES
-        grain = PER_EXPONENT if integers else 1
+        grain = PER_EXPONENT if integers else ALIGN // dtype.itemsize
         for owners, items in patterns.items():
             begin, placed = 0, []
             for item in items:

@@ -7,7 +7,7 @@ all units that are here one behind the other, which lets an op run once for all 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -91,6 +91,15 @@ class Instances:
     stacked: Tensor | None = None
     dim: int = 0
 
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> Instances:
+        """The same with every tensor changed in a way that concerns no unit by itself."""
+        if self.once is not None:
+            return Instances(once=change(self.once))
+        if self.stacked is not None and self.each.keys() <= set(self.units):
+            return Instances(self.units, stacked=change(self.stacked), dim=self.dim)
+        units = dict.fromkeys((*self.units, *self.each))
+        return Instances(self.units, each={u: change(self.of(u)) for u in units})
+
     def of(self, unit: int) -> Tensor:
         """A unit's own."""
         if self.once is not None:
@@ -112,3 +121,7 @@ class Instances:
         if self.units == units:
             self.stacked, self.dim = made, dim
         return made
+
+
+LaneValues = dict[LaneKey, Instances]
+"""All instances of a value that a process has."""

@@ -29,7 +29,7 @@ from laminar.lower.stages.stage_net import Piped, joining
 from laminar.lower.stages.stage_programs import KEPT, Part, Stages
 from laminar.rules.boxing.crossing import Crossing, crossing
 from laminar.runtime.code.eager_step import Adding
-from laminar.runtime.comm.aliases import result_may_alias
+from laminar.runtime.comm.aliases import overwritten_outputs
 from laminar.runtime.comm.cross_mesh import Window, reduction_identity
 from laminar.runtime.pipeline.channels import Route, Value
 
@@ -106,7 +106,9 @@ class StageRunner:
             for at in code[p.name].sums:  # products of this size add here; other ways to make it must do so too
                 o = p.program.outputs[at]
                 self.sums[p.stage, f"{o.kind}:{o.name}"] = self._adding[p.name].buckets[o.name].views[0]
-        return SizeCode(piped, code, {p.name: borrowed(p.program) for p in mine}, freight_of(piped))
+        return SizeCode(
+            piped, code, {p.name: overwritten_outputs(p.program, ("sent", KEPT)) for p in mine}, freight_of(piped)
+        )
 
     def joining(self, made: Stages) -> SizeCode | None:
         """Code for micro-batches of another size, or None if they need larger registers or other ways."""
@@ -274,12 +276,3 @@ class Freight:
                 window.write(room, piece)
             out.append(room)
         return out
-
-
-def borrowed(program: Program) -> set[int]:
-    """Outputs for other parts that lie where the next run of the program writes: results of collectives, and views."""
-    roots: set[str] = set()
-    for instr in program.instrs:
-        if instr.moves or (result_may_alias(instr) and any(r.name in roots for r in instr.refs)):
-            roots.add(instr.name)
-    return {i for i, o in enumerate(program.outputs) if o.kind in ("sent", KEPT) and o.ref.name in roots}

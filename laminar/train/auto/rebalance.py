@@ -47,6 +47,8 @@ class Rebalance(Callback):
         if not isinstance(job, ExactJob):
             raise LaminarError("only units of a job in exact mode can change processes",
                                next="parallelize(..., exact=True), or laminar.data.BalancedSampler")  # fmt: skip
+        if job.exact.stages > 1:
+            raise LaminarError("units of a job with stages are not moved by speed yet", next="job.rehost(Hosting(...))")
         self.speeds = self.speeds or RankSpeeds(job.world)
         self._host(job)
 

@@ -41,6 +41,7 @@ from laminar.rewrite.variants import rewritten
 from laminar.runtime.comm.shards import shard
 from laminar.runtime.comm.transport import Groups, Null
 from laminar.runtime.exact.hosts import HostedRanks
+from laminar.runtime.exact.stage_hosts import StageHosts
 from laminar.train.batch.leaves import Leaves
 from laminar.train.engine.tracer import Tracer
 from laminar.train.state.resharder import Resharder
@@ -50,9 +51,11 @@ from laminar.train.world import World
 MOST_SHAPES = 16
 """Shapes of batches that are kept compiled: each has buffers for its gradients."""
 
-Transport = Groups | Null | HostedRanks
+Transport = Groups | Null | HostedRanks | StageHosts
 Build = Callable[[Program, Any, Mapping[str, Tensor], tuple[int, ...]], Callable[..., list[Tensor]]]
 """Turns a program into code; it is told which inputs never change their place."""
+StepInputs = tuple[Mapping[str, Tensor], Tensor | None, Tensor | None]
+"""What a step is given: leaves of the (micro-)batch, what random draws depend on, the scale of the loss."""
 
 
 @dataclass
@@ -73,12 +76,16 @@ class Ready:
 
     def __call__(self, leaves: Mapping[str, Tensor], key: Tensor | None, scale: Tensor | None) -> list[Tensor]:
         """Run one (micro-)batch of local leaves; local outputs in order."""
+        return self.step(*self.inputs(leaves, key, scale))
+
+    def inputs(self, leaves: Mapping[str, Tensor], key: Tensor | None, scale: Tensor | None) -> list[Tensor]:
+        """All inputs in order."""
         args = list(self.fixed)
         for name, at in self.filled.items():
             args[at] = key if name == RNG else scale if name == SCALE else leaves[name]
         for at, cut in self.cuts.items():
             args[at] = cut(args[at])
-        return self.step(*args)
+        return args
 
     def key(self, seed: int, step: int, first: int, samples: int, device: torch.device) -> Tensor | None:
         """What random draws of one run of the program depend on, if it makes any.

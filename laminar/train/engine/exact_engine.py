@@ -5,8 +5,7 @@ What ranks store of weights is another matter: pieces are gathered before a prog
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -18,17 +17,22 @@ from laminar.events import emit
 from laminar.ir.exact import Exact, Hosting
 from laminar.ir.graph import Graph
 from laminar.ir.plans.plan import Plan
-from laminar.ir.program import Program
+from laminar.ir.program import Instr, Program
 from laminar.ir.sbp import B
 from laminar.lower.lower import lower
-from laminar.placement.logical import logical_plan
+from laminar.placement.logical import LASTING, logical_plan
 from laminar.runtime.exact.hosted_step import HostedStep, LineWatcher
 from laminar.runtime.exact.hosts import HostedRanks
+from laminar.runtime.exact.stage_hosts import StageHosts
 from laminar.train.batch.leaves import Leaves
 from laminar.train.engine.engine import Engine, Ready
 from laminar.train.engine.tracer import Tracer
 from laminar.train.state.resharder import Resharder
 from laminar.train.state.state import JobState
+
+Hosts = HostedRanks | StageHosts
+RunLine = tuple[Instr, range]
+"""A line of a program, and the logical ranks that run it."""
 
 
 class ExactEngine(Engine):
@@ -37,16 +41,17 @@ class ExactEngine(Engine):
     whole_outputs = True
 
     def __init__(
-        self, tracer: Tracer, plan: Plan, state: JobState, storage: Resharder, hosts: HostedRanks, exact: Exact
+        self, tracer: Tracer, plan: Plan, state: JobState, storage: Resharder, hosts: Hosts, exact: Exact
     ) -> None:
         """`plan` says what processes store; `storage` talks among them."""
         super().__init__(tracer, plan, state.held, storage.transport, self._hosted)
         self.storage_mesh, self.mesh = plan.mesh, exact.mesh
-        self.state, self.storage, self.hosts, self.exact = state, storage, hosts, exact
+        self.state, self.storage, self.exact = state, storage, exact
+        self.hosts: Hosts = hosts
         self.transport, self.resharder = hosts, storage
         self._watch: LineWatcher | None = None
         self._last: HostedStep | None = None
-        self._before: dict[Hosting, tuple[HostedRanks, dict[str, Ready]]] = {}
+        self._before: dict[Hosting, tuple[Hosts, dict[str, Ready]]] = {}
         self._programs: dict[str, tuple[Graph, Plan, Program]] = {}
 
     def _hosted(
@@ -66,7 +71,7 @@ class ExactEngine(Engine):
         self._ready.clear()
         self._before.clear()
 
-    def rehost(self, hosts: HostedRanks) -> None:
+    def rehost(self, hosts: Hosts) -> None:
         """Let processes compute other logical ranks from now on.
 
         Programs stay. What runs them is made anew, or found: that of the hosting before this one is kept.
@@ -94,18 +99,18 @@ class ExactEngine(Engine):
         if graph.hash not in self._programs:
             self._programs[graph.hash] = graph, plan, lower(graph, plan)
         program = self._programs[graph.hash][2]
-        stays = ("param", "buffer")
-        step = self._hosted(program, self.hosts, {c.name: constant_tensor(c) for c in program.constants}, ())
-        fixed = [self.held.get(i.name) if i.kind in stays else None for i in program.inputs]
-        filled = {item.name: i for i, item in enumerate(program.inputs) if item.kind not in stays}
+        fixed = [self.held.get(i.name) if i.kind in LASTING else None for i in program.inputs]
+        filled = {item.name: i for i, item in enumerate(program.inputs) if item.kind not in LASTING}
         outputs = {f"{o.kind}:{o.name}": i for i, o in enumerate(program.outputs)}
-        made = Ready(graph, plan, program, step, fixed, filled, outputs)
+        return Ready(graph, plan, program, self._runner(graph, program), fixed, filled, outputs)
+
+    def _runner(self, graph: Graph, program: Program) -> Callable[..., list[Tensor]]:
+        """What runs a program on the logical ranks that are here, given what this process holds of weights."""
+        assert isinstance(self.hosts, HostedRanks)
+        step = self._hosted(program, self.hosts, {c.name: constant_tensor(c) for c in program.constants}, ())
         whole = (B,) * len(self.storage_mesh.sizes)
-        layout = self.state.layout
-        apart = [
-            (at, i.name) for at, i in enumerate(program.inputs) if i.kind in stays and layout.held_nd(i.name) != whole
-        ]
-        items = [(name, self.state.specs[name], layout.held_nd(name), whole) for _, name in apart]
+        apart = [(at, i.name) for at, i in enumerate(program.inputs) if i.kind in LASTING and self.in_parts(i.name)]
+        items = [(name, self.state.specs[name], self.state.layout.held_nd(name), whole) for _, name in apart]
 
         def gathered(*inputs: Tensor) -> list[Tensor]:
             given, self._last = list(inputs), step
@@ -114,7 +119,15 @@ class ExactEngine(Engine):
                 given[at] = weight
             return step(*given)
 
-        return replace(made, step=gathered)
+        return gathered
+
+    def lines(self, ready: Ready) -> list[RunLine]:
+        """All lines of a step in order."""
+        return [(i, range(ready.program.mesh.ranks)) for i in ready.program.instrs]
+
+    def in_parts(self, name: str) -> bool:
+        """Whether processes hold parts of a weight."""
+        return self.state.layout.held_nd(name) != (B,) * len(self.storage_mesh.sizes)
 
     def share(self, ready: Ready, leaves: Leaves, device: torch.device) -> dict[str, Tensor]:
         """The whole batch: each process takes the rows of its units out of it."""

@@ -28,7 +28,7 @@ from laminar.train.optimizer.precision import Precision, Scaler
 from laminar.train.options import JobOptions
 from laminar.train.saving import checkpoint
 from laminar.train.saving.saver import Saver
-from laminar.train.saving.snapshot_plan import SnapshotPlanner
+from laminar.train.saving.snapshots.snapshot_plan import SnapshotPlanner
 from laminar.train.saving.state_root import state_record_of
 from laminar.train.state.fill import LoadedWeights
 from laminar.train.state.gather import Gather

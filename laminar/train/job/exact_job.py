@@ -15,26 +15,31 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from laminar.errors import LaminarError, MeshError, PlanError
 from laminar.events import emit
 from laminar.ir.exact import Exact, Hosting
 from laminar.ir.plans.plan import Plan
 from laminar.runtime.exact.hosts import HostedRanks
+from laminar.runtime.exact.stage_hosts import StageHosts
 from laminar.train.batch.leaves import Leaves
-from laminar.train.engine.engine import Engine
+from laminar.train.engine.engine import Engine, Ready
 from laminar.train.engine.exact_engine import ExactEngine
 from laminar.train.engine.exact_identity import exact_identity, refuse_identity
+from laminar.train.engine.staged_exact_engine import StagedExactEngine
 from laminar.train.job import plan_for
 from laminar.train.job.job import Job
+from laminar.train.optimizer import optimizer as optim
+from laminar.train.optimizer.gradients import total_norm
+from laminar.train.optimizer.optimizer import Kept
 from laminar.train.optimizer.whole_vectors import WholeVectors, refuse_if_cuts_change_bits
 from laminar.train.options import DEFAULTS, JobOptions
 from laminar.train.state.change_layout import change_layout
 from laminar.train.state.resharder import CarryBetweenMeshes, Resharder
 from laminar.train.state.state import JobState, StateLayout
 from laminar.train.timeline import Recording
-from laminar.train.world import World
+from laminar.train.world import ProcessGroups, World
 
 STORAGE = ("auto", "data", "zero1", "zero2", "zero3")
 """What processes store, by the names of plans."""
@@ -76,6 +81,8 @@ class ExactJob(Job):
     def _begin(self, world: World, state: JobState, plan: Plan, first: Leaves) -> None:
         self._first_batch = first
         super()._begin(world, state, plan, first)
+        if isinstance(self.engine, StagedExactEngine):
+            self.identity["cut"] = self.engine.cut_of(self._first)
 
     @staticmethod
     def _checked(exact: Exact, hosting: Hosting | None, processes: int) -> Hosting:
@@ -96,12 +103,37 @@ class ExactJob(Job):
     def _engine_around(self, state: JobState, plan: Plan, world: World) -> Engine:
         refuse_if_cuts_change_bits(state.optimizer, state.kept)
         self.whole_vectors = WholeVectors(state.optimizer, state.kept, state.held)
-        storage = Resharder(world.transport(plan.mesh))
-        return ExactEngine(self.tracer, plan, state, storage, self._hosts(world), self.exact)
+        storage, self._groups = Resharder(world.transport(plan.mesh)), ProcessGroups(world)
+        hosts = self._hosts(world)
+        if isinstance(hosts, StageHosts):
+            return StagedExactEngine(self.tracer, plan, state, storage, hosts, self.exact, world)
+        return ExactEngine(self.tracer, plan, state, storage, hosts, self.exact)
 
-    def _hosts(self, world: World) -> HostedRanks:
+    def _hosts(self, world: World) -> HostedRanks | StageHosts:
+        if self.exact.stages > 1:
+            if world.device.type == "cuda" and world.size > 1:
+                raise LaminarError(
+                    "stages in exact mode on several GPUs",
+                    why="it was never tried there",
+                    next="one process, or no stages",
+                )
+            return StageHosts(self.exact, self.hosting, world.rank, self._groups, world.device, world.timeout_s)
         group = world.process_group if world.size > 1 else None
         return HostedRanks(self.exact.mesh, self.hosting, world.rank, group, world.device, timeout_s=world.timeout_s)
+
+    def _micro_batches(self, micros: list[Leaves], scale: float) -> tuple[Ready, list[Tensor], list[Tensor]]:
+        if not isinstance(self.engine, StagedExactEngine):
+            return super()._micro_batches(micros, scale)
+        fed = list(self._fed(micros, scale))
+        return fed[-1][0], *self.engine.run(fed)
+
+    def _norm_and_parts(
+        self, names: tuple[str, ...], kept: list[Kept], grads: list[Tensor]
+    ) -> tuple[Tensor, list[Tensor]]:
+        if not isinstance(self.engine, StagedExactEngine):
+            return super()._norm_and_parts(names, kept, grads)
+        self.recorder.mark("gradients")
+        return total_norm([self.engine.norms[n] for n in names]), optim.laid_out(kept, grads, self.state.plain)
 
     def _optimizer_step(self) -> None:
         self.whole_vectors.step()
@@ -175,9 +207,9 @@ def refuse_options(plan: Any, options: JobOptions) -> None:
         raise PlanError(
             f"plan={plan!r} in exact mode",
             allowed="  ".join(STORAGE) + ", what processes store",
-            why="which ranks compute what belongs to the run: units, slices and context of laminar.Exact",
+            why="which ranks compute what belongs to the run: units, slices, context and stages of laminar.Exact",
             next="weights cut: exact=laminar.Exact(slices=2); sequences cut: exact=laminar.Exact(context=2); "
-            "stages are not to be had yet",
+            "the model cut: exact=laminar.Exact(stages=2)",
         )
     asked = {
         "mesh": options.mesh is not None,

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -49,7 +49,7 @@ from laminar.train.batch.prefetch import Prefetcher
 from laminar.train.check import first_batch_check
 from laminar.train.check.anomaly import Watched
 from laminar.train.check.warn_coupled import warn_if_coupled
-from laminar.train.engine.engine import Build, Engine, Ready
+from laminar.train.engine.engine import Build, Engine, Ready, StepInputs
 from laminar.train.engine.tracer import Tracer
 from laminar.train.job import plan_for
 from laminar.train.job.base_job import BaseJob, first_state, taken_over
@@ -233,36 +233,43 @@ class Job(BaseJob):
         self, leaves: Leaves, scale: float
     ) -> tuple[Ready, Tensor, Tensor | None, dict[str, Tensor], list[Tensor]]:
         """Forward and backward of a batch: its loss, its weight if it has one, metrics, gradients as owners need."""
-        state, mark = self.state, self.recorder.mark
         micros = leaves.split(self.engine.micro_batches)
         if self._unchecked:
             self._unchecked = False
             self._check(micros)
-        samples = [self.engine.together(m).samples for m in micros]
+        ready, values, grads = self._micro_batches(micros, scale)
+        self.recorder.mark("host")
+        loss, weight_sum, metrics, grads = self._finished(ready, values, grads, len(micros))
+        if self._watched is not None:
+            finite = all(bool(torch.isfinite(t).all()) for t in (loss, *([] if self.state.scaler else grads)))
+            self._watched.report(self.peers, self.state.steps + 1, not finite)
+        return ready, loss, weight_sum, metrics, grads
+
+    def _micro_batches(self, micros: list[Leaves], scale: float) -> tuple[Ready, list[Tensor], list[Tensor]]:
+        """All micro-batches, one after the other: loss and metrics, and gradients, added up."""
         ready = None
         grads: list[Tensor] = []
         values: list[Tensor] = []
+        for i, (ready, inputs, share) in enumerate(self._fed(micros, scale)):
+            out = ready(*inputs)
+            self._put_buffers(ready, out)
+            grads, values = self._add(ready, out, grads, values, share, i)
+        assert ready is not None
+        return ready, values, grads
+
+    def _fed(self, micros: list[Leaves], scale: float) -> Iterator[tuple[Ready, StepInputs, float]]:
+        """For each micro-batch its program, what goes into it, and its share of the samples."""
+        samples = [self.engine.together(m).samples for m in micros]
         for i, micro in enumerate(micros):
             ready = self.engine.ready(micro)
-            key = ready.key(state.seed, state.steps, sum(samples[:i]), sum(samples), self.device)
-            weight = 1.0 if ("metric:loss_weight" in ready.outputs) else samples[i] / sum(samples)
-            mark("host")
-            share = self.engine.share(ready, micro, self.device)
-            mark("batch")
-            out = ready(
-                share,
-                key,
-                torch.tensor(scale * weight, dtype=torch.float64, device=self.device) if self.engine.scaled else None,
-            )
-            self._put_buffers(ready, out)
-            grads, values = self._add(ready, out, grads, values, samples[i] / sum(samples), i)
-        assert ready is not None
-        mark("host")
-        loss, weight_sum, metrics, grads = self._finished(ready, values, grads, len(micros))
-        if self._watched is not None:
-            finite = all(bool(torch.isfinite(t).all()) for t in (loss, *([] if state.scaler else grads)))
-            self._watched.report(self.peers, state.steps + 1, not finite)
-        return ready, loss, weight_sum, metrics, grads
+            key = ready.key(self.state.seed, self.state.steps, sum(samples[:i]), sum(samples), self.device)
+            share = samples[i] / sum(samples)
+            weight = 1.0 if ("metric:loss_weight" in ready.outputs) else share
+            self.recorder.mark("host")
+            leaves = self.engine.share(ready, micro, self.device)
+            self.recorder.mark("batch")
+            told = torch.tensor(scale * weight, dtype=torch.float64, device=self.device) if self.engine.scaled else None
+            yield ready, (leaves, key, told), share
 
     def _check(self, micros: list[Leaves]) -> None:
         """The first micro-batch against the model in plain PyTorch."""
@@ -361,22 +368,29 @@ class Job(BaseJob):
         if len(names) != len(grads):
             grads = [g for (n, _), g in zip(ready.grads, grads, strict=True) if n in by_name]
         kept = [by_name[n] for n in names]
+        inverse: Tensor | float = 1.0 / scale
+        if self.engine.scaled and weight is not None:
+            inverse = inverse / weight
+        raw, grads = self._norm_and_parts(names, kept, grads)
+        return list(zip(kept, grads, strict=True)), raw, inverse
+
+    def _norm_and_parts(
+        self, names: tuple[str, ...], kept: list[Kept], grads: list[Tensor]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The norm of all gradients, and of each the part that this rank updates by."""
         whole, layout = self.engine.whole_outputs, self.state.layout
         if not whole:
             grads = optim.laid_out(kept, grads, self.state.plain)
         if names not in self._norms:
             nds = [layout.everywhere if whole else layout.owned_nd(n) for n in names]
             self._norms[names] = Norm(nds, self.mesh, self.peers)
-        inverse: Tensor | float = 1.0 / scale
-        if self.engine.scaled and weight is not None:
-            inverse = inverse / weight
         self.recorder.mark("host")
         raw = self._norms[names](grads)
         self.recorder.mark("norm" if self._norms[names].shared else "gradients")
         if whole:
             grads = [layout.cut(g, k.state_nd) for k, g in zip(kept, grads, strict=True)]
             grads = optim.laid_out(kept, grads, self.state.plain)
-        return list(zip(kept, grads, strict=True)), raw, inverse
+        return raw, grads
 
     def _optimizer_step(self) -> None:
         """One update by the gradients that what this rank owns has now."""

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from laminar.capture.tensor_bytes import as_bytes
 from laminar.ir.exact import Exact, Hosting
-from laminar.ir.program import Instr, Program
+from laminar.ir.program import Instr
 from laminar.runtime.check.processes import on_ranks
+from laminar.train.engine.exact_engine import RunLine
 from laminar.train.job.exact_job import ExactJob
 from laminar.train.options import JobOptions
 from laminar.train.saving.state_root import state_record_of
@@ -87,7 +88,7 @@ class TrialSeen:
     """Of the step that was looked at: by tensor and logical rank."""
     state: dict[str, str] = field(default_factory=dict)
     """Behind that step: by tensor, what this rank adds to its digest."""
-    program: Program | None = None
+    lines: list[RunLine] = field(default_factory=list)
 
 
 def verify_trial(trial: ExactTrial, timeout_s: float = 3600.0) -> ExactReport:
@@ -121,7 +122,10 @@ def train_and_look(trial: ExactTrial, look_at: int | None) -> TrialSeen:
 
     def note(instr: Instr, rank: int, output: int, x: Tensor) -> None:
         name = instr.name if output == 0 else f"{instr.name}.{output}"
-        seen.digests[name, rank] = hashlib.blake2b(as_bytes(x.cpu()).numpy().tobytes(), digest_size=16).hexdigest()
+        before = seen.digests.get((name, rank), "").encode()  # of micro-batches that came first
+        seen.digests[name, rank] = hashlib.blake2b(
+            before + as_bytes(x.cpu()).numpy().tobytes(), digest_size=16
+        ).hexdigest()
 
     for step, batch in enumerate(batches):
         if step:
@@ -135,17 +139,16 @@ def train_and_look(trial: ExactTrial, look_at: int | None) -> TrialSeen:
             seen.hashes.append(job.hash())
     if look_at is not None:
         seen.state = {str(t.key): t.hash.hex() for t in state_record_of(job).tensors}
-        seen.program = job.program
+        seen.lines = job.engine.lines(job._first)
     return seen
 
 
 def first_line_apart(one: TrialSeen, others: list[TrialSeen]) -> Mapping[str, Any]:
     """The first line whose result another process has otherwise, in the order of the program; else an update."""
-    assert one.program is not None
-    for instr in one.program.instrs:
+    for instr, ranks in one.lines:
         for output in range(len(instr.outs)):
             name = instr.name if output == 0 else f"{instr.name}.{output}"
-            for rank in range(one.program.mesh.ranks):
+            for rank in ranks:
                 mine = one.digests.get((name, rank))
                 for other in others:
                     if mine is not None and other.digests.get((name, rank), mine) != mine:

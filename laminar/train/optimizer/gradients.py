@@ -36,12 +36,18 @@ class Norm:
         """A scalar on the device, the same on every rank."""
         if not grads:
             return torch.zeros(())
-        norms = torch.stack(foreach_norm(list(grads)))
+        each = foreach_norm(list(grads))
         if self.share is None:
-            return norms.square().sum().sqrt()
+            return total_norm(each)
+        norms = torch.stack(each)
         squares = norms.double().square().mul_(self.share).sum()
         self.world.all_reduce(squares)
         return squares.sqrt_().to(norms.dtype)
+
+
+def total_norm(norms: Sequence[Tensor]) -> Tensor:
+    """That of several gradients together, from the norm of each."""
+    return torch.stack(list(norms)).square().sum().sqrt() if norms else torch.zeros(())
 
 
 def scale_and_clip(

@@ -35,12 +35,12 @@ from laminar.checkpoint.store.protocol import Store
 from laminar.errors import CheckpointError, StateError
 from laminar.events import emit
 from laminar.train.protocol import HasState
-from laminar.train.saving.among_ranks import first_text, gathered_bytes
 from laminar.train.saving.beside import about_run
-from laminar.train.saving.block_sink import BlockSink, BlockToWrite, sink_for
 from laminar.train.saving.scalars import scalars_of
-from laminar.train.saving.snapshot import Snapshot
-from laminar.train.saving.snapshot_plan import SnapshotPlan
+from laminar.train.saving.snapshots.among_ranks import first_text, gathered_bytes
+from laminar.train.saving.snapshots.block_sink import BlockSink, BlockToWrite, sink_for
+from laminar.train.saving.snapshots.snapshot import Snapshot
+from laminar.train.saving.snapshots.snapshot_plan import SnapshotPlan
 from laminar.train.state.shards import StateShard
 
 

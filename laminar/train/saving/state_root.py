@@ -11,8 +11,8 @@ from laminar.checkpoint.format.hashing import block_hash
 from laminar.checkpoint.format.state_record import StateRecord
 from laminar.train.protocol import HasState
 from laminar.train.saving.scalars import scalars_of
-from laminar.train.saving.snapshot import HeldShards, Snapshot
-from laminar.train.saving.snapshot_plan import SnapshotPlan
+from laminar.train.saving.snapshots.snapshot import HeldShards, Snapshot
+from laminar.train.saving.snapshots.snapshot_plan import SnapshotPlan
 
 
 def state_record_of(job: HasState) -> StateRecord:

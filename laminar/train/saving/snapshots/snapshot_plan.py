@@ -15,7 +15,7 @@ from laminar.checkpoint.format.block_shares import BlockPiece, BlockShare, share
 from laminar.checkpoint.format.hashing import HASH_BYTES
 from laminar.checkpoint.format.state_record import StateRecord, TensorRecord, state_record
 from laminar.errors import StateError
-from laminar.train.saving.state_boxes import TensorBoxes, all_boxes, boxes_told
+from laminar.train.saving.snapshots.state_boxes import TensorBoxes, all_boxes, boxes_told
 from laminar.train.state.shards import StateShard
 from laminar.train.world import World
 

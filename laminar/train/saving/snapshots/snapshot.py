@@ -22,7 +22,7 @@ from laminar.capture.tensor_bytes import as_bytes
 from laminar.checkpoint.format.block_grid import Slices, box_shape, within
 from laminar.checkpoint.format.state_record import TensorKey
 from laminar.errors import StateError
-from laminar.train.saving.snapshot_plan import PlannedBlock, SnapshotPlan, padded
+from laminar.train.saving.snapshots.snapshot_plan import PlannedBlock, SnapshotPlan, padded
 from laminar.train.state.shards import StateShard
 from laminar.train.world import World
 
