@@ -262,6 +262,12 @@ def readme(page: str) -> None:
     assert names["report"].ok and names["plan"].name
 
 
+def checkpoints(page: str) -> None:
+    """A job saves beside its steps, and goes on."""
+    job = ran(page, prelude(plain=True))["job"]
+    assert job.steps and Path("store/refs").is_dir()
+
+
 HOW: dict[str, Callable[[str], None]] = {
     "README.md": readme,
     "docs/use/train.md": training,
@@ -269,6 +275,7 @@ HOW: dict[str, Callable[[str], None]] = {
     "docs/use/exact.md": exact,
     "docs/use/predict.md": predictions,
     "docs/use/data.md": balanced,
+    "docs/use/checkpoints.md": checkpoints,
     "docs/how/long_sequences.md": sequences,
 }
 

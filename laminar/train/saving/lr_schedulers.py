@@ -28,10 +28,16 @@ def attached(optimizer: Any, named: Any = None) -> list[Any]:
     """The schedulers named, or those that are alive and belong to an optimizer, without the parts of others."""
     if named is not None:
         return list(named) if isinstance(named, Sequence) else [named]
-    alive = [o for o in gc.get_objects() if issubclass(type(o), LRScheduler)]  # isinstance would ask odd objects
+    kinds = _kinds(LRScheduler)
+    alive = [o for o in gc.get_objects() if type(o) in kinds]  # isinstance would ask odd objects, and take longer
     found = [s for s in alive if getattr(s, "optimizer", None) is optimizer]
     parts = {id(inner) for s in found for inner in getattr(s, "_schedulers", ())}
     return [s for s in found if id(s) not in parts]
+
+
+def _kinds(of: type) -> set[type]:
+    """A class and all that are made of it."""
+    return {of}.union(*(_kinds(kind) for kind in of.__subclasses__()))
 
 
 def states(schedulers: Sequence[Any]) -> list[dict[str, Any]]:
