@@ -49,6 +49,7 @@ _WHERE = {
     "load_manifest": "history.references",
     "open_store": "store.uri",
     "share_blocks": "format.block_shares",
+    "shun_damaged": "read.verify",
     "state_record": "format.state_record",
     "tensor_record": "format.state_record",
     "verify_checkpoint": "read.verify",
@@ -92,6 +93,7 @@ __all__ = [
     "load_manifest",
     "open_store",
     "share_blocks",
+    "shun_damaged",
     "state_record",
     "tensor_record",
     "verify_checkpoint",
@@ -136,6 +138,13 @@ if TYPE_CHECKING:
     from laminar.checkpoint.process.writer_client import WriterProcess
     from laminar.checkpoint.read.compare import CheckpointSize, StateChanges, diff_checkpoints, list_checkpoints
     from laminar.checkpoint.read.state_reader import StateReader
-    from laminar.checkpoint.read.verify import Damage, Verified, damaged_files, latest_valid, verify_checkpoint
+    from laminar.checkpoint.read.verify import (
+        Damage,
+        Verified,
+        damaged_files,
+        latest_valid,
+        shun_damaged,
+        verify_checkpoint,
+    )
     from laminar.checkpoint.store.protocol import Store
     from laminar.checkpoint.store.uri import open_store

@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from laminar.checkpoint import (
     CheckpointRef,
     StateReader,
     TensorKey,
+    collect_garbage,
     diff_checkpoints,
     latest_valid,
     list_checkpoints,
     load_manifest,
     open_store,
+    shun_damaged,
     verify_checkpoint,
 )
 from laminar.checkpoint.read.verify import damaged_files
@@ -122,6 +125,39 @@ def test_the_block_and_its_place_are_named(tmp_path: Path) -> None:
                     one.tensor is not None and str(one).startswith(f"{one.tensor} block 0 [") and path.name in one.what
                 )
         path.write_bytes(whole)
+
+
+def test_what_is_damaged_is_written_again_and_mends_what_shares_it(tmp_path: Path) -> None:
+    """Frozen weights would otherwise stay damaged in every checkpoint to come."""
+    store, key = open_store(tmp_path), TensorKey("parameter", "frozen")
+    arrays = {key: ("f32", bits("f32", (8, 8)))}
+    first = save_arrays(store, arrays)
+    (pack,) = (tmp_path / "packs").iterdir()
+    data = bytearray(pack.read_bytes())
+    data[20] ^= 1
+    pack.write_bytes(data)
+    assert not verify_checkpoint(store, save_arrays(store, arrays, after=1, step=1)).ok
+    assert shun_damaged(store) == (f"packs/{pack.name}",)
+    third = save_arrays(store, arrays, after=2, step=2)
+    assert verify_checkpoint(store, third).ok and verify_checkpoint(store, first).ok
+    assert_holds(store, first, arrays)
+    store.delete(f"packs/{pack.name}")
+    collect_garbage(store)
+    assert not store.list("damaged")
+
+
+def test_a_damaged_base_is_no_reason_to_fail(tmp_path: Path) -> None:
+    """The save after it is whole, and needs nothing of the one before."""
+    store, key, array = open_store(tmp_path), TensorKey("parameter", "w"), bits("bf16", (32, 32))
+    first = save_arrays(store, {key: ("bf16", array)})
+    (pack,) = (tmp_path / "packs").iterdir()
+    data = bytearray(pack.read_bytes())
+    data[20] ^= 1
+    pack.write_bytes(data)
+    later = {key: ("bf16", array ^ np.uint16(1))}
+    second = save_arrays(store, later, after=1, step=1, parent=first)
+    assert verify_checkpoint(store, second).ok
+    assert_holds(store, second, later)
 
 
 def test_checkpoints_are_listed_with_what_they_take(tmp_path: Path) -> None:

@@ -6,7 +6,9 @@ import os
 import random
 import time
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from laminar.checkpoint import (
@@ -24,12 +26,14 @@ from laminar.checkpoint import (
     state_record,
     verify_checkpoint,
 )
+from laminar.checkpoint.history import compact, gc
 from laminar.checkpoint.history.leases import LEASES, Lease
 from laminar.checkpoint.store.memory import MemoryStore
 from laminar.errors import CheckpointError
 from tests.support.stored_states import assert_holds, bits, save_arrays, small_state
 
 KEY = TensorKey("parameter", "w")
+KEYS_2 = TensorKey("parameter", "w2")
 
 
 def packs(folder: Path) -> set[str]:
@@ -133,6 +137,58 @@ def test_bases_of_deltas_stay(tmp_path: Path) -> None:
     assert len(collect_garbage(store).packs) == 2
 
 
+def test_packs_that_are_needed_for_little_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one checkpoint shares with a dropped one moves to a new pack; a writer that counts on the rest keeps it."""
+    monkeypatch.setattr(compact, "LEAST_FREED_BYTES", 1000)
+    store = open_store(tmp_path)
+    arrays = {TensorKey("parameter", f"w{i}"): ("f32", bits("f32", (8, 8), i)) for i in range(8)}
+    first = save_arrays(store, arrays)
+    later = {k: v if k.name == "w3" else (v[0], v[1] + np.uint32(1)) for k, v in arrays.items()}
+    second = save_arrays(store, later, after=1, step=1)
+    store.delete(first.key)
+    old = packs(tmp_path)
+    with Save(store) as save:
+        dtype, array = arrays[KEYS_2]
+        record = save.tensor(KEYS_2, dtype, array.shape, array)
+        assert collect_garbage(store).waiting and old < packs(tmp_path)
+        third = save.commit(Manifest("third", 0, state_record([record], {})))
+    assert save.blocks.written.new_blocks == 0
+    assert_holds(store, second, later)
+    assert_holds(store, third, {KEYS_2: (dtype, array)})
+    collect_garbage(store)
+    collect_garbage(store)
+    assert len(old & packs(tmp_path)) == 1
+    assert_holds(store, second, later)
+    assert_holds(store, third, {KEYS_2: (dtype, array)})
+    assert sum(f.size for f in store.list("packs")) < 8 * 256 + 2 * 256 + 1800
+
+
+def test_a_commit_in_the_middle_of_a_collection_keeps_its_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After what is needed has been copied out of a pack, a writer commits a checkpoint that needs more of it."""
+    monkeypatch.setattr(compact, "LEAST_FREED_BYTES", 1000)
+    store = open_store(tmp_path)
+    arrays = {TensorKey("parameter", f"w{i}"): ("f32", bits("f32", (8, 8), i)) for i in range(8)}
+    first = save_arrays(store, arrays)
+    save_arrays(store, {k: v for k, v in arrays.items() if k.name == "w3"}, after=1, step=1)
+    store.delete(first.key)
+    save = Save(store)
+    dtype, array = arrays[KEYS_2]
+    record = save.tensor(KEYS_2, dtype, array.shape, array)
+    refs = []
+    leases = gc._live_leases
+
+    def committed(*told: Any) -> set[str]:
+        refs.append(save.commit(Manifest("late", 0, state_record([record], {}))))
+        save.abort()
+        return leases(*told)
+
+    monkeypatch.setattr(gc, "_live_leases", committed)
+    assert not collect_garbage(store).packs
+    assert_holds(store, refs[0], {KEYS_2: (dtype, array)})
+
+
 def test_nothing_goes_while_a_reference_can_not_be_read(tmp_path: Path) -> None:
     """It might refer to anything."""
     store = open_store(tmp_path)
@@ -155,6 +211,41 @@ def test_collections_take_turns(tmp_path: Path) -> None:
     assert {p.name for p in (tmp_path / "gc").iterdir()} == {"0000000008", "0000000008.done", "clock"}
 
 
+def test_a_collection_that_others_took_for_dead_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was stopped for long, and another one has its turn: it must not remove anything by what it knew."""
+    store = open_store(tmp_path)
+    store.delete(saved(store, 1).key)
+    leases = gc._live_leases
+
+    def stopped(*told: Any) -> set[str]:
+        store.put_new("gc/0000000002", b"")
+        return leases(*told)
+
+    monkeypatch.setattr(gc, "_live_leases", stopped)
+    with pytest.raises(CheckpointError, match="another collection has begun"):
+        collect_garbage(store)
+    assert packs(tmp_path)
+
+
+def test_a_commit_whose_blocks_have_gone_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between its last look at them and its reference: the reference does not stay."""
+    store = open_store(tmp_path)
+    with Save(store) as save:
+        array = bits("f32", (8, 8), 1)
+        record = save.tensor(KEY, "f32", array.shape, array)
+        put = store.put_new
+
+        def late(key: str, data: bytes) -> bool:
+            for pack in packs(tmp_path):
+                store.delete(f"packs/{pack}")
+            return put(key, data)
+
+        monkeypatch.setattr(store, "put_new", late)
+        with pytest.raises(CheckpointError, match="was not written"):
+            save.commit(Manifest("run", 0, state_record([record], {})))
+    assert not list_refs(store).refs
+
+
 @pytest.mark.parametrize(
     ("text", "keep"), [("last 3, every 1000 steps", Keep(3, 1000)), ("2", Keep(2)), ("3 every 10", Keep(3, 10))]
 )
@@ -173,8 +264,9 @@ def test_retention_counts_only_what_is_whole(tmp_path: Path) -> None:
     assert dropped == (refs[1],)  # 2 and 3 are the last whole ones, 0 stays for its step
 
 
-def test_a_chain_of_a_hundred_saves_with_collections_restores_bitwise() -> None:
+def test_a_chain_of_a_hundred_saves_with_collections_restores_bitwise(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each a few bits from the one before, with drops and collections in between; all that is kept is right."""
+    monkeypatch.setattr(compact, "LEAST_FREED_BYTES", 1)
     dice, store = random.Random(5), MemoryStore()
     state = small_state()
     kept: dict[int, tuple[CheckpointRef, dict]] = {}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -160,6 +162,17 @@ def test_no_symlink_is_followed_out_of_a_store(tmp_path: Path) -> None:
     assert [p.name for p in outside.iterdir()] == ["secret"] and (outside / "secret").read_bytes() == b"secret"
 
 
+def test_a_file_system_without_hard_links_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not as one that can't be written."""
+
+    def link(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "link", link)
+    with pytest.raises(StorageError, match="without hard links"):
+        LocalStore(tmp_path).put_new("a", b"")
+
+
 def test_what_is_no_plain_file_is_not_read(tmp_path: Path) -> None:
     """A pipe would keep its reader for ever."""
     store = LocalStore(tmp_path)
@@ -198,6 +211,33 @@ def test_a_lost_answer_to_a_conditional_put_is_understood(s3: Flaky, monkeypatch
     ref = save_arrays(store, state)
     assert_holds(store, ref, state)
     assert next(lost, None) is None
+
+
+def test_a_service_that_does_not_answer_is_asked_again(s3: Flaky, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first request for a key hangs for longer than anyone waits."""
+    monkeypatch.setattr(objects, "REQUEST_TIMEOUT_S", 0.5)
+    hang = iter([1.5])
+
+    def slow(method: str, path: str) -> None:
+        time.sleep(next(hang, 0) if method == "PUT" else 0)
+
+    monkeypatch.setattr(s3, "fail", slow)
+    store = open_store("s3://bucket/slow")
+    store.put("a", b"there")
+    assert store.read("a") == b"there" and next(hang, None) is None
+
+
+def test_an_upload_that_is_given_up_leaves_no_parts(s3: Flaky) -> None:
+    """They would be invisible, and paid for."""
+    import boto3
+
+    store = open_store("s3://bucket/parts")
+    upload = store.upload("a")
+    for _ in range(8):
+        upload.write(bytes(5 << 20))
+    upload.abort()
+    client = boto3.client("s3", endpoint_url=os.environ["AWS_ENDPOINT_URL"], region_name="us-east-1")
+    assert not client.list_multipart_uploads(Bucket="bucket").get("Uploads") and not store.list("a")
 
 
 def test_what_keeps_failing_is_said(s3: Flaky, monkeypatch: pytest.MonkeyPatch) -> None:

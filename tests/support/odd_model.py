@@ -1,7 +1,8 @@
 """A model of no example, made to be hard to cut: a tied head, statistics, a skip over the middle, sums of tokens.
 
-Its head is its embedding, so the first and the last stage share a weight; what the first layer makes is read by the
-last ones as well; a table that depends on no sample is read by all layers; sizes are odd; the loss has a weight.
+Its head is its embedding, so the first and the last stage share a weight (in `odd`); what the first layer makes is read
+by the last ones as well; a table that depends on no sample is read by all layers; backward reads a buffer of which the
+next micro-batch finds another value; sizes are odd; the loss has a weight.
 """
 
 from __future__ import annotations
@@ -22,23 +23,27 @@ class OddBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.mix, self.norm, self.up = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(LENGTH), nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("level", torch.ones(()))
 
     def forward(self, x: Tensor, table: Tensor) -> Tensor:
         """The stream after this block."""
         near = torch.softmax(x @ x.transpose(1, 2) / 4 + table, -1)
-        x = x + near @ self.mix(x)
+        x = x + near @ self.mix(x) * self.level
+        with torch.no_grad():
+            self.level = self.level * 0.5 + x.abs().mean()  # backward still needs what it was
         return x + torch.tanh(self.up(self.norm(x)))
 
 
 class OddModel(nn.Module):
     """See the head of this file."""
 
-    def __init__(self) -> None:
+    def __init__(self, tied: bool) -> None:
         super().__init__()
         self.words = nn.Embedding(WORDS, WIDTH)
         self.table = nn.Parameter(torch.randn(LENGTH, LENGTH) / 9)
         self.blocks = nn.ModuleList(OddBlock() for _ in range(4))
         self.drop, self.end = nn.Dropout(0.1), nn.LayerNorm(WIDTH)
+        self.head = self.words if tied else nn.Embedding(WORDS, WIDTH)
 
     def forward(self, ids: Tensor) -> Tensor:
         """Scores of words."""
@@ -46,7 +51,7 @@ class OddModel(nn.Module):
         table = torch.tanh(self.table)
         for block in self.blocks:
             x = block(x, table)
-        return self.drop(self.end(x + first)) @ self.words.weight.t()
+        return self.drop(self.end(x + first)) @ self.head.weight.t()
 
 
 def odd_loss(model: nn.Module, batch: dict[str, Tensor]) -> Any:
@@ -56,7 +61,7 @@ def odd_loss(model: nn.Module, batch: dict[str, Tensor]) -> Any:
     return laminar.Loss((each * counts).sum(), counts.sum())
 
 
-def odd() -> laminar.Recipe:
+def odd(tied: bool = True) -> laminar.Recipe:
     """As `laminar train` takes it."""
 
     def data() -> Any:
@@ -67,5 +72,14 @@ def odd() -> laminar.Recipe:
             yield {"ids": ids[:, :-1], "next": ids[:, 1:], "counts": counts}
 
     return laminar.Recipe(
-        model=OddModel, loss=odd_loss, data=data, optimizer=lambda ps: torch.optim.AdamW(ps, lr=1e-2), steps=10
+        model=lambda: OddModel(tied),
+        loss=odd_loss,
+        data=data,
+        optimizer=lambda ps: torch.optim.AdamW(ps, lr=1e-2),
+        steps=10,
     )
+
+
+def odd_untied() -> laminar.Recipe:
+    """The same with a head of its own."""
+    return odd(tied=False)

@@ -123,7 +123,7 @@ class StateRecord:
 
     @cached_property
     def root(self) -> str:
-        """The identity of the state: 64 hex digits."""
+        """The state root, which is its identity: 64 hex digits."""
         scalars = hash_as("scalars", as_canonical(dict(self.scalars), "scalars of the state"))
         return hash_as("state", scalars + b"".join(t.hash for t in self.tensors)).hex()
 

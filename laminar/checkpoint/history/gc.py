@@ -9,7 +9,8 @@ two steps, because a writer may have looked, found a block there and not have co
 
 A writer that has its lease therefore finds every block it saw, until it has committed or given up. Nothing waits: if
 somebody writes right now, the second step is for the next collection. Collections take turns, by numbers that must be
-free; one that finds a later number has been given up by others and stops.
+free; one that finds a later number has been given up by others and stops. Packs that are needed for little are copied
+first (`compact.py`), and go like others.
 
 A reference or manifest that can't be read might refer to anything, so nothing is removed until it is dropped.
 """
@@ -20,15 +21,14 @@ from dataclasses import dataclass
 
 from laminar.checkpoint.format.encoding import DELTAS
 from laminar.checkpoint.format.sealed import read_sealed, sealed
+from laminar.checkpoint.history.compact import PackPlaces, copy_out_of_sparse
 from laminar.checkpoint.history.leases import LEASE_S, LEASES
-from laminar.checkpoint.history.references import CONDEMNED, MANIFESTS, list_refs, load_manifest, pack_of
+from laminar.checkpoint.history.references import CONDEMNED, DAMAGED, MANIFESTS, list_refs, load_manifest, pack_of
 from laminar.checkpoint.packs.block_index import BlockIndex
-from laminar.checkpoint.packs.pack_format import BlockPlace
 from laminar.checkpoint.store.protocol import MissingKeyError, Store
 from laminar.errors import CheckpointError
 
 GC_TURNS = "gc"
-Packs = dict[str, list[BlockPlace]]
 
 
 @dataclass(frozen=True)
@@ -52,12 +52,11 @@ class _Turn:
     number: int
     now_s: float
 
-    def check(self) -> None:
-        """Stop if another collection has begun because this one seemed dead."""
+    def go_on(self) -> None:
+        """Show that this collection is alive; stop if another one has begun because it seemed dead."""
         if any(_number(f.key) > self.number for f in self.store.list(GC_TURNS)):
-            raise CheckpointError(
-                "this collection took so long that another one has begun", next="leave it to that one"
-            )
+            raise CheckpointError("this took so long that another collection has begun", next="leave it to that one")
+        self.store.put(f"{GC_TURNS}/{self.number:010d}", b"")
 
     def end(self) -> None:
         """Let others have their turn."""
@@ -108,13 +107,15 @@ def _collect(store: Store, turn: _Turn, lease_s: float) -> Collected:
     index, manifests = BlockIndex(store), [f.key for f in store.list(MANIFESTS)]
     packs = index.packs()
     before = _markers(store)
-    dead = set(packs) - _needed(packs, _live(store)[0])
+    live, _ = _live(store)
+    spare = copy_out_of_sparse(store, packs, live, f"moved-{turn.number:010d}", turn.go_on)
+    dead = set(packs) - _needed(packs, live, spare)
     for pack in sorted(dead - set(before)):
         _condemn(store, pack, None)
     leases = _live_leases(store, turn.now_s, lease_s)
     live, referred = _live(store)
-    needed = _needed(packs, live)
-    turn.check()
+    needed = _needed(packs, live, spare)
+    turn.go_on()
     gone, waiting = [], []
     for pack in sorted(set(packs) | set(before)):
         if pack in needed or pack not in packs:
@@ -128,6 +129,9 @@ def _collect(store: Store, turn: _Turn, lease_s: float) -> Collected:
                     _condemn(store, pack, leases)
             else:
                 gone.append(pack)
+    for file in store.list(DAMAGED):
+        if pack_of(file.key) not in packs:
+            store.delete(file.key)
     sizes = {f.key: f.size for f in store.list("packs")}
     for pack in gone:
         store.delete(pack)
@@ -161,11 +165,19 @@ def _live(store: Store) -> tuple[set[bytes], set[str]]:
     return blocks, {ref.manifest for ref in found.refs}
 
 
-def _needed(packs: Packs, live: set[bytes]) -> set[str]:
-    """Packs that stay: those with live blocks, and those with bases of deltas in packs that stay."""
+def _needed(packs: PackPlaces, live: set[bytes], spare: set[str]) -> set[str]:
+    """Packs that stay: those with live blocks, and those with bases of deltas in packs that stay.
+
+    A pack in `spare` stays only for blocks that no other has.
+    """
     wanted, stay, rest = set(live), set[str](), dict(packs)
+    elsewhere = {p.hash for pack, places in packs.items() if pack not in spare for p in places}
     while True:
-        found = {pack for pack, places in rest.items() if any(p.hash in wanted for p in places)}
+        found = {
+            pack
+            for pack, places in rest.items()
+            if any(p.hash in wanted and (pack not in spare or p.hash not in elsewhere) for p in places)
+        }
         if not found:
             return stay
         stay |= found

@@ -24,6 +24,9 @@ MANIFESTS = "manifests"
 CONDEMNED = "condemned"
 """Names of packs that are about to be removed (`gc.py`): no new checkpoint may count on them."""
 
+DAMAGED = "damaged"
+"""Names of packs in which a block was found damaged (`verify.py`): what they hold is written again when it is saved."""
+
 
 @dataclass(frozen=True)
 class CheckpointRef:
@@ -75,7 +78,7 @@ def read_ref(store: Store, key: str) -> CheckpointRef:
 
 
 def pack_of(marker: str) -> str:
-    """The pack that a key in `condemned/` is about."""
+    """The pack that a key in `condemned/` or `damaged/` is about."""
     return f"{PACKS}/{marker.partition('/')[2]}"
 
 

@@ -21,7 +21,7 @@ from laminar.checkpoint.format.block_grid import block_box, block_count
 from laminar.checkpoint.format.manifest import Manifest
 from laminar.checkpoint.format.state_record import TensorKey, TensorRecord, tensor_record
 from laminar.checkpoint.history.leases import LEASE_S, Lease
-from laminar.checkpoint.history.references import CONDEMNED, MANIFESTS, CheckpointRef, pack_of, read_ref
+from laminar.checkpoint.history.references import CONDEMNED, DAMAGED, MANIFESTS, CheckpointRef, pack_of, read_ref
 from laminar.checkpoint.packs.block_index import BlockIndex
 from laminar.checkpoint.packs.block_writer import BlockWriter, Written
 from laminar.checkpoint.store.protocol import MissingKeyError, Store
@@ -39,9 +39,9 @@ class Save:
         self.store = store
         self._lease = Lease(store, lease_s)
         try:
-            condemned = frozenset(pack_of(f.key) for f in store.list(CONDEMNED))
+            shun = frozenset(pack_of(f.key) for folder in (CONDEMNED, DAMAGED) for f in store.list(folder))
             self.index = BlockIndex(store)
-            self.blocks = BlockWriter(store, self._lease.name, self.index, condemned, compress, threads)
+            self.blocks = BlockWriter(store, self._lease.name, self.index, shun, compress, threads)
         except BaseException:
             self._lease.give_back()
             raise
@@ -81,8 +81,10 @@ class Save:
             raise _taken(self.store, ref)
         try:
             self._lease.check()
+            self.index.refresh()
+            _refuse_without_blocks(self.index, manifest)
         except CheckpointError:
-            self.store.delete(ref.key)  # stopped in the moment before: what it counts on may be gone
+            self.store.delete(ref.key)  # stopped in the moment before: what it counts on is or may be gone
             raise
         return ref
 

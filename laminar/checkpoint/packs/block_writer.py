@@ -13,11 +13,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from laminar.checkpoint.format.encoding import DELTAS, UNCODED, Stored, encode_block
-from laminar.checkpoint.format.hashing import block_hash
+from laminar.checkpoint.format.hashing import Content, block_hash
 from laminar.checkpoint.packs.block_index import PACKS, BlockIndex
 from laminar.checkpoint.packs.block_reader import BlockReader
 from laminar.checkpoint.packs.pack_format import NO_BASE, PACK_MAGIC, BlockPlace, pack_end, stored_hash
 from laminar.checkpoint.store.protocol import Store, Upload
+from laminar.errors import CheckpointError, StorageError
 
 PACK_BYTES = 1 << 30
 """A pack that has grown so large is ended, and another begun."""
@@ -50,7 +51,7 @@ class BlockWriter:
         compress: bool = True,
         threads: int = 1,
     ) -> None:
-        """Blocks of packs in `shun` count as not there: they may be about to go."""
+        """Blocks of packs in `shun` count as not there: they may be about to go, or damaged."""
         self.written = Written()
         self._store, self._name, self._index, self._shun = store, name, index, shun
         self._compress, self._threads = compress, threads
@@ -100,9 +101,18 @@ class BlockWriter:
         depth, before = 0, None
         if base is not None and self._is_kept(base):
             depth = max(p.depth for _, p in self._index.places(base))
-            before = self._reader.read(base, len(content))
+            before = self._base(base, len(content))
         stored = encode_block(content, item_bytes, before, depth)
         return stored, base if base is not None and stored.encoding in DELTAS else NO_BASE
+
+    def _base(self, base: bytes, plain_bytes: int) -> Content | None:
+        """The content of a base; a damaged one is no reason to fail, and none to make more depend on it."""
+        try:
+            return self._reader.read(base, plain_bytes)
+        except StorageError:
+            raise
+        except CheckpointError:
+            return None
 
     # -- in the thread beside
 

@@ -12,8 +12,15 @@ from dataclasses import dataclass
 from laminar.checkpoint.format.block_grid import Slices, block_box, box_shape
 from laminar.checkpoint.format.hashing import block_hash
 from laminar.checkpoint.format.state_record import TensorKey
-from laminar.checkpoint.history.references import MANIFESTS, CheckpointRef, list_refs, load_checkpoint, load_manifest
-from laminar.checkpoint.packs.block_index import BlockIndex
+from laminar.checkpoint.history.references import (
+    DAMAGED,
+    MANIFESTS,
+    CheckpointRef,
+    list_refs,
+    load_checkpoint,
+    load_manifest,
+)
+from laminar.checkpoint.packs.block_index import PACKS, BlockIndex
 from laminar.checkpoint.packs.block_reader import BlockReader
 from laminar.checkpoint.packs.pack_format import PACK_MAGIC
 from laminar.checkpoint.store.protocol import Store
@@ -109,6 +116,17 @@ def damaged_files(store: Store) -> dict[str, str]:
             if block_hash(store.read(pack, place.offset, place.stored_bytes)) != place.stored_hash:
                 bad[pack] = f"the block {place.hash.hex()[:12]} has another hash"
     return dict(sorted(bad.items()))
+
+
+def shun_damaged(store: Store) -> tuple[str, ...]:
+    """Have new saves write again what they find in packs with damage, instead of sharing it; those packs.
+
+    For when something was found damaged. A block that is written again mends the checkpoints that share it.
+    """
+    packs = tuple(key for key in damaged_files(store) if key.startswith(f"{PACKS}/"))
+    for pack in packs:
+        store.put(f"{DAMAGED}/{pack.partition('/')[2]}", b"")
+    return packs
 
 
 @dataclass(frozen=True)

@@ -197,6 +197,13 @@ class LocalUpload:
                 self._files.link(self._path, self._key)
             except FileExistsError:
                 return False
+            except OSError as error:
+                if error.errno in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):
+                    raise StorageError(
+                        f"{self._store.uri} is on a file system without hard links, which a new key needs",
+                        next="name a folder on another file system, or an object store",
+                    ) from error
+                raise
             self._files.sync_folder(self._key.rpartition("/")[0])
             return True
         except OSError as error:

@@ -28,7 +28,7 @@ def attached(optimizer: Any, named: Any = None) -> list[Any]:
     """The schedulers named, or those that are alive and belong to an optimizer, without the parts of others."""
     if named is not None:
         return list(named) if isinstance(named, Sequence) else [named]
-    kinds = _kinds(LRScheduler)
+    kinds: set[type] = _kinds(LRScheduler)
     alive = [o for o in gc.get_objects() if type(o) in kinds]  # isinstance would ask odd objects, and take longer
     found = [s for s in alive if getattr(s, "optimizer", None) is optimizer]
     parts = {id(inner) for s in found for inner in getattr(s, "_schedulers", ())}
@@ -37,7 +37,8 @@ def attached(optimizer: Any, named: Any = None) -> list[Any]:
 
 def _kinds(of: type) -> set[type]:
     """A class and all that are made of it."""
-    return {of}.union(*(_kinds(kind) for kind in of.__subclasses__()))
+    below: list[type] = of.__subclasses__()
+    return {of}.union(*map(_kinds, below))
 
 
 def states(schedulers: Sequence[Any]) -> list[dict[str, Any]]:
