@@ -21,9 +21,9 @@ from laminar.checkpoint.format.block_grid import (
 )
 from laminar.checkpoint.format.block_shares import HeldBox, SpreadTensor, block_from_pieces, share_blocks
 from laminar.errors import CheckpointError
-from laminar.ir.mesh import Mesh, Place
+from laminar.ir.mesh import Mesh
 from laminar.ir.sbp import B, NdSbp, S, Split
-from laminar.train.state.shards import boxes, owners_of
+from tests.support.spread_tensors import spread
 
 SHAPES = st.lists(st.integers(0, 12), max_size=4).map(tuple)
 
@@ -73,16 +73,6 @@ def test_the_format_does_not_move(monkeypatch: pytest.MonkeyPatch) -> None:
     assert block_shape((1 << 21,), 4) == (1 << 20,) and block_shape((), 4) == ()
 
 
-def spread(shape: tuple[int, ...], nd: NdSbp, mesh: Mesh) -> SpreadTensor:
-    place = Place(tuple(range(mesh.ranks)), mesh)
-    seen = {}
-    for rank in place.ranks:
-        for box, _ in boxes(shape, nd, mesh.sizes, place.coords(rank)):
-            if math.prod(box_shape(box)):
-                seen[str(box)] = HeldBox(box, owners_of(nd, place, rank))
-    return SpreadTensor(shape, 4, tuple(seen.values()))
-
-
 LAYOUTS = [
     (B, B),
     (S(0), B),
@@ -106,7 +96,7 @@ CASES = [
 def test_every_block_is_written_once_from_what_ranks_hold(nd: NdSbp, shape: tuple[int, ...]) -> None:
     """Whatever the layout: the pieces put together are the block, and come from ranks that have them."""
     mesh = Mesh({"dp": 2, "tp": 3})
-    tensor = spread(shape, nd, mesh)
+    tensor = spread(shape, 4, nd, mesh)
     whole = np.arange(math.prod(shape), dtype=np.uint32).reshape(shape)
     (shares,) = share_blocks([tensor])
     assert [s.number for s in shares] == list(range(block_count(shape, 4)))
@@ -133,7 +123,7 @@ def test_replicas_share_the_work() -> None:
 def test_shards_that_end_where_blocks_do_are_not_sent() -> None:
     """Rows or columns over 2 or 4 ranks: each writes its own."""
     for nd in ((S(0),), (S(1),)):
-        (shares,) = share_blocks([spread((32, 32), nd, Mesh({"tp": 4}))])
+        (shares,) = share_blocks([spread((32, 32), 4, nd, Mesh({"tp": 4}))])
         assert all({p.rank for p in share.pieces} == {share.writer} for share in shares)
 
 

@@ -211,6 +211,41 @@ def test_collections_take_turns(tmp_path: Path) -> None:
     assert {p.name for p in (tmp_path / "gc").iterdir()} == {"0000000008", "0000000008.done", "clock"}
 
 
+def test_a_collection_that_others_took_for_dead_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was stopped for long, and another one has its turn: it must not remove anything by what it knew."""
+    store = open_store(tmp_path)
+    store.delete(saved(store, 1).key)
+    leases = gc._live_leases
+
+    def stopped(*told: Any) -> set[str]:
+        store.put_new("gc/0000000002", b"")
+        return leases(*told)
+
+    monkeypatch.setattr(gc, "_live_leases", stopped)
+    with pytest.raises(CheckpointError, match="another collection has begun"):
+        collect_garbage(store)
+    assert packs(tmp_path)
+
+
+def test_a_commit_whose_blocks_have_gone_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between its last look at them and its reference: the reference does not stay."""
+    store = open_store(tmp_path)
+    with Save(store) as save:
+        array = bits("f32", (8, 8), 1)
+        record = save.tensor(KEY, "f32", array.shape, array)
+        put = store.put_new
+
+        def late(key: str, data: bytes) -> bool:
+            for pack in packs(tmp_path):
+                store.delete(f"packs/{pack}")
+            return put(key, data)
+
+        monkeypatch.setattr(store, "put_new", late)
+        with pytest.raises(CheckpointError, match="was not written"):
+            save.commit(Manifest("run", 0, state_record([record], {})))
+    assert not list_refs(store).refs
+
+
 @pytest.mark.parametrize(
     ("text", "keep"), [("last 3, every 1000 steps", Keep(3, 1000)), ("2", Keep(2)), ("3 every 10", Keep(3, 10))]
 )

@@ -6,6 +6,7 @@ for its blocks again. Blocks are copied as they are stored, and only if they hav
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from laminar.checkpoint.format.encoding import DELTAS
@@ -38,8 +39,13 @@ def needed_blocks(packs: PackPlaces, live: set[bytes]) -> set[bytes]:
     return out
 
 
-def copy_out_of_sparse(store: Store, packs: PackPlaces, live: set[bytes], name: str) -> set[str]:
-    """Packs that may go, because all that is needed of them is in others now: `packs` has the new ones as well."""
+def copy_out_of_sparse(
+    store: Store, packs: PackPlaces, live: set[bytes], name: str, go_on: Callable[[], None]
+) -> set[str]:
+    """Packs that may go, because all that is needed of them is in others now: `packs` has the new ones as well.
+
+    `go_on` is called for each of them; it may raise.
+    """
     needed, sparse = needed_blocks(packs, live), set()
     for pack, places in packs.items():
         whole = sum(p.stored_bytes for p in places)
@@ -50,6 +56,7 @@ def copy_out_of_sparse(store: Store, packs: PackPlaces, live: set[bytes], name: 
     target = _Copies(store, name)
     try:
         for pack in sorted(sparse):
+            go_on()
             for place in packs[pack]:
                 if place.hash in needed and place.hash not in there:
                     data = store.read(pack, place.offset, place.stored_bytes)

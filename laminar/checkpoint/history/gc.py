@@ -52,12 +52,11 @@ class _Turn:
     number: int
     now_s: float
 
-    def check(self) -> None:
-        """Stop if another collection has begun because this one seemed dead."""
+    def go_on(self) -> None:
+        """Show that this collection is alive; stop if another one has begun because it seemed dead."""
         if any(_number(f.key) > self.number for f in self.store.list(GC_TURNS)):
-            raise CheckpointError(
-                "this collection took so long that another one has begun", next="leave it to that one"
-            )
+            raise CheckpointError("this took so long that another collection has begun", next="leave it to that one")
+        self.store.put(f"{GC_TURNS}/{self.number:010d}", b"")
 
     def end(self) -> None:
         """Let others have their turn."""
@@ -109,14 +108,14 @@ def _collect(store: Store, turn: _Turn, lease_s: float) -> Collected:
     packs = index.packs()
     before = _markers(store)
     live, _ = _live(store)
-    spare = copy_out_of_sparse(store, packs, live, f"moved-{turn.number:010d}")
+    spare = copy_out_of_sparse(store, packs, live, f"moved-{turn.number:010d}", turn.go_on)
     dead = set(packs) - _needed(packs, live, spare)
     for pack in sorted(dead - set(before)):
         _condemn(store, pack, None)
     leases = _live_leases(store, turn.now_s, lease_s)
     live, referred = _live(store)
     needed = _needed(packs, live, spare)
-    turn.check()
+    turn.go_on()
     gone, waiting = [], []
     for pack in sorted(set(packs) | set(before)):
         if pack in needed or pack not in packs:

@@ -81,8 +81,10 @@ class Save:
             raise _taken(self.store, ref)
         try:
             self._lease.check()
+            self.index.refresh()
+            _refuse_without_blocks(self.index, manifest)
         except CheckpointError:
-            self.store.delete(ref.key)  # stopped in the moment before: what it counts on may be gone
+            self.store.delete(ref.key)  # stopped in the moment before: what it counts on is or may be gone
             raise
         return ref
 

@@ -50,11 +50,11 @@ class WriterProcess:
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", MAIN, str(theirs.fileno())],
+                [sys.executable, "-P", "-m", MAIN, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)},
             )
         self._channel = Channel(ours)
         self._waiting: deque[tuple[Future[Any], Callable[[dict[str, Any]], Any]]] = deque()

@@ -55,7 +55,7 @@ class StateReader:
         return found
 
     def read(self, key: TensorKey, box: Slices | None = None) -> NDArray[Any]:
-        """A box of a tensor, or all of it."""
+        """A box of a tensor, or all of it: as large as the checkpoint says, so look at `tensor(key)` first."""
         tensor = self.tensor(key)
         out = np.empty(box_shape(whole_box(tensor.shape) if box is None else box), STORED_AS[tensor.item_bytes])
         self.read_into(key, out, box)

@@ -35,7 +35,7 @@ def exact_identity(exact: Exact, device: torch.device, micro_batches: int, preci
         "micro_batches": micro_batches,
         "precision": precision,
         "device": _device(device),
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "processor": _processor(),
         "settings": {name: os.environ[name] for name in VARIABLES if name in os.environ},
     }
