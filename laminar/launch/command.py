@@ -29,6 +29,7 @@ from laminar.launch.display import display, summary
 from laminar.launch.rank import RankPlace, agree_on, leave, run_rank
 from laminar.launch.vocabulary import PRECISIONS, hidden, plan_name
 from laminar.train.options import DEFAULTS, PLANS
+from laminar.train.saving.existing import holds_a_checkpoint
 
 TRAIN_EPILOG = """\
 examples
@@ -321,8 +322,6 @@ def be_a_rank(args: argparse.Namespace, place: RankPlace, train: Callable[..., A
         rundir.write_config(where, _asked(args), place.world)
     show = display(quiet=args.json or not speaks)
     events.subscribe(show.on)
-    from laminar.train.saving.checkpoint import holds_a_checkpoint
-
     ended: dict[str, Any] = {}
     checkpoint = args.checkpoint or str(where.checkpoint)
     resume = args.resume == "must" or (args.resume == "auto" and holds_a_checkpoint(checkpoint))

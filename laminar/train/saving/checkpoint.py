@@ -27,8 +27,9 @@ from laminar.errors import CheckpointError, StateError, StorageError
 from laminar.events import emit
 from laminar.train.protocol import HasState
 from laminar.train.saving import lr_schedulers
+from laminar.train.saving.existing import is_legacy
 from laminar.train.saving.generators import of_rank, restore_generators
-from laminar.train.saving.legacy_checkpoint import is_legacy, resume_legacy
+from laminar.train.saving.legacy_checkpoint import resume_legacy
 from laminar.train.saving.resume import resume_from
 from laminar.train.saving.saver import SavedCheckpoint, Saver
 
@@ -82,17 +83,6 @@ def resume(
     saver.parent = ref.manifest
     emit("resumed", step=ref.step, run=ref.run, root=ref.root)
     return about
-
-
-def holds_a_checkpoint(uri: str | os.PathLike[str]) -> bool:
-    """Whether there is something to go on from."""
-    name = CheckpointName.parse(uri)
-    if "://" not in name.store:
-        if is_legacy(Path(name.store)):
-            return True
-        if not Path(name.store).is_dir():
-            return False
-    return bool(list_refs(open_store(name.store), name.run or None).refs)
 
 
 def _first_whole(job: HasState, store: Store, refs: Sequence[CheckpointRef]) -> tuple[Manifest, CheckpointRef]:

@@ -20,17 +20,6 @@ from laminar.train.saving import lr_schedulers
 LEGACY_VERSION = 1
 
 
-def is_legacy(path: Path) -> bool:
-    """Whether a job was saved here in the former way, to its end or nearly so."""
-    if (path / "job.json").is_file():
-        return True
-    try:
-        json.loads((path / "job.json.part").read_text())
-    except (OSError, json.JSONDecodeError):
-        return False
-    return True
-
-
 def resume_legacy(job: HasState, path: Path, scheduler: Any = None) -> None:
     """Go on from such a folder."""
     from safetensors.torch import load_file
