@@ -9,12 +9,14 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import functools
+import gc
 import itertools
 import logging
 import sys
 import threading
 import types
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -344,3 +346,28 @@ _numbers = itertools.count(1 << 20)
 def changes_seen(tensor: Tensor) -> int:
     """How often torch has seen a tensor change in place; what goes through `.data` it does not see."""
     return int(tensor._version)
+
+
+_MADE: dict[type, weakref.WeakSet[Any]] = {}
+"""Objects of a class of torch's that are alive, from when somebody began to remember them."""
+
+
+def remember_made(kind: type) -> None:
+    """Remember all objects of a class from now on, and find those that are there: nobody else keeps a list of them."""
+    if kind not in _MADE:
+        known = _MADE[kind] = weakref.WeakSet[Any]()
+
+        def made(cls: type, *args: Any, **kwargs: Any) -> Any:
+            fresh: Any = object.__new__(cls)
+            known.add(fresh)
+            return fresh
+
+        kind.__new__ = made  # type: ignore[method-assign,assignment]
+        for each in gc.get_objects():
+            if issubclass(type(each), kind):  # isinstance would ask odd objects
+                known.add(each)
+
+
+def alive_of(kind: type) -> list[Any]:
+    """Those of a class that is remembered."""
+    return list(_MADE[kind])

@@ -1,8 +1,9 @@
 """Learning-rate schedulers that users step themselves: kept with a job's checkpoint, and put back when it goes on.
 
-A scheduler knows its optimizer, and no optimizer knows its schedulers. So those that belong to a job are looked for
-when it is saved or resumed: every scheduler of torch's kind, alive, whose optimizer is the job's; one that is part of
-another goes with that. Others can be named (`job.save(directory, scheduler=...)`). What is kept is `state_dict()`.
+A scheduler knows its optimizer, and no optimizer knows its schedulers. So those that are made are remembered, and
+those that belong to a job are looked for among them when it is saved or resumed: every scheduler of torch's kind,
+alive, whose optimizer is the job's; one that is part of another goes with that. Others can be named
+(`job.save(directory, scheduler=...)`). What is kept is `state_dict()`.
 
 A scheduler that is made after `resume` is told where it stands in torch's own way, `last_epoch=job.steps - 1`: groups
 have their `initial_lr` from the checkpoint.
@@ -10,7 +11,6 @@ have their `initial_lr` from the checkpoint.
 
 from __future__ import annotations
 
-import gc
 import json
 import math
 import warnings
@@ -21,24 +21,20 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from laminar.capture.torch_private import alive_of, remember_made
 from laminar.errors import StateError
+
+remember_made(LRScheduler)
 
 
 def attached(optimizer: Any, named: Any = None) -> list[Any]:
     """The schedulers named, or those that are alive and belong to an optimizer, without the parts of others."""
     if named is not None:
         return list(named) if isinstance(named, Sequence) else [named]
-    kinds: set[type] = _kinds(LRScheduler)
-    alive = [o for o in gc.get_objects() if type(o) in kinds]  # isinstance would ask odd objects, and take longer
+    alive = alive_of(LRScheduler)
     found = [s for s in alive if getattr(s, "optimizer", None) is optimizer]
     parts = {id(inner) for s in found for inner in getattr(s, "_schedulers", ())}
     return [s for s in found if id(s) not in parts]
-
-
-def _kinds(of: type) -> set[type]:
-    """A class and all that are made of it."""
-    below: list[type] = of.__subclasses__()
-    return {of}.union(*map(_kinds, below))
 
 
 def states(schedulers: Sequence[Any]) -> list[dict[str, Any]]:

@@ -112,7 +112,7 @@ class Saver:
             copy()
         work = _Work(self, snapshot, plan, scalars, beside, job.state.steps, begun)
         first = None if copied.is_set() else copy
-        self._thread = threading.Thread(target=work.run, args=(first, wrong), name="laminar saver", daemon=True)
+        self._thread = threading.Thread(target=work.run, args=(first, wrong), name="laminar saver")
         self._thread.start()
 
     def _waits(self, copied: threading.Event) -> None:
