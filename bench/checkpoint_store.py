@@ -127,7 +127,7 @@ Times = dict[str, list[float]]
 
 
 def in_turns(sides: dict[str, Callable[[Path], float]], rounds: int, home: Path) -> tuple[Times, Times]:
-    """Seconds and processor time of each side, by rounds, the order turning; each into a folder that is removed again."""
+    """Seconds and processor time of each side, by rounds, the order turning; what was written is removed again."""
     times: Times = {name: [] for name in sides}
     cpu: Times = {name: [] for name in sides}
     for turn in range(rounds + 1):
