@@ -8,8 +8,8 @@ save of a run on. What was written is removed and the disk left alone for a mome
 
 - `write`: all of a state (64 float32 tensors of random bits) with its commit, beside writing the same bytes with
   `os.write` and one fsync; once in this process, once by the writer process out of shared memory, whose own memory is
-  watched. On a machine that is busy with other work, seconds say little: processor time per GiB is told beside them (the
-  writer process's with its start, and with the copy into shared memory).
+  watched. On a machine that is busy with other work, seconds say little: processor time per GiB is told beside them
+  (the writer process's with its start, and with the copy into shared memory).
 - `read`: every tensor, verified, beside reading the plain file into memory that is there.
 - `change`: bytes written when 1 of 64 tensors changed.
 - `delta`: bytes of bf16 weights one step of Adam at a learning rate of 1e-5 later. The weights are drawn, not trained.
