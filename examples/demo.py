@@ -74,11 +74,14 @@ class Distance:
 def spread(steps: int, folder: Path) -> tuple[dict[str, Tensor], list[float]]:
     """Weights and losses of two ranks under `laminar train`."""
     command = ["-m", "laminar", "train", f"{HERE / 'gpt.py'}:demo", "--workers", "2", "--plan", "data"]
-    where = ["--device", "cpu", "--steps", str(steps), "--run-dir", str(folder / "run"), "--checkpoint", str(folder)]
+    store = str(folder / "checkpoint")
+    where = ["--device", "cpu", "--steps", str(steps), "--run-dir", str(folder / "run"), "--checkpoint", store]
     code = subprocess.run([sys.executable, *command, *where]).returncode
     if code:
         raise SystemExit(code)  # it has said why
     events = map(json.loads, (folder / "run" / "events.jsonl").read_text().splitlines())
+    weights = ["-m", "laminar", "checkpoint", "export", store, "-o", str(folder), "--json"]
+    subprocess.run([sys.executable, *weights], check=True, stdout=subprocess.DEVNULL)
     return load_file(folder / "model.safetensors"), [e["loss"] for e in events if e["kind"] == "step"]
 
 

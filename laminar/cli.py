@@ -1,4 +1,4 @@
-"""The command line: `laminar capture | profile | plan | explain | simulate | verify | train | diff`.
+"""The command line: `laminar capture | profile | plan | explain | simulate | verify | train | checkpoint | diff`.
 
 Every verb prints for people by default and JSON with `--json`, shows a progress line when it takes
 longer than two seconds, exits 0 only on success, and reports errors without a traceback unless
@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from laminar import cli_ask, cli_cost, cli_plan
+from laminar import cli_ask, cli_checkpoint, cli_cost, cli_plan
 from laminar.cli_ask import working
 from laminar.cli_plan import parse_mesh
 from laminar.errors import LaminarError, PlanError, RecipeError
@@ -35,6 +35,7 @@ examples
   laminar verify  examples/gpt.py:tiny --plan plan.json
   laminar verify  examples/gpt.py:tiny --exact --processes 3
   laminar train   examples/gpt.py:tiny --workers 2
+  laminar checkpoint ls runs/gpt-tiny-20300102-030405/checkpoint
 
 A recipe is a Python function that returns laminar.Recipe(...), named path/to/file.py:function.
 """
@@ -245,6 +246,9 @@ def parser() -> argparse.ArgumentParser:
     )
     verify_options(verb("verify", do_verify, "run a plan and compare it with one device; exit 1 if they differ", True))
     command.train_options(verb("train", do_train, "train a recipe on one or more ranks of this machine", True))
+    cli_checkpoint.checkpoint_options(
+        verb("checkpoint", cli_checkpoint.do_checkpoint, "look after checkpoints: ls, verify, diff, export, gc", False)
+    )
     cli_cost.diff_options(verb("diff", cli_cost.do_diff, "compare a predicted with a measured timeline", False))
     return top
 

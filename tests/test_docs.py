@@ -257,9 +257,15 @@ def readme(page: str) -> None:
         "batches": [{"input_ids": ids, "labels": ids}],
     }
     ran(page, first, slice(0, 1))
-    assert Path("checkpoint/model.safetensors").is_file()
+    assert Path("weights/model.safetensors").is_file()
     names = ran(page, prelude(plain=True), slice(1, None))
     assert names["report"].ok and names["plan"].name
+
+
+def checkpoints(page: str) -> None:
+    """A job saves beside its steps, and goes on."""
+    job = ran(page, prelude(plain=True))["job"]
+    assert job.steps and Path("store/refs").is_dir()
 
 
 HOW: dict[str, Callable[[str], None]] = {
@@ -269,6 +275,7 @@ HOW: dict[str, Callable[[str], None]] = {
     "docs/use/exact.md": exact,
     "docs/use/predict.md": predictions,
     "docs/use/data.md": balanced,
+    "docs/use/checkpoints.md": checkpoints,
     "docs/how/long_sequences.md": sequences,
 }
 

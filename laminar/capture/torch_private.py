@@ -339,3 +339,8 @@ def _through_inductor(fn: Any, inputs: list[Tensor], late: bool, mine: list[int]
 
 
 _numbers = itertools.count(1 << 20)
+
+
+def changes_seen(tensor: Tensor) -> int:
+    """How often torch has seen a tensor change in place; what goes through `.data` it does not see."""
+    return int(tensor._version)

@@ -29,6 +29,7 @@ from laminar.launch.display import display, summary
 from laminar.launch.rank import RankPlace, agree_on, leave, run_rank
 from laminar.launch.vocabulary import PRECISIONS, hidden, plan_name
 from laminar.train.options import DEFAULTS, PLANS
+from laminar.train.saving.existing import holds_a_checkpoint
 
 TRAIN_EPILOG = """\
 examples
@@ -38,8 +39,8 @@ examples
   laminar train examples/gpt.py:tiny --mesh dp=2,tp=2 --plan tensor
   laminar train examples/gpt.py:tiny --plan plan.json               as many ranks as the plan has
   laminar train examples/gpt.py:tiny --cluster here.json            search the fastest plan for a profiled machine
-  laminar train examples/gpt.py:tiny --steps 200 --checkpoint here  save weights and optimizer state at the end,
-  laminar train examples/gpt.py:tiny --steps 400 --checkpoint here --resume    and continue from them
+  laminar train examples/gpt.py:tiny --steps 200 --checkpoint here  save a checkpoint at the end, or every 10m,
+  laminar train examples/gpt.py:tiny --steps 400 --checkpoint here --resume    and continue from the last one
   laminar train examples/gpt.py:tiny --workers 2 --timeline         record what each rank does in a step
   torchrun --nproc-per-node 2 -m laminar train examples/gpt.py:tiny under another launcher, on many machines
 
@@ -165,15 +166,20 @@ def _run_options(p: argparse.ArgumentParser) -> None:
     add("--run-dir", metavar="DIR", help="directory for logs, events and results (default: runs/RECIPE-TIME)")
     add(
         "--checkpoint",
-        metavar="DIR",
-        help="save weights and optimizer state here at the end (default: checkpoint in the run directory)",
+        metavar="STORE",
+        help="save here at the end or on SIGTERM: a folder, or s3://bucket/prefix (default: in the run directory)",
     )
     add(
         "--checkpoint-every",
-        type=positive,
-        default=0,
+        default="0",
         metavar="N",
-        help="also every N steps, written in the background (default: 0, only at the end)",
+        help="also every N steps, or every 30s, 10m, 2h, written beside the steps (default: 0, only at the end)",
+    )
+    add(
+        "--keep",
+        default="",
+        metavar="WHICH",
+        help='checkpoints of this run that stay, such as "last 3, every 1000" (steps); the default keeps all',
     )
     add("--hash-every", type=positive, default=0, metavar="N", help="log the hash of all state every N steps")
     add(
@@ -183,7 +189,7 @@ def _run_options(p: argparse.ArgumentParser) -> None:
         default="",
         choices=["must", "auto"],
         metavar="auto",
-        help="continue from --checkpoint; with `auto`, only if there is one",
+        help="continue the run in --checkpoint (STORE#RUN where it holds several); with `auto`, only if there is one",
     )
     add(
         "--timeline",
@@ -240,8 +246,8 @@ def run_train(args: argparse.Namespace, train: Callable[..., Any], load_recipe: 
             "--resume needs --checkpoint DIR, the place to resume from",
             next="or --run-dir DIR, a run that kept its own",
         )
-    if args.checkpoint and (place is None or place.rank == 0):
-        refuse_unwritable(Path(args.checkpoint))
+    if args.checkpoint and "://" not in args.checkpoint and (place is None or place.rank == 0):
+        refuse_unwritable(Path(args.checkpoint.partition("#")[0]))
     if args.timeline and not Path(args.timeline).absolute().parent.is_dir():
         raise RecipeError(f"--timeline {args.timeline}: there is no such folder", next="make it first")
     if place is not None:
@@ -318,7 +324,7 @@ def be_a_rank(args: argparse.Namespace, place: RankPlace, train: Callable[..., A
     events.subscribe(show.on)
     ended: dict[str, Any] = {}
     checkpoint = args.checkpoint or str(where.checkpoint)
-    resume = args.resume == "must" or (args.resume == "auto" and holds_a_job(Path(checkpoint)))
+    resume = args.resume == "must" or (args.resume == "auto" and holds_a_checkpoint(checkpoint))
 
     def body() -> None:
         outcome = train(
@@ -344,6 +350,7 @@ def be_a_rank(args: argparse.Namespace, place: RankPlace, train: Callable[..., A
             timeline_steps=args.timeline_steps,
             prefetch=args.prefetch,
             checkpoint_every=args.checkpoint_every,
+            keep=args.keep,
             check=args.check,
             measure=args.measure,
             exact=args.exact,
@@ -361,17 +368,6 @@ def be_a_rank(args: argparse.Namespace, place: RankPlace, train: Callable[..., A
     elif speaks:
         _done(args, ended, where)
     leave(code)
-
-
-def holds_a_job(checkpoint: Path) -> bool:
-    """Whether there is something to go on from: also where a write was stopped when its files were there already."""
-    if (checkpoint / "job.json").is_file():
-        return True
-    try:
-        json.loads((checkpoint / "job.json.part").read_text())
-    except (OSError, json.JSONDecodeError):
-        return False
-    return True
 
 
 def _done(args: argparse.Namespace, ended: dict[str, Any], where: rundir.RunDir) -> None:

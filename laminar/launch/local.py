@@ -41,6 +41,8 @@ FAILURE_PATIENCE_S = 5.0
 as long as the launcher waits for all of them, so it waits this much longer and lets them say whom they miss."""
 GRACE_S = 5.0
 """How long ranks may take to stop before they are killed."""
+SAVE_GRACE_S = 60.0
+"""The same where they are to save before they stop."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -101,6 +103,8 @@ class Rank:
         self.step: int | None = None
         self.ended: dict[str, Any] | None = None
         """Fields of its "end" event: it has done all it had to."""
+        self.saved: int | None = None
+        """The step of its last checkpoint."""
         self.failure: Failure | None = None
         self.heard = time.monotonic()
 
@@ -117,6 +121,8 @@ class Rank:
                 self.step = int(event.fields["step"])
             elif event.kind == "phase" and event.fields.get("name") == "first step":
                 self.step = self.step or 0
+            elif event.kind == "checkpoint":
+                self.saved = int(event.fields["step"])
             elif event.kind == "end":
                 self.ended = event.fields
             elif event.kind == "error" and self.failure is None:
@@ -190,12 +196,15 @@ class Launch:
         if self.store:
             self.store.start()
 
-    def stop(self) -> list[int]:
-        """Stop every rank that still runs: asked first, then killed. Which ones they were."""
+    def stop(self, by: int = signal.SIGINT, grace_s: float = GRACE_S) -> list[int]:
+        """Stop every rank that still runs: asked first, then killed. Which ones they were.
+
+        SIGTERM asks for a last checkpoint, SIGINT for an end at once.
+        """
         running = [r for r in self.ranks if r.alive]
         for r in running:
-            r.signal(signal.SIGTERM)
-        until = time.monotonic() + GRACE_S
+            r.signal(by)
+        until = time.monotonic() + grace_s
         while any(r.alive for r in running) and time.monotonic() < until:
             time.sleep(POLL_S)
         for r in self.ranks:
@@ -321,9 +330,16 @@ class Launch:
         """A signal came."""
         assert self.signalled is not None
         name = signal.Signals(self.signalled).name
+        if self.signalled == signal.SIGINT:
+            self.stop()
+        else:
+            self.stop(signal.SIGTERM, SAVE_GRACE_S)
+        for r in self.ranks:
+            r.hear()
         step = max((r.step or 0 for r in self.ranks), default=0)
-        self.stop()
-        return Verdict(StoppedError(f"stopped by {name} after step {step}"), 128 + self.signalled)
+        saved = next((r.saved for r in self.ranks if r.saved is not None), None)
+        kept = "" if saved is None else f"; a checkpoint of step {saved} was saved"
+        return Verdict(StoppedError(f"stopped by {name} after step {step}{kept}"), 128 + self.signalled)
 
     def _log(self, rank: int) -> str:
         return str(self.run.log(rank))

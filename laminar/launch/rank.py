@@ -26,6 +26,7 @@ from laminar import events
 from laminar.errors import MeshError, RendezvousError, StoppedError
 from laminar.launch.blame import Stopped, Verdict, describe, from_event, verdict
 from laminar.launch.rundir import RunDir
+from laminar.train.stop_request import STOP
 
 LAUNCHED = "LAMINAR_LAUNCHED"
 """Set by our launcher: standard input is its lifeline, and it shows the progress."""
@@ -89,9 +90,14 @@ def hold_lifeline() -> None:
 
 @contextlib.contextmanager
 def stoppable() -> Iterator[None]:
-    """SIGTERM and SIGINT end the block by `Stopped`, between two lines of Python; a second one is not needed."""
+    """SIGTERM and SIGINT end the block by `Stopped`, between two lines of Python; a second one is not needed.
+
+    While steps are made, SIGTERM is answered after the step and a last checkpoint (`train/stop_request.py`).
+    """
 
     def stop(number: int, frame: Any) -> None:
+        if number == signal.SIGTERM and STOP.note(Stopped(number)):
+            return
         for each in (signal.SIGTERM, signal.SIGINT):
             signal.signal(each, signal.SIG_IGN)
         raise Stopped(number)

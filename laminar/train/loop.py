@@ -25,14 +25,19 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from laminar.errors import NonFiniteError, RecipeError
+from laminar.errors import NonFiniteError
 from laminar.events import emit
 from laminar.runtime.pipeline.loader import EPOCH
+from laminar.train.batch.position import DataPosition
 from laminar.train.protocol import TrainingJob
-from laminar.train.saving.async_checkpoint import Saver
+from laminar.train.saving.checkpoint import saver_for
+from laminar.train.saving.generators import of_rank, restore_generators
+from laminar.train.saving.save_schedule import SaveEvery, SaveSchedule
+from laminar.train.stop_request import STOP
 
 LAG = 2
 """Steps queued on a GPU beyond the newest one whose loss is read; none on a CPU, where nothing is queued."""
@@ -147,27 +152,6 @@ def count(batch: Any) -> tuple[int, str]:
     return next((int(leaf.shape[0]) for leaf in found if len(leaf.shape)), 1), "samples"
 
 
-def epochs(data: Callable[[], Iterable[Any]], skip: int = 0, marked: bool = False) -> Iterator[Any]:
-    """Batches without end, begun anew when they run out; the first `skip` are drawn and thrown away.
-
-    `marked`: where they begin anew there is an `EPOCH`, which loaders of several ranks agree on.
-    """
-    seen = 0
-    while True:
-        before = seen
-        for batch in data():
-            seen += 1
-            if seen > skip:
-                yield batch
-        if seen == before:
-            what = "gives no batch" if seen == 0 else f"gave {seen} batches and no more when it was called again"
-            raise RecipeError(
-                f"data() {what}", next="data() must make a new iterable of batches each time it is called"
-            )
-        if marked:
-            yield EPOCH
-
-
 def first(batches: Iterator[Any], number: int) -> Iterator[Any]:
     """So many batches, and what stands between them."""
     while number:
@@ -177,8 +161,10 @@ def first(batches: Iterator[Any], number: int) -> Iterator[Any]:
         del batch
 
 
-def scheduler(job: TrainingJob, schedule: Callable[[Any], Any] | None, resume: Path | str | None) -> Any:
-    """The learning-rate scheduler on the job's optimizer, and the job resumed: where both stood.
+def scheduler(
+    job: TrainingJob, schedule: Callable[[Any], Any] | None, resume: Path | str | None
+) -> tuple[Any, Mapping[str, Any]]:
+    """The learning-rate scheduler on the job's optimizer, and the job resumed: where both stood; what else was saved.
 
     A scheduler is brought forward by stepping it again from the state it was made with. So it has no
     file of its own, and a schedule that was changed since (more steps, another decay) is what holds.
@@ -186,9 +172,10 @@ def scheduler(job: TrainingJob, schedule: Callable[[Any], Any] | None, resume: P
     made = schedule(job.optimizer) if schedule else None
     fresh = [{k: v for k, v in g.items() if k != "params"} for g in job.optimizer.param_groups] if made else []
     begun = copy.deepcopy(made.state_dict()) if made and resume is not None and hasattr(made, "state_dict") else None
+    about: Mapping[str, Any] = {}
     if resume is not None:
         emit("phase", name="resuming")
-        job.resume(resume)
+        about = job.resume(resume, generators=False) or {}
     if made is not None and job.steps:
         if begun is not None:
             made.load_state_dict(begun)
@@ -196,7 +183,23 @@ def scheduler(job: TrainingJob, schedule: Callable[[Any], Any] | None, resume: P
             group.update(values)
         for _ in range(job.steps):
             advance(made)
-    return made
+    return made, about
+
+
+def place_in_data(job: TrainingJob, about: Mapping[str, Any], prefetch: int) -> tuple[Any, Callable[[], None] | None]:
+    """Where data that can seek goes on; else what puts random generators back once batches were passed over.
+
+    Batches that are loaded ahead draw from the generators before their steps, so what was saved is ahead of its step:
+    then generators stay as drawing the batches again has left them.
+    """
+    if not about.get("generators"):
+        return None, None
+    state = (about.get("data") or {}).get("state")
+    restore = partial(restore_generators, of_rank(about["generators"], job.rank, job.world))
+    if state is not None:
+        restore()
+        return state, None
+    return None, restore if prefetch == 0 else None
 
 
 def advance(made: Any) -> None:
@@ -340,7 +343,8 @@ def loop(
     evaluate: Callable[[], Iterable[Any]] | None = None,
     evaluate_every: int = 0,
     checkpoint: Path | str | None = None,
-    checkpoint_every: int = 0,
+    checkpoint_every: int | str = 0,
+    keep: str = "",
     resume: Path | str | None = None,
     timeline: Path | str | None = None,
     timeline_steps: int = 3,
@@ -350,14 +354,15 @@ def loop(
 ) -> Outcome:
     """Train until `steps` steps are made in all; those before a resumption count.
 
-    The job is saved as `checkpoint` at the end, and every `checkpoint_every` steps, which is written beside the steps
-    that follow. `prefetch` is how many batches may be loaded ahead; 0: each is loaded when it is needed. `evaluate`
+    The job is saved in the store `checkpoint` at the end, and every `checkpoint_every` steps ("10m": minutes), which is
+    written beside the steps that follow; also when a signal asks the run to end. `keep` says which checkpoints stay.
+    `prefetch` is how many batches may be loaded ahead; 0: each is loaded when it is needed. `evaluate`
     makes the batches to evaluate on, at the end and every `evaluate_every` steps. `timeline` is where to save what all
     ranks did in the median of `timeline_steps` steps, taken once the run is warm. `metrics` are measured in
     evaluations; `callbacks` are told what happens, in their order.
     """
     # Long because everything that may happen around a step stands in the order in which it happens.
-    made = scheduler(job, schedule, resume)
+    made, about = scheduler(job, schedule, resume)
     emit("start", steps=steps, done=job.steps, device=str(job.device), memory=job.memory())
     if job.plan is not None:
         emit("plan", name=job.plan.name, hash=job.plan.hash, mesh=job.plan.mesh.to_json())
@@ -388,20 +393,32 @@ def loop(
 
     def saved() -> None:
         emit("phase", name="saving")
-        assert saver is not None and checkpoint is not None
-        saver.save(checkpoint)
+        assert saver is not None
+        saver.save({"data": {"state": source.state(step)}})
+
+    def stopped() -> NoReturn:
+        """A signal came: save what there is, and end as it asks."""
+        reader.pause()
+        if saver is not None:
+            saved()
+            saver.finish()
+        assert STOP.asked is not None
+        raise STOP.asked
 
     measured = {"metrics": metrics} if metrics else {}
-    saver = Saver(job) if checkpoint is not None and checkpoint_every else None
+    saver = saver_for(job, checkpoint, keep) if checkpoint is not None else None
+    due = SaveSchedule(SaveEvery.parse(checkpoint_every), job.peers, step)
     reader = Reader(job, log_every)
     emit("phase", name="first step")
-    batches, loader = epochs(data, skip=step, marked=prefetch > 0), None
+    source = DataPosition(data, saver is not None)
+    batches, loader = source.batches(step, prefetch > 0, *place_in_data(job, about, prefetch)), None
     if prefetch and step < steps:
         batches = loader = job.prefetch(first(batches, steps - step), prefetch)
     recorder = TimelineRecorder(job, timeline, timeline_steps, max(steps - step, 0))
     batch: Any = None
     for callback in callbacks:
         callback.begin(job)
+    STOP.begin(job.peers)
     try:
         while step < steps and not ends:
             batch = None  # let go of it before the next one comes
@@ -424,8 +441,11 @@ def loop(
                 aside(recorder.end)
             if evaluate is not None and evaluate_every and step % evaluate_every == 0 and step < steps:
                 evaluation = aside(evaluated)
-            if saver is not None and step % checkpoint_every == 0 and step < steps:
+            stops = STOP.due(job.peers, step)
+            if saver is not None and not stops and step < steps and due.due(step):
                 aside(saved)
+            if stops:
+                stopped()
         del batch
         reader.pause()
         if evaluate is not None:
@@ -436,6 +456,7 @@ def loop(
             saver.leave(WRITE_S)
         raise
     finally:
+        STOP.end()
         if loader is not None:
             loader.close(LEAVE_S)
     outcome = Outcome(
@@ -449,13 +470,10 @@ def loop(
         timeline=recorder.saved,
         per_s=reader.timed_units / reader.timed_s if reader.timed_s else None,
     )
-    if checkpoint is not None:
+    if saver is not None:
         emit("phase", name="saving")
-        if saver is not None:
-            saver.save(checkpoint)
-            saver.finish()
-        else:
-            job.save(checkpoint)
+        saver.save({"data": {"state": source.state(step)}})
+        saver.finish()
     emit("end", ok=True, **asdict(outcome))
     for callback in callbacks:
         callback.end(job, outcome)

@@ -44,6 +44,16 @@ class HasState(Protocol):
         ...
 
     @property
+    def savers(self) -> dict[str, Any]:
+        """What writes its checkpoints, by store."""
+        ...
+
+    @property
+    def planner(self) -> Any:
+        """What plans who writes which of its blocks (`saving/snapshots/snapshot_plan.py`)."""
+        ...
+
+    @property
     def gather(self) -> Gather:
         """What puts tensors together of which ranks have parts."""
         ...
@@ -165,12 +175,12 @@ class TrainingJob(HasState, Protocol):
         """Hex digest over weights, buffers and optimizer state."""
         ...
 
-    def save(self, directory: str | Path, scheduler: Any = None) -> None:
-        """Write weights, optimizer state and counters as whole tensors into a directory."""
+    def save(self, uri: str | Path, scheduler: Any = None, wait: bool = True) -> None:
+        """Save all that a run is as a checkpoint in a store."""
         ...
 
-    def resume(self, directory: str | Path, scheduler: Any = None) -> None:
-        """Go on from what `save` wrote."""
+    def resume(self, uri: str | Path, scheduler: Any = None, generators: bool = True) -> Mapping[str, Any]:
+        """Go on from the last whole checkpoint in a store; what was saved beside the state."""
         ...
 
     def load_weights(

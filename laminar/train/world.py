@@ -89,6 +89,7 @@ class World:
         self.open: weakref.WeakSet[Any] = weakref.WeakSet()
         """What is to be closed before the process group is left."""
         self._transports: weakref.WeakSet[Groups] = weakref.WeakSet()
+        self._host: Any = None
         self._notes = self._meetings = 0
         self._told: dict[int, str] = {}
         """Checksums of this rank's last batches, by the number of their note."""
@@ -124,6 +125,34 @@ class World:
         made = Groups(mesh, self.device, timeout_s=self.timeout_s, ranks=ranks, group=self.process_group)
         self._transports.add(made)
         return made
+
+    def another_group(self) -> Any:
+        """A Gloo group of the same ranks, for what a thread exchanges beside the steps; nothing for one rank.
+
+        All ranks call this together. Threads that exchange at the same time need a group each.
+        """
+        if self.size == 1:
+            return None
+        within, ranks = timedelta(seconds=self.timeout_s), list(self.ranks)
+        if self.process_group is dist.group.WORLD:
+            return dist.new_group(ranks, within, backend="gloo")
+        return dist.new_group(ranks, within, backend="gloo", use_local_synchronization=True)
+
+    def leave_group(self, group: Any) -> None:
+        """Give such a group up. One of some ranks stays until the end: its name would be free too early on some."""
+        if group is not None and self.process_group is dist.group.WORLD and dist.is_initialized():
+            with contextlib.suppress(Exception):
+                dist.destroy_process_group(group)
+
+    @property
+    def host_group(self) -> Any:
+        """A group that takes tensors of the host, for the thread that makes steps: the world's own if it is of Gloo."""
+        if self.size == 1:
+            return None
+        if self._host is None:
+            own = dist.get_backend(self.process_group) == "gloo"
+            self._host = self.process_group if own else self.another_group()
+        return self._host
 
     def barrier(self) -> None:
         """Until all ranks are here."""

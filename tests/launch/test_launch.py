@@ -212,7 +212,7 @@ def test_two_ranks_train_and_leave_a_run_directory(folder: Path) -> None:
     assert ended["steps"] == 12 and ended["unit"] == "samples" and ended["run_dir"] == "alone" and ended["per_s"] > 0
     assert ended["loss"] == pytest.approx(losses[-1], rel=1e-4)
     assert steps_of(folder / "alone/events.jsonl") == pytest.approx(losses, rel=1e-4)
-    assert ended["checkpoint"] == "alone/checkpoint" and (folder / "alone/checkpoint/model.safetensors").is_file()
+    assert ended["checkpoint"] == "alone/checkpoint" and (folder / "alone/checkpoint/refs").is_dir()
     assert not (run / "checkpoint").exists()  # where another place was named, it is there
 
 

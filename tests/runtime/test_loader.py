@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
-import json
 import os
 import signal
 import subprocess
@@ -32,7 +31,7 @@ from laminar.capture.model.batches import mapped
 from laminar.cli import main
 from laminar.cost.sim.pipeline import execute
 from laminar.cost.timeline_diff import compare
-from laminar.errors import LaminarError, NetError, RecipeError, StateError
+from laminar.errors import LaminarError, NetError, RecipeError
 from laminar.forecast.pipeline_step import MEETING_S, predict_staged
 from laminar.forecast.step import predict
 from laminar.ir.clusters.cluster import Cluster
@@ -44,9 +43,8 @@ from laminar.lower.stages.pipeline_net import Stage, chain
 from laminar.lower.stages.schedules import dag_net
 from laminar.runtime.pipeline.loader import EPOCH, Loader, Mover
 from laminar.train.batch.leaves import Local, Sized
-from laminar.train.loop import epochs, first, loop
-from laminar.train.saving.async_checkpoint import Saver
-from laminar.train.saving.checkpoint import Snapshot
+from laminar.train.batch.position import DataPosition
+from laminar.train.loop import first, loop
 from tests.support.zoo import EXAMPLES, specimen
 
 LOAD_S = 0.02
@@ -368,16 +366,16 @@ def test_a_resumed_run_sees_the_same_batches_in_the_same_order(tmp_path: Path) -
 def test_a_loop_reads_no_batch_that_no_step_needs() -> None:
     """Twelve steps are twelve batches, though the loader runs ahead."""
     read = []
-    batches = epochs(lambda: (read.append(i) or i for i in range(5)), skip=2, marked=True)
+    batches = DataPosition(lambda: (read.append(i) or i for i in range(5))).batches(2, marked=True)
     assert list(Loader(first(batches, 6), 4)) == [2, 3, 4, 0, 1, 2] and len(read) == 8
-    assert list(itertools.islice(epochs(lambda: [1, 2], marked=True), 4)) == [1, 2, EPOCH, 1]
+    assert list(itertools.islice(DataPosition(lambda: [1, 2]).batches(marked=True), 4)) == [1, 2, EPOCH, 1]
 
 
 def test_data_of_a_recipe_that_fails_is_told_as_without_a_loader() -> None:
     """Its error is the same one."""
     once = iter([1, 2, 3])
     with pytest.raises(RecipeError, match="gave 3 batches and no more"):
-        list(Loader(epochs(lambda: once, marked=True), 2))
+        list(Loader(DataPosition(lambda: once).batches(marked=True), 2))
 
 
 def test_a_job_prefetches_and_closes_what_it_has_open() -> None:
@@ -411,138 +409,6 @@ def test_structures_of_batches_are_kept_when_their_tensors_move() -> None:
     assert isinstance(moved["b"], Local) and moved["b"].share["c"].tolist() == [2, 2]
     sized = mapped(Sized(Local(x), [1, 1]), lambda t: t + 1)
     assert isinstance(sized, Sized) and sized.sizes == [1, 1] and sized.batch.share.tolist() == [2, 2]
-
-
-# --- the saver ------------------------------------------------------------------------------------------
-
-
-class Gate:
-    """Holds up the writing of snapshots."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.open, self.written = threading.Event(), []
-        write = Snapshot.write
-
-        def held(snapshot: Snapshot, directory: Any) -> None:
-            assert self.open.wait(60)
-            write(snapshot, directory)
-            self.written.append(snapshot.about["steps"])
-
-        monkeypatch.setattr(Snapshot, "write", held)
-
-
-def job_of_one() -> Any:
-    """A job on one rank, with momentum."""
-    model, loss = mlp()
-    return laminar.parallelize(
-        model, loss, lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), batch=next(iter(shuffled())), device="cpu"
-    )
-
-
-def test_a_checkpoint_is_what_the_job_was_though_steps_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copied first: steps made while it is being written are not in it."""
-    gate, job = Gate(monkeypatch), job_of_one()
-    saver = Saver(job)
-    batches = list(shuffled())
-    job.step(batches[0])
-    want = job.hash()
-    saver.save(tmp_path / "it")
-    for batch in batches[1:]:
-        job.step(batch)  # nobody waits for the disk
-        saver.check()
-    assert not gate.written and not (tmp_path / "it").exists() and job.hash() != want
-    gate.open.set()
-    saver.finish()
-    again = job_of_one()
-    again.resume(tmp_path / "it")
-    assert (
-        again.hash() == want
-        and again.steps == 1
-        and sorted(p.suffix for p in (tmp_path / "it").iterdir()) == [".json", ".safetensors", ".safetensors"]
-    )
-
-
-def test_the_next_checkpoint_waits_for_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One register: no more than one copy of the job at a time, and they are written in order."""
-    gate, job = Gate(monkeypatch), job_of_one()
-    saver = Saver(job)
-    saver.save(tmp_path / "it")
-    job.step(next(iter(shuffled())))
-    threading.Timer(0.2, gate.open.set).start()
-    saver.save(tmp_path / "it")
-    assert gate.written[:1] == [0]
-    saver.finish()
-    assert gate.written == [0, 1] and json.loads((tmp_path / "it" / "job.json").read_text())["steps"] == 1
-
-
-def test_a_write_that_fails_is_raised_at_the_next_step_with_its_path(tmp_path: Path) -> None:
-    """And not only when the run is over, hours later."""
-    job, blocked = job_of_one(), tmp_path / "file"
-    blocked.write_text("no directory")
-    seen = []
-    job.step = lambda batch, step=job.step: seen.append(1) or time.sleep(0.05) or step(batch)
-    with pytest.raises(StateError, match=f"the checkpoint {blocked} could not be written"):
-        loop(job, shuffled, 2000, checkpoint=blocked, checkpoint_every=2, prefetch=2)
-    assert 2 < len(seen) < 2000
-
-
-def test_a_loop_saves_every_so_many_steps_and_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The end is not saved twice, and who goes on from one of them comes to the same weights."""
-    gate = Gate(monkeypatch)
-    gate.open.set()
-    where, job = tmp_path / "it", job_of_one()
-    loop(job, shuffled_anew, 7, checkpoint=where, checkpoint_every=3, prefetch=2)
-    assert gate.written == [3, 6, 7]
-    stopped = job_of_one()
-    with pytest.raises(RuntimeError, match="pulled the plug"):
-        loop(stopped, lambda: cut_at(8), 20, checkpoint=where, checkpoint_every=3, prefetch=2)
-    resumed = job_of_one()
-    loop(resumed, shuffled_anew, 7, checkpoint=where, resume=where)
-    assert resumed.hash() == job.hash()
-
-
-def shuffled_anew() -> Iterator[Any]:
-    """The same batches each time, whatever the generator."""
-    for i in range(5):
-        rows = torch.randn(8, 9, generator=torch.Generator().manual_seed(i))
-        yield {"x": rows[:, :8], "y": rows[:, 8:]}
-
-
-def cut_at(number: int) -> Iterator[Any]:
-    """The same, until somebody stumbles."""
-    for i, batch in enumerate(itertools.cycle(shuffled_anew())):
-        if i == number:
-            raise RuntimeError("pulled the plug")
-        yield batch
-
-
-def test_a_checkpoint_never_has_files_of_two_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whichever rename is the last one made: who resumes makes the others, and gets all of the new step."""
-    job = job_of_one()
-    job.save(tmp_path / "it")
-    before = job.hash()
-    job.step(next(iter(shuffled())))
-    for stop in range(3):
-        made = [0]
-        replace = Path.replace
-
-        def broken(self: Path, target: Any, made: list[int] = made, stop: int = stop, replace: Any = replace) -> Any:
-            if made[0] == stop:
-                raise OSError("power is off")
-            made[0] += 1
-            return replace(self, target)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(Path, "replace", broken)
-            with pytest.raises(OSError, match="power is off"):
-                job.save(tmp_path / "it")
-        found = job_of_one()
-        found.resume(tmp_path / "it")
-        assert found.hash() == job.hash(), "all files had been written, so the renames are made up for"
-    job.save(tmp_path / "it")
-    again = job_of_one()
-    again.resume(tmp_path / "it")
-    assert again.hash() == job.hash() != before
 
 
 # --- in the net and in predictions ----------------------------------------------------------------------

@@ -30,7 +30,7 @@ class OddBlock(nn.Module):
         near = torch.softmax(x @ x.transpose(1, 2) / 4 + table, -1)
         x = x + near @ self.mix(x) * self.level
         with torch.no_grad():
-            self.level = self.level * 0.5 + x.abs().mean()  # backward still needs what it was
+            self.level = self.level * 0.5 + torch.tanh(x.abs().mean())  # backward still needs what it was
         return x + torch.tanh(self.up(self.norm(x)))
 
 

@@ -131,6 +131,13 @@ def test_what_belongs_to_a_run_is_saved_and_refused_when_other(tmp_path: Path) -
     assert "units 2" in str(error.value) and "units 4" in str(error.value)
 
 
+def test_what_a_run_did_not_say_yet_when_it_was_saved_is_as_it_was() -> None:
+    job = make_job(GPT)
+    job.refuse_saved({k: v for k, v in job.identity.items() if k not in ("context", "sums", "stages")})
+    with pytest.raises(StateError, match="sums"):
+        job.refuse_saved({**job.identity, "sums": "integers"})
+
+
 def step_of(**how: object) -> object:
     model = nn.Linear(8, 4)
     x = torch.randn(8, 8)

@@ -12,6 +12,7 @@ import torch
 
 from laminar.errors import LaminarError, StateError
 from laminar.ir.exact import Exact, Hosting
+from laminar.runtime.check.processes import on_ranks
 from laminar.train.auto.rebalance import Rebalance
 from laminar.train.job.verify_exact import ExactTrial, verify_trial
 from laminar.train.options import JobOptions
@@ -89,6 +90,19 @@ def test_a_stage_each_and_no_unit_more() -> None:
     """As many processes as stages, of one unit: what is left is a plain pipeline."""
     run = replace(GPT, exact=Exact(1, stages=3), storage="zero3")
     assert on_processes(run, 3) == hashes(plain(run)) == hashes(plain(replace(run, exact=Exact(1))))
+
+
+def bytes_held(run: ExactRun) -> dict[str, int]:
+    return make_job(run).memory()
+
+
+@pytest.mark.slow
+def test_a_process_has_gradients_of_its_stages_and_parts_of_all_weights() -> None:
+    run = replace(GPT, storage="zero3")
+    alone, each = bytes_held(run), on_ranks(2, bytes_held, run)
+    assert sum(m["gradients"] for m in each) == alone["gradients"]
+    assert all(m["gradients"] < 0.8 * alone["gradients"] for m in each)
+    assert all(m["parameters"] < 0.6 * alone["parameters"] for m in each)
 
 
 @pytest.mark.slow

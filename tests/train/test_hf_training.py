@@ -78,7 +78,7 @@ def spread(folder: Path, dropout: float) -> tuple[list[float], dict[str, Tensor]
     logs = {path.name: path.read_text() for path in sorted(folder.glob("logs/**/0/std*.log"))}
     assert done.returncode == 0, done.stderr[-2000:] + logs.get("stderr.log", "")[-4000:]
     losses = [float(line) for line in logs["stdout.log"].split()]
-    return losses, load_file(folder / "checkpoint" / "model.safetensors")
+    return losses, load_file(folder / "weights" / "model.safetensors")
 
 
 def plain(dropout: float) -> tuple[list[float], dict[str, Tensor]]:

@@ -21,7 +21,9 @@ from laminar.events import Event
 from laminar.launch.blame import Failure, Stopped, culprit, describe, from_event, from_exit, kind_of, verdict
 from laminar.launch.display import Bar, Lines, State, clock, summary
 from laminar.launch.rank import RankPlace
-from laminar.train.loop import GROUP, LAG, MOST_SKIPPED, Callback, OnStep, count, epochs, loop
+from laminar.train.batch.position import DataPosition
+from laminar.train.loop import GROUP, LAG, MOST_SKIPPED, Callback, OnStep, count, loop
+from laminar.train.world import World
 
 
 class Result:
@@ -43,6 +45,7 @@ class Pretender:
 
     def __init__(self, losses: Callable[[int], float] = lambda k: 1 / k, device: str = "cpu") -> None:
         self.rank, self.device, self.plan = 0, torch.device(device), None
+        self.peers = World("cpu")
         self.losses, self.steps = losses, 0
         self.optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
         self.read: list[tuple[int, int]] = []
@@ -60,15 +63,33 @@ class Pretender:
         self.evaluated.append(self.steps)
         return float(len(list(batches)))
 
-    def save(self, uri: Any) -> None:
-        self.saved.append((uri, self.steps))
-
-    def resume(self, uri: Any) -> None:
+    def resume(self, uri: Any, generators: bool = True) -> None:
         self.steps = int(uri)
         self.optimizer.param_groups[0]["lr"] = -1.0  # whatever the checkpoint says
 
     def memory(self) -> dict[str, int]:
         return {}
+
+
+class PretendedSaver:
+    """Notes what it is asked to save."""
+
+    def __init__(self, job: Any, uri: Any, keep: str) -> None:
+        self.job, self.uri = job, uri
+
+    def save(self, about: Any) -> None:
+        self.job.saved.append((self.uri, self.job.steps))
+
+    def check(self) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+
+@pytest.fixture(autouse=True)
+def _saves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("laminar.train.loop.saver_for", PretendedSaver)
 
 
 @pytest.fixture
@@ -144,9 +165,9 @@ def test_data_that_can_not_begin_anew_is_refused() -> None:
     """One iterator for all calls is used up after the first."""
     once = iter([torch.ones(1)] * 3)
     with pytest.raises(RecipeError, match="gave 3 batches and no more"):
-        list(epochs(lambda: once))
+        list(DataPosition(lambda: once).batches())
     with pytest.raises(RecipeError, match="gives no batch"):
-        next(epochs(list))
+        next(DataPosition(list).batches())
 
 
 def test_a_resumed_run_goes_on_in_the_data() -> None:
@@ -436,12 +457,12 @@ def test_what_a_user_is_shown_of_a_traceback_is_their_own() -> None:
         yield {}["missing"]
 
     try:
-        list(epochs(data))
+        list(DataPosition(data).batches())
     except KeyError as error:
         fields = describe(error, 3)
     found = from_event(1, 0.0, fields)
-    assert "laminar/train/loop.py" in found.traceback.replace("\\", "/")
-    assert "train/loop.py" not in found.shown and 'yield {}["missing"]' in found.shown
+    assert "laminar/train/batch/position.py" in found.traceback.replace("\\", "/")
+    assert "train/batch/position.py" not in found.shown and 'yield {}["missing"]' in found.shown
     told = verdict(found, 2, [], [0], "")
     assert told.traceback == found.shown and told.full == found.traceback and "KeyError: 'missing'" in str(told.error)
     ours = KeyError("nobody's")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import json
 import math
 import warnings
 from collections.abc import Callable
@@ -18,7 +17,6 @@ from torch import Tensor, nn
 
 import laminar
 from laminar.errors import StateError
-from laminar.train.saving.checkpoint import finish_write
 
 KINDS: dict[str, Callable[[Any], Any]] = {
     "cosine": lambda o: lr.CosineAnnealingLR(o, 12),
@@ -116,27 +114,10 @@ def test_schedulers_that_can_not_be_told_apart_are_named(tmp_path: Path) -> None
         job.resume(tmp_path, scheduler=two[0])
     job, own = made(Own)
     train(job, own, range(3))
-    job.save(tmp_path, scheduler=own)
+    job.save(tmp_path / "own", scheduler=own)
     job, own = made(Own)
-    job.resume(tmp_path, scheduler=own)
+    job.resume(tmp_path / "own", scheduler=own)
     assert own.count == 3 and math.isclose(train(job, own, range(3, 4))[0], 0.1 / 5)
     job, _ = made(KINDS["cosine"])
     with pytest.raises(StateError, match=r"saved with Own, and this optimizer has CosineAnnealingLR"):
-        job.resume(tmp_path)
-
-
-def test_a_write_that_was_stopped_between_its_renames_is_finished(tmp_path: Path) -> None:
-    """All files were there; one that was stopped earlier leaves what was there before, or nothing."""
-    job, scheduler = made(KINDS["cosine"])
-    train(job, scheduler, range(2))
-    job.save(tmp_path)
-    for name in ("job.json", "optimizer.safetensors"):
-        (tmp_path / name).rename(tmp_path / f"{name}.part")
-    other, _ = made(KINDS["cosine"])
-    other.resume(tmp_path)
-    assert other.steps == 2 and other.hash() == job.hash()
-    (tmp_path / "job.json").rename(tmp_path / "job.json.part")
-    (tmp_path / "job.json.part").write_text(json.dumps({"laminar_job": 1})[:-4])
-    finish_write(tmp_path)
-    with pytest.raises(StateError, match="no job was saved"):
-        other.resume(tmp_path)
+        job.resume(tmp_path / "own")

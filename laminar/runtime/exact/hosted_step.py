@@ -29,9 +29,9 @@ from laminar.runtime.exact.integer_sum import TermRows
 from laminar.runtime.exact.moves import HostedMove
 from laminar.runtime.exact.reductions import HostedReduction
 from laminar.runtime.exact.stacking import (
+    as_results,
     ends_with_vectors,
     random_like,
-    results,
     same_bits,
     says_little,
     stacked_specs,
@@ -195,14 +195,15 @@ class HostedStep:
         return out
 
     def _run(self, inputs: Sequence[Tensor | LaneValues]) -> list[LaneValues]:
-        self.env = {}
+        self.env.clear()
         for item, x in zip(self.program.inputs, inputs, strict=True):
             self.env[Ref(item.name)] = self._input(x, item.placed)
         for ref, value in self.constants.items():
             self.env[ref] = {(): Instances(once=value.to(self.device))}
         for line, ends in zip(self.lines, self.ends, strict=True):
-            for ref in line.instr.refs:
-                self.await_sum(ref)
+            if self._unfinished:
+                for ref in line.instr.refs:
+                    self.await_sum(ref)
             line.run()
             if self.watch is not None:
                 self._show(line.instr)
@@ -211,12 +212,13 @@ class HostedStep:
         for line in list(self._unfinished.values()):
             line.finish()
         outs = [self.env[o.ref] for o in self.program.outputs]
-        self.env = {}
+        self.env.clear()
         return outs
 
     def _abandon(self) -> None:
         """A run has failed in its middle: no half of a sum may be left for the next one."""
-        self.env, self._unfinished = {}, {}
+        self.env.clear()
+        self._unfinished.clear()
         for reduction in self.reductions.values():
             for whole, _ in reduction.sums:
                 whole.waiting = False
@@ -355,15 +357,28 @@ class _Call:
 
     def __init__(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.target, self.args, self.kwargs = target, args, kwargs
+        self.places = [(i, a) for i, a in enumerate(args) if type(a) is Ref]
+        """Where values go, if none lies deeper."""
+        self.flat = not kwargs and not any(_holds_values(a) for a in args if type(a) is list)
 
     def __call__(self, value: Callable[[Ref], Tensor]) -> tuple[Any, ...]:
+        if self.flat:  # nearly always, and this is called for every line of every step
+            args = list(self.args)
+            for i, ref in self.places:
+                args[i] = value(ref)
+            return as_results(self.target(*args))
+
         def fill(arg: Any) -> Any:
             if type(arg) is Ref:
                 return value(arg)
             return [fill(a) for a in arg] if type(arg) is list else arg
 
         kwargs = {k: fill(v) for k, v in self.kwargs.items()} if self.kwargs else self.kwargs
-        return results(self.target, tuple(map(fill, self.args)), kwargs)
+        return as_results(self.target(*map(fill, self.args), **kwargs))
+
+
+def _holds_values(items: list[Any]) -> bool:
+    return any(type(a) is Ref or (type(a) is list and _holds_values(a)) for a in items)
 
 
 def line_axes(instr: Instr) -> set[int]:
@@ -407,6 +422,8 @@ class _ByUnit:
         self.made = [(Ref(instr.name, k), k, p) for k, p in enumerate(instr.outs) if p is not None]
         self.out_keys = [step.keys([ref for ref, _, _ in self.made], lane) for lane in self.lanes]
         self.own = not result_may_alias(instr)
+        self.stacked = [self._reader(lane, keys) for lane, keys in zip(self.lanes, self.keys, strict=True)]
+        """What gives a value of all units, by lane."""
         self.together: list[_Call | None] = []
         """For each lane the line for all of its units, where that may be."""
         for lane in self.lanes:
@@ -419,6 +436,16 @@ class _ByUnit:
         self.accumulates: bool | None = None
         """Whether products of a sum may be added as they are made; nothing until there were two."""
         self.tried = not self.together and not self.product
+
+    def _reader(self, lane: HostedLane, keys: dict[Ref, LaneKey]) -> Callable[[Ref], Tensor]:
+        env, units = self.step.env, lane.units
+        where = {ref: (key, self.in_dims[ref]) for ref, key in keys.items()}
+
+        def read(ref: Ref) -> Tensor:
+            key, dim = where[ref]
+            return env[ref][key].together(units, dim)
+
+        return read
 
     def _stacked(self, lane: HostedLane, threads: int) -> _Call | None:
         instr, mesh, rank = self.instr, self.step.mesh, lane.ranks[0]
@@ -446,25 +473,25 @@ class _ByUnit:
             if call is None:
                 self._run_each(at, lane)
                 continue
-            keys, dims, units = self.keys[at], self.in_dims, lane.units
-            outs = call(lambda ref: env[ref][keys[ref]].together(units, dims[ref]))  # noqa: B023
+            outs = call(self.stacked[at])
             for ref, k, _ in self.made:
-                here = Instances(units, stacked=outs[k], dim=self.dims[k])
+                here = Instances(lane.units, stacked=outs[k], dim=self.dims[k])
                 known = env[ref].setdefault(self.out_keys[at][ref], here)
                 if known is not here:  # another lane has had its own units of it
-                    known.each.update({u: here.of(u) for u in units})
+                    known.each.update({u: here.of(u) for u in lane.units})
         if not self.tried:
             self.tried = self.accumulates is not None or not self.product
             self.together = self.together if any(self.together) else []
 
     def _run_each(self, at: int, lane: HostedLane) -> None:
-        env, keys, feeds = self.step.env, self.keys[at], self.feeds[at]
+        env, feeds = self.step.env, self.feeds[at]
+        here = {ref: env[ref][key] for ref, key in self.keys[at].items()}
         for unit, call in zip(lane.units, self.each[at], strict=True):
             feed = feeds[0]
             if self.product and feed is not None and feed[1][unit]:
-                self._add_product(feed[0], unit, *(env[r][keys[r]].of(unit) for r in self.instr.args))
+                self._add_product(feed[0], unit, *(here[r].of(unit) for r in self.instr.args))
                 continue
-            outs = call(lambda ref, unit=unit: env[ref][keys[ref]].of(unit))  # type: ignore[misc]
+            outs = call(lambda ref, unit=unit: here[ref].of(unit))  # type: ignore[misc]
             for (ref, k, placed), fed, feed in zip(self.made, self.fed, feeds, strict=True):
                 if fed:
                     if feed is not None and feed[1][unit]:

@@ -10,7 +10,7 @@ memory laid out alike; where values are all alike (gradients that are still zero
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -85,7 +85,6 @@ def random_like(x: Tensor, generator: torch.Generator) -> Tensor:
     return out.copy_(drawn)
 
 
-def results(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """What a call gives, as a tuple."""
-    out = target(*args, **kwargs)
+def as_results(out: Any) -> tuple[Any, ...]:
+    """What a call has given, as a tuple."""
     return tuple(out) if isinstance(out, (tuple, list)) else (out,)

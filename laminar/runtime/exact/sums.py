@@ -102,8 +102,8 @@ class HostedSum:
 
     @cached_property
     def out(self) -> Tensor:
-        """Where the whole sums go."""
-        if not self.remote and self.partials:
+        """Where the whole sums go: where terms were, if nobody reads those any more once sums are taken from others."""
+        if self.partials and (self.segment is not None or not self.remote):
             return self.partials[0]
         return torch.zeros(self.numel, dtype=self.dtype, device=self.hosts.device)
 

@@ -107,16 +107,16 @@ class Instances:
         found = self.each.get(unit)
         if found is None:
             assert self.stacked is not None
-            rows = self.stacked.shape[self.dim] // len(self.units)
-            found = self.stacked.narrow(self.dim, self.units.index(unit) * rows, rows)
+            self.each.update(zip(self.units, self.stacked.chunk(len(self.units), self.dim), strict=True))
+            found = self.each[unit]
         return found
 
     def together(self, units: tuple[int, ...], dim: int) -> Tensor:
         """Those of some units, stacked; what does not differ by unit as it is."""
-        if self.once is not None:
-            return self.once
         if self.stacked is not None and self.units == units:
             return self.stacked
+        if self.once is not None:
+            return self.once
         made = stack_units([self.of(u) for u in units], dim)
         if self.units == units:
             self.stacked, self.dim = made, dim

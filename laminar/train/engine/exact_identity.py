@@ -31,11 +31,11 @@ INSTRUCTIONS = ("avx", "avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf1
 def exact_identity(exact: Exact, device: torch.device, micro_batches: int, precision: str) -> dict[str, Any]:
     """As plain data."""
     found: dict[str, Any] = {
-        **{k: v for k, v in exact.to_json().items() if (k, v) != ("stages", 1)},  # as before there were any
+        **exact.to_json(),
         "micro_batches": micro_batches,
         "precision": precision,
         "device": _device(device),
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "processor": _processor(),
         "settings": {name: os.environ[name] for name in VARIABLES if name in os.environ},
     }

@@ -88,6 +88,12 @@ class StagedExactEngine(ExactEngine):
         parts = [made.by_name[name] for name, _ in one_order([made])]
         return [(i, range(p.stage * each, (p.stage + 1) * each)) for p in parts for i in p.program.instrs]
 
+    def gradient_bytes(self, ready: Ready) -> int:
+        """Of whole gradients of the stages that are here."""
+        graphs = self._stages[ready.graph.hash].cut.graphs
+        here = [own for own, ranks in zip(graphs, self.hosts.ranks, strict=True) if ranks is not None]
+        return sum(own.specs[o.ref].nbytes for own in here for o in own.outputs if o.kind == "grad")
+
     @property
     def own_s(self) -> float:
         """Seconds that this process spent on its own work in the last run of each part."""

@@ -21,7 +21,9 @@ from torch import Tensor
 from laminar.capture.tensor_bytes import as_bytes
 from laminar.errors import StateError
 from laminar.ir.tensor import TensorSpec
+from laminar.train.formats.checkpoint_source import CheckpointSource
 from laminar.train.formats.safetensors_source import DTYPES_IN_FILES, INDEX, ONE_FILE
+from laminar.train.formats.tensor_source import TensorSource
 from laminar.train.protocol import HasState
 
 FILE_BYTES = 5_000_000_000
@@ -99,6 +101,26 @@ def export(job: HasState, directory: str | Path, ema: bool = False, file_bytes: 
     failed = next((f for f in job.peers.gather_objects(failed) if f), None)
     if failed:
         raise StateError(f"{folder} could not be written: {failed}", next="see the disk, then export again")
+    return [f.name for f in files]
+
+
+def export_source(
+    source: TensorSource, directory: str | Path, told: Callable[[str], None], file_bytes: int = FILE_BYTES
+) -> list[str]:
+    """The same of files that can be read, in this process alone; `told` hears of each tensor."""
+    folder, first = Path(directory), dict[str, str]()
+    for name in source.specs:
+        first.setdefault(source.names.get(name, name) if isinstance(source, CheckpointSource) else name, name)
+    files = planned_files([(n, source.specs[n]) for n in first.values()], file_bytes)
+    written = []
+    for file in files:
+        part = folder / f".{file.name}.part"
+        _append(part, [], file.header)
+        for name, spec in file.tensors:
+            told(name)
+            _append(part, [source.read(name, tuple(slice(0, n) for n in spec.shape))], b"")
+        written.append((part, folder / file.name))
+    _in_place(folder, files, written)
     return [f.name for f in files]
 
 

@@ -59,7 +59,7 @@ def load_weights(
     if said is not None:
         raise StateError(f"another rank could not load {path}: {said}")
     assert match is not None
-    put_staged(staged)
+    put_staged(job.state, staged)
     averages_begin_anew(job.state)
     return match.found
 

@@ -27,6 +27,9 @@ from laminar.train.optimizer import optimizer as optim
 from laminar.train.optimizer.precision import Precision, Scaler
 from laminar.train.options import JobOptions
 from laminar.train.saving import checkpoint
+from laminar.train.saving.saver import Saver
+from laminar.train.saving.snapshots.snapshot_plan import SnapshotPlanner
+from laminar.train.saving.state_root import state_record_of
 from laminar.train.state.fill import LoadedWeights
 from laminar.train.state.gather import Gather
 from laminar.train.state.sharded_model import Pieces, released
@@ -84,6 +87,9 @@ class BaseJob:
         self.recorder, self.loader = recorder, recorder.loader
         self.rank, self.world, self.device = world.rank, world.size, world.device
         self.optimizer = state.optimizer
+        self.savers: dict[str, Saver] = {}
+        """What writes checkpoints, by store."""
+        self.planner = SnapshotPlanner(world)
         self._released = False
         self._guard: Pieces | None = None
         """What stands on the user's model where ranks have parts of it."""
@@ -144,22 +150,28 @@ class BaseJob:
         self.state.load_average(given)
 
     def hash(self) -> str:
-        """Hex digest over all that a run is: equal exactly if all of it is, bit for bit, however it lies on ranks.
+        """The root over all that a run is: equal exactly if all of it is, bit for bit, however it lies on ranks.
 
         That is weights, buffers, optimizer state and hyper-parameters, averages, the scale of the loss, steps and seed.
         """
-        return self.state.digest(self.peers.gather_objects)
+        return state_record_of(self).root
 
-    def save(self, directory: str | Path, scheduler: Any = None) -> None:
-        """Write weights, optimizer state and counters as whole tensors into a directory.
+    def save(self, uri: str | Path, scheduler: Any = None, wait: bool = True) -> None:
+        """Save weights, optimizer state and all else that a run is as a checkpoint in a store: a folder, or a URI.
 
+        Every rank writes its part. The first save begins a run there, later ones add to it; nothing is ever replaced.
         Learning-rate schedulers of torch's on the job's optimizer are kept too; others can be named, one or a list.
+        Without `wait` it is written beside the steps that follow; the next save waits for it.
         """
-        checkpoint.save(self, directory, scheduler)
+        checkpoint.save(self, uri, scheduler, wait)
 
-    def resume(self, directory: str | Path, scheduler: Any = None) -> None:
-        """Go on from what `save` wrote, on any layout; schedulers go on as well."""
-        checkpoint.resume(self, directory, scheduler)
+    def resume(self, uri: str | Path, scheduler: Any = None, generators: bool = True) -> Mapping[str, Any]:
+        """Go on from the last whole checkpoint in a store, on any layout; what was saved beside the state.
+
+        `uri#run` says which run, where there are several, and `uri#run@step` which of its checkpoints. Schedulers go on
+        too, and random generators (Python's, NumPy's, torch's) unless that is not wanted.
+        """
+        return checkpoint.resume(self, uri, scheduler, generators)
 
     def load_weights(
         self, path: str | Path, *, only: str = "", rename: Mapping[str, str] | None = None, strict: bool = True

@@ -207,6 +207,7 @@ class DdpJob(BaseJob):
             found.append((loss, norm, metrics))
             return loss
 
+        self.state.about_to_change()
         self.optimizer.step(closure)  # type: ignore[arg-type]
         self.optimizer.zero_grad()
         self.recorder.mark("optimizer")
@@ -231,6 +232,7 @@ class DdpJob(BaseJob):
                 return Result(number, loss, norm * inverse, lr, clock(), True)
         norm = scale_and_clip(grads, norm, inverse, self.clip_norm, self.clip_value)
         self.recorder.mark("gradients")
+        state.about_to_change()
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.recorder.mark("optimizer")
@@ -260,6 +262,7 @@ class DdpJob(BaseJob):
 
     def load_state_dict(self, given: Mapping[str, Any]) -> None:
         """Take weights and buffers from a state dict of this model."""
+        self.state.about_to_change()
         self.state.model.load_state_dict(given)
 
     def optimizer_state_dict(self) -> dict[str, Any]:
@@ -268,6 +271,7 @@ class DdpJob(BaseJob):
 
     def load_optimizer_state_dict(self, given: Mapping[str, Any]) -> None:
         """The inverse."""
+        self.state.about_to_change()
         self.optimizer.load_state_dict(dict(given))
         self.state.resolve()
 

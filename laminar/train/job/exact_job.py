@@ -135,6 +135,13 @@ class ExactJob(Job):
         self.recorder.mark("gradients")
         return total_norm([self.engine.norms[n] for n in names]), optim.laid_out(kept, grads, self.state.plain)
 
+    def memory(self) -> dict[str, int]:
+        """Bytes that this rank holds from step to step."""
+        found = super().memory()
+        if isinstance(self.engine, StagedExactEngine):
+            found["gradients"] = self.engine.gradient_bytes(self._first)
+        return found
+
     def _optimizer_step(self) -> None:
         self.whole_vectors.step()
 

@@ -300,6 +300,7 @@ class Job(BaseJob):
             return found[-1][0]
 
         lr = optim.first_lr(self.optimizer)
+        state.about_to_change()
         self.optimizer.step(closure)  # type: ignore[arg-type]
         for k in self.state.by_name.values():
             k.owned.grad = None
@@ -412,6 +413,7 @@ class Job(BaseJob):
         self.recorder.mark("gradients")
         updates = [(k, g) for (k, _), g in zip(updates, pieces, strict=True)]
         key = torch.tensor([state.seed, number])
+        state.about_to_change()
         update(
             self.optimizer,
             updates,

@@ -328,6 +328,7 @@ class StagedJob(BaseJob):
         updates = [(state.by_name[n], g) for n, g in zip(names, pieces, strict=True)]
         key = torch.tensor([state.seed, number], device=self.device)
         here = state.layout.mesh_rank
+        state.about_to_change()
         update(self.optimizer, updates, self.precision.rounding, key, self.mesh, here, state.numbers)
         self.recorder.mark("optimizer")
         state.put_together(self._reshard)

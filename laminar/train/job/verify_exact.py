@@ -24,7 +24,7 @@ from laminar.runtime.check.processes import on_ranks
 from laminar.train.engine.exact_engine import RunLine
 from laminar.train.job.exact_job import ExactJob
 from laminar.train.options import JobOptions
-from laminar.train.state.state_hash import state_sums
+from laminar.train.saving.state_root import state_record_of
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class TrialSeen:
     hashes: list[str] = field(default_factory=list)
     digests: dict[tuple[str, int], str] = field(default_factory=dict)
     """Of the step that was looked at: by tensor and logical rank."""
-    state: dict[str, int] = field(default_factory=dict)
+    state: dict[str, str] = field(default_factory=dict)
     """Behind that step: by tensor, what this rank adds to its digest."""
     lines: list[RunLine] = field(default_factory=list)
 
@@ -138,7 +138,7 @@ def train_and_look(trial: ExactTrial, look_at: int | None) -> TrialSeen:
         if look_at is None:
             seen.hashes.append(job.hash())
     if look_at is not None:
-        seen.state = state_sums(job.state.shards(), job.rank)
+        seen.state = {str(t.key): t.hash.hex() for t in state_record_of(job).tensors}
         seen.lines = job.engine.lines(job._first)
     return seen
 
@@ -153,11 +153,7 @@ def first_line_apart(one: TrialSeen, others: list[TrialSeen]) -> Mapping[str, An
                 for other in others:
                     if mine is not None and other.digests.get((name, rank), mine) != mine:
                         return {"op": instr.op, "tensor": f"%{name}", "where": instr.where, "rank": rank}
-    whole: dict[str, int] = {}
-    for other in others:
-        for key, value in other.state.items():
-            whole[key] = (whole.get(key, 0) + value) % (1 << 64)
     for key, value in one.state.items():
-        if whole.get(key) != value % (1 << 64):
+        if any(other.state.get(key) != value for other in others):
             return {"op": "the update", "tensor": key}
     return {"op": "besides tensors", "tensor": "the optimizer's settings, counters or the scale of the loss"}

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import warnings
 from collections import Counter
 from collections.abc import Sequence
@@ -27,10 +28,17 @@ def attached(optimizer: Any, named: Any = None) -> list[Any]:
     """The schedulers named, or those that are alive and belong to an optimizer, without the parts of others."""
     if named is not None:
         return list(named) if isinstance(named, Sequence) else [named]
-    alive = [o for o in gc.get_objects() if issubclass(type(o), LRScheduler)]  # isinstance would ask odd objects
+    kinds: set[type] = _kinds(LRScheduler)
+    alive = [o for o in gc.get_objects() if type(o) in kinds]  # isinstance would ask odd objects, and take longer
     found = [s for s in alive if getattr(s, "optimizer", None) is optimizer]
     parts = {id(inner) for s in found for inner in getattr(s, "_schedulers", ())}
     return [s for s in found if id(s) not in parts]
+
+
+def _kinds(of: type) -> set[type]:
+    """A class and all that are made of it."""
+    below: list[type] = of.__subclasses__()
+    return {of}.union(*map(_kinds, below))
 
 
 def states(schedulers: Sequence[Any]) -> list[dict[str, Any]]:
@@ -77,6 +85,8 @@ def _plain(value: Any) -> Any:
     """A state as JSON can hold it; what it can't (functions) is left out, as torch leaves out lambdas."""
     if isinstance(value, torch.Tensor):
         return {"tensor": value.tolist(), "dtype": str(value.dtype)}
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"float": value.hex()}
     if isinstance(value, Counter):
         return {"counter": [[k, v] for k, v in value.items()]}
     if isinstance(value, dict):
@@ -102,6 +112,8 @@ def _back(value: Any) -> Any:
     if "tensor" in value:
         return torch.tensor(value["tensor"], dtype=getattr(torch, value["dtype"].removeprefix("torch.")))
     ((kind, items),) = value.items()
+    if kind == "float":
+        return float.fromhex(items)
     if kind == "counter":
         return Counter(dict(items))
     if kind == "dict":

@@ -57,6 +57,7 @@ def change_layout(state: JobState, layout: StateLayout, numbers: Sequence[int], 
 
     `numbers` says which rank of the world each rank of the former layout is now.
     """
+    state.about_to_change()
     way = _Way(state, layout, numbers, carry)
     listed = state.listed_now()
     known = state.known_entries(carry.notes if way.several else lambda mine: [mine])

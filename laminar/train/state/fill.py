@@ -86,8 +86,9 @@ def _stage(state: JobState, shape: tuple[int, ...], nd: NdSbp, local: Tensor, re
         yield StagedBox(local[mine] if mine else local, read(index))
 
 
-def put_staged(staged: Iterable[StagedBox]) -> None:
+def put_staged(state: JobState, staged: Iterable[StagedBox]) -> None:
     """Into their places, cast where the job keeps another dtype."""
+    state.about_to_change()
     with torch.no_grad():
         for item in staged:
             item.into.copy_(item.value)

@@ -44,7 +44,6 @@ from laminar.train.state.gather import Gather, HeldPart
 from laminar.train.state.resharder import Resharder
 from laminar.train.state.sharded_model import allowed, own_state, stripped
 from laminar.train.state.shards import StateShard, shards_of
-from laminar.train.state.state_hash import digest_of, plain_entries, state_sums
 
 
 def moved_to(model: nn.Module, device: torch.device, weights: torch.dtype | None) -> list[Slot]:
@@ -189,6 +188,14 @@ class JobState:
         self.ema = {k.name: k.owned.detach().float().clone() for k in self.averaged} if ema is not None else {}
         """What this rank owns of the weights' moving average."""
         self._copy: nn.Module | None = None
+        self.being_copied: Callable[[], None] | None = None
+        """Waits for somebody who copies weights and optimizer state beside the steps; nothing: nobody does."""
+
+    def about_to_change(self) -> None:
+        """Whoever changes weights or optimizer state calls this first: a snapshot may still be copying them."""
+        if self.being_copied is not None:
+            waits, self.being_copied = self.being_copied, None
+            waits()
 
     # --- what is here --------------------------------------------------------------------------------
 
@@ -313,20 +320,6 @@ class JobState:
         elif layout.rank in home.ranks:
             yield from shards_of(kind, name, entry, shape, nd, home, layout.rank, tensor)
 
-    def digest(self, gather_objects: Callable[[Any], list[Any]]) -> str:
-        """Hex digest of all of it (`state_hash.py`); every rank calls this, and none is sent a tensor."""
-        mine = state_sums(self.shards(), self.layout.rank)
-        for k in self.kept:
-            for entry, value in self.optimizer.state.get(k.owned, {}).items():
-                if not isinstance(value, Tensor):
-                    mine[f"optimizer {k.name} {entry} {value!r}"] = 0
-        besides = [*plain_entries(self.optimizer.param_groups), f"seed {self.seed}", f"steps {self.steps}"]
-        if self.ema_decay is not None:
-            besides.append(f"average {self.ema_decay.hex()}")
-        if self.scaler is not None:
-            besides += plain_entries([vars(self.scaler)])
-        return digest_of(gather_objects(mine), besides)
-
     # --- whole tensors -------------------------------------------------------------------------------
 
     @cached_property
@@ -385,6 +378,7 @@ class JobState:
             raise StateError(
                 "the state dict is not this model's", missing=", ".join(missing[:5]), unexpected=", ".join(extra[:5])
             )
+        self.about_to_change()
         kept, layout = {k.name: k for k in self.kept}, self.layout
         for name, slot in self._slot_of.items():
             value = given[name]
@@ -408,6 +402,7 @@ class JobState:
 
     def load_average(self, given: Mapping[str, Tensor]) -> None:
         """Take the moving average of the weights from whole tensors."""
+        self.about_to_change()
         for k in self.averaged:
             self.ema[k.name].copy_(self.layout.cut(given[k.name], k.state_nd))
 
@@ -466,6 +461,7 @@ class JobState:
 
     def load_optimizer_state_dict(self, given: Mapping[str, Any]) -> None:
         """The inverse; also of what a plain optimizer over the same parameters saved."""
+        self.about_to_change()
         if len(self.layout.places) > 1:
             given = self._of_this_place(given)
         optim.load_state_dict(self.optimizer, list(self.by_name.values()), given, self.layout.cut)
@@ -523,6 +519,7 @@ class JobState:
 
     def give_back(self, gather: Gather) -> None:
         """Put whole tensors into the user's model, and whole state into the user's optimizer."""
+        self.about_to_change()
         split = [s for s in self.slots if not self.layout.is_whole(s.name)]
         found = self.whole_tensors(gather, [s.name for s in split])
         state = self.optimizer_state_dict(gather)
