@@ -8,7 +8,8 @@ save of a run on. What was written is removed and the disk left alone for a mome
 
 - `write`: all of a state (64 float32 tensors of random bits) with its commit, beside writing the same bytes with
   `os.write` and one fsync; once in this process, once by the writer process out of shared memory, whose own memory is
-  watched.
+  watched. On a machine that is busy with other work, seconds say little: processor time per GiB is told beside them
+  (the writer process's with its start, and with the copy into shared memory).
 - `read`: every tensor, verified, beside reading the plain file into memory that is there.
 - `change`: bytes written when 1 of 64 tensors changed.
 - `delta`: bytes of bf16 weights one step of Adam at a learning rate of 1e-5 later. The weights are drawn, not trained.
@@ -122,20 +123,31 @@ def sources(shape: tuple[int, ...], tensor: int) -> list[BlockSource]:
     return out
 
 
-def in_turns(sides: dict[str, Callable[[Path], float]], rounds: int, home: Path) -> dict[str, list[float]]:
-    """Seconds of each side, one figure a round, the order turning; each into a folder that is removed again."""
-    times: dict[str, list[float]] = {name: [] for name in sides}
+Times = dict[str, list[float]]
+
+
+def in_turns(sides: dict[str, Callable[[Path], float]], rounds: int, home: Path) -> tuple[Times, Times]:
+    """Seconds and processor time of each side, by rounds, the order turning; what was written is removed again."""
+    times: Times = {name: [] for name in sides}
+    cpu: Times = {name: [] for name in sides}
     for turn in range(rounds + 1):
         for name in list(sides) if turn % 2 else reversed(list(sides)):
             folder = home / "turn"
             saved(folder, np.zeros((1, 1, 1), np.uint32), run="other")
+            before = sum(os.times()[:4])
             seconds = sides[name](folder)
+            spent = sum(os.times()[:4]) - before
             shutil.rmtree(folder)
             os.sync()
             time.sleep(0.2)
             if turn:  # the first round warms up
                 times[name].append(seconds)
-    return times
+                cpu[name].append(spent)
+    return times, cpu
+
+
+def per_gib(times: Times, gib: float) -> dict[str, float]:
+    return {name: round(sorted(t)[len(t) // 2] / gib, 3) for name, t in times.items()}
 
 
 def timed(call: Callable[[Path], object]) -> Callable[[Path], float]:
@@ -155,7 +167,7 @@ def writes(state: np.ndarray, rounds: int, home: Path) -> None:
         return process.seconds
 
     sides = {"plain": timed(lambda f: plain(f, state)), "ours": timed(lambda f: saved(f, state)), "process": by_process}
-    times = in_turns(sides, rounds, home)
+    times, cpu = in_turns(sides, rounds, home)
     gib = state.nbytes / 2**30
     report(
         "checkpoint_store",
@@ -164,7 +176,9 @@ def writes(state: np.ndarray, rounds: int, home: Path) -> None:
             "mib": state.nbytes >> 20,
             "speed_over_plain": ratio(times, "plain", "ours"),
             "process_speed_over_plain": ratio(times, "plain", "process"),
-            "gib_per_s": {name: round(gib / sorted(t)[len(t) // 2], 3) for name, t in times.items()},
+            "s_per_gib": per_gib(times, gib),
+            "cpu_s_per_gib": per_gib(cpu, gib),
+            "load": os.getloadavg()[0],
             "process_peak_mib": process.peak_bytes >> 20,
         },
     )
@@ -186,7 +200,7 @@ def reads(state: np.ndarray, rounds: int, home: Path) -> None:
         for i in range(TENSORS):
             reader.read_into(key(i), out[i])
 
-    times = in_turns({"plain": timed(read_plain), "ours": timed(read_ours)}, rounds, home)
+    times, cpu = in_turns({"plain": timed(read_plain), "ours": timed(read_ours)}, rounds, home)
     assert (out == state).all()
     gib = state.nbytes / 2**30
     report(
@@ -195,7 +209,9 @@ def reads(state: np.ndarray, rounds: int, home: Path) -> None:
             "what": "read, from the page cache",
             "mib": state.nbytes >> 20,
             "speed_over_plain": ratio(times, "plain", "ours"),
-            "gib_per_s": {name: round(gib / sorted(t)[len(t) // 2], 3) for name, t in times.items()},
+            "s_per_gib": per_gib(times, gib),
+            "cpu_s_per_gib": per_gib(cpu, gib),
+            "load": os.getloadavg()[0],
         },
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import threading
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from laminar.checkpoint import Store, collect_garbage, open_store
+from laminar.checkpoint import Store, collect_garbage, last_sequence, latest_valid, open_store
 from laminar.checkpoint.store import objects
 from laminar.checkpoint.store.local import LocalStore
 from laminar.checkpoint.store.memory import MemoryStore
@@ -251,6 +252,44 @@ def test_what_keeps_failing_is_said(s3: Flaky, monkeypatch: pytest.MonkeyPatch) 
         upload = open_store("s3://bucket/down").upload("a")
         upload.write(bytes(1 << 20))
         upload.commit()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", [False, True], ids=["refused", "answer lost"])
+def test_a_service_that_goes_at_any_request_leaves_old_or_new(
+    s3: Flaky, monkeypatch: pytest.MonkeyPatch, lost: bool
+) -> None:
+    """From each request of a save on, all fail; the first may have done its work. When it is back, all is well."""
+    for name, value in (("FIRST_PAUSE_S", 0.0), ("CALL_ATTEMPTS", 1), ("REQUEST_RETRIES", 0)):
+        monkeypatch.setattr(objects, name, value)
+    old, new, count, last = small_state(1), small_state(9), 0, 0
+
+    def fail(method: str, path: str) -> str | None:
+        nonlocal count
+        count += 1
+        if not last or count < last:
+            return None
+        return "lost" if lost and count == last else "503 Slow Down"
+
+    monkeypatch.setattr(s3, "fail", fail)
+    probe = open_store(f"s3://bucket/probe-{lost}".lower())
+    first = save_arrays(probe, old)
+    count = 0
+    save_arrays(probe, new, after=1, step=1, parent=first)
+    requests = count
+    assert requests > 10
+    for at in range(1, requests + 1):
+        store = open_store(f"s3://bucket/cut-{lost}-{at}".lower())
+        first = save_arrays(store, old)
+        count, last = 0, at
+        with contextlib.suppress(StorageError):
+            save_arrays(store, new, after=1, step=1, parent=first)
+        last = 0
+        found = latest_valid(store, "run")
+        assert found.ref is not None and not found.passed_over and not found.damaged_refs
+        assert_holds(store, found.ref, old if found.ref == first else new)
+        again = save_arrays(store, new, after=last_sequence(store, "run"), step=2)
+        assert_holds(store, again, new)
 
 
 def test_a_bucket_that_is_not_there(s3: Flaky) -> None:

@@ -21,7 +21,7 @@ from laminar.checkpoint.packs.pack_format import (
     read_record,
 )
 from laminar.checkpoint.store.protocol import MissingKeyError, Store
-from laminar.errors import CheckpointError
+from laminar.errors import CheckpointError, StorageError
 
 PACKS = "packs"
 READERS = 8
@@ -70,6 +70,8 @@ class BlockIndex:
             return checked_index(index, footer, size, pack)
         except MissingKeyError:
             return None
+        except StorageError:
+            raise  # the store can't be asked: that says nothing about the pack
         except CheckpointError as error:
             return error
 

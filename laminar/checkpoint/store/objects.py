@@ -30,6 +30,7 @@ CALL_ATTEMPTS = 4
 FIRST_PAUSE_S = 0.2
 """Before a call is tried again; each further pause is twice as long, and drawn so that writers don't come at once."""
 REQUEST_TIMEOUT_S = 60
+REQUEST_RETRIES = 4
 PART_BYTES = 8 << 20
 """Of a large upload; at most two wait in memory."""
 Answered = TypeVar("Answered")
@@ -59,7 +60,7 @@ class ObjectStore:
             self._bucket = self._lib.store.from_url(
                 uri,
                 client_options={"timeout": timedelta(seconds=REQUEST_TIMEOUT_S), "allow_http": True},
-                retry_config={"max_retries": 4, "retry_timeout": timedelta(seconds=REQUEST_TIMEOUT_S)},
+                retry_config={"max_retries": REQUEST_RETRIES, "retry_timeout": timedelta(seconds=REQUEST_TIMEOUT_S)},
             )
         except (self._known.BaseError, ValueError) as error:
             raise self._failed(error, "opened") from error
@@ -183,6 +184,7 @@ class ObjectUpload:
         self._buffer = bytearray()
         self._parts: queue.Queue[bytes | _GivenUp | None] = queue.Queue(1)
         self._error: BaseException | None = None
+        self._heard_all = False
         self._thread = threading.Thread(target=self._run, name="laminar upload", daemon=True)
         self._thread.start()
 
@@ -191,16 +193,15 @@ class ObjectUpload:
             self._send(self._key, self._listed())
         except BaseException as error:
             self._error = error
-            while True:  # whoever hands over parts must not wait for ever
-                if not isinstance(self._parts.get(), bytes):
-                    return
+            while not self._heard_all:  # whoever hands over parts must not wait for ever
+                self._heard_all = not isinstance(self._parts.get(), bytes)
 
     def _listed(self) -> Iterator[bytes]:
-        while (part := self._parts.get()) is not None:
-            if isinstance(part, _GivenUp):
-                self._parts.put(None)
-                raise part
+        while isinstance(part := self._parts.get(), bytes):
             yield part
+        self._heard_all = True
+        if part is not None:
+            raise part
 
     def write(self, data: Content) -> None:
         """See `Upload`."""
