@@ -7,6 +7,7 @@ and place. Elements are opaque: an array has unsigned integers of the item's siz
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from itertools import islice
 from typing import Any
 
@@ -47,6 +48,11 @@ class StateReader:
         self.manifest = load_checkpoint(store, what) if isinstance(what, CheckpointRef) else what
         self.blocks = BlockReader(store) if blocks is None else blocks
 
+    @cached_property
+    def _pool(self) -> ThreadPoolExecutor:
+        """Reads and hashes beside each other; its threads end with the reader."""
+        return ThreadPoolExecutor(AT_A_TIME, thread_name_prefix="laminar reader")
+
     def tensor(self, key: TensorKey) -> TensorRecord:
         """What is known of a tensor."""
         found = self.manifest.state.by_key.get(key)
@@ -72,12 +78,12 @@ class StateReader:
             )
         target = out.view(STORED_AS[tensor.item_bytes]) if out.ndim else out
         wanted = blocks_of_box(tensor.shape, tensor.item_bytes, box)
-        with ThreadPoolExecutor(AT_A_TIME) as pool:
-            while some := list(islice(wanted, AT_A_TIME)):
-                contents = pool.map(lambda one: self.block(tensor, one[0]), some)
-                for (number, part), content in zip(some, contents, strict=True):
-                    there = block_box(tensor.shape, tensor.item_bytes, number)
-                    target[within(part, box)] = content[within(part, there)]
+        while some := list(islice(wanted, AT_A_TIME)):
+            each = map if len(some) == 1 else self._pool.map
+            contents = each(lambda one: self.block(tensor, one[0]), some)
+            for (number, part), content in zip(some, contents, strict=True):
+                there = block_box(tensor.shape, tensor.item_bytes, number)
+                target[within(part, box)] = content[within(part, there)]
 
     def block(self, tensor: TensorRecord, number: int) -> NDArray[Any]:
         """One block, in its shape."""
