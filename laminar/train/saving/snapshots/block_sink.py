@@ -78,7 +78,7 @@ class ThreadSink:
         """One after the other; a thread of `Save` writes what was hashed."""
         self._save = Save(self.store, self.compress)
         add = self._save.blocks.add
-        hashes = [add(self._memory[b.offset : b.offset + b.nbytes], b.base) for b in blocks]
+        hashes = [add(self._memory[b.offset : b.offset + b.nbytes], b.base, b.item_bytes) for b in blocks]
         return hashes, self._save.finish()
 
     def commit(self, manifest: Manifest, after: int) -> CheckpointRef:
