@@ -301,7 +301,13 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path: Path) 
     again = made(seed=1)
     again.resume(tmp_path)
     assert again.steps == 1
-    damaged(tmp_path, 0)
+    again.step(batches(2)[1])
+    again.save(tmp_path)  # the very state whose blocks are damaged: written again, not shared
+    third = made(seed=2)
+    third.resume(tmp_path)
+    assert third.steps == 2 and third.hash() == again.hash()
+    for pack in range(3):
+        damaged(tmp_path, pack)
     before = again.hash()
     with pytest.raises(Exception, match="is whole"):
         again.resume(tmp_path)

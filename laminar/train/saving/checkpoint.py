@@ -21,6 +21,7 @@ from laminar.checkpoint.history.checkpoint_name import CheckpointName
 from laminar.checkpoint.history.references import CheckpointRef, last_sequence, list_refs
 from laminar.checkpoint.history.retention import Keep
 from laminar.checkpoint.read.state_reader import StateReader
+from laminar.checkpoint.read.verify import shun_damaged
 from laminar.checkpoint.store.protocol import Store
 from laminar.checkpoint.store.uri import open_store
 from laminar.errors import CheckpointError, StateError, StorageError
@@ -90,12 +91,16 @@ def _first_whole(job: HasState, store: Store, refs: Sequence[CheckpointRef]) -> 
     damaged: CheckpointError | None = None
     for ref in refs:
         try:
-            return resume_from(job, StateReader(store, ref)), ref
+            manifest = resume_from(job, StateReader(store, ref))
         except StorageError:
             raise
         except CheckpointError as error:
             emit("damaged", step=ref.step, run=ref.run, said=error.what)
             damaged = error
+            continue
+        if damaged is not None and job.peers.rank == 0:
+            shun_damaged(store)  # or the next save might count on a block that is no good
+        return manifest, ref
     assert damaged is not None
     raise CheckpointError(
         f"no checkpoint of {refs[0].run} in {store.uri} is whole", last=damaged.what, next="laminar checkpoint verify"
