@@ -34,7 +34,7 @@ A checkpoint is named STORE#RUN@STEP; without @STEP it is the run's last, withou
 def checkpoint_options(p: argparse.ArgumentParser) -> None:
     """One verb below `laminar checkpoint`."""
     p.epilog, p.formatter_class = CHECKPOINT, argparse.RawDescriptionHelpFormatter
-    verbs = p.add_subparsers(dest="what", required=True, metavar="VERB")
+    verbs = p.add_subparsers(dest="what", required=True, metavar="VERB", help="ls, verify, diff, export or gc")
 
     def verb(name: str, does: Callable[[argparse.Namespace], int], help_: str, *names: str) -> argparse.ArgumentParser:
         made = verbs.add_parser(name, help=help_, description=help_[0].upper() + help_[1:] + ".")
@@ -106,6 +106,10 @@ def _verify(args: argparse.Namespace) -> int:
     store = _store(name.store)
     refs = name.all_meant() if name.step is not None else list_refs(store, name.run or None).refs
     damaged = list_refs(store, name.run or None).damaged
+    if not refs and not damaged:
+        raise StateError(
+            f"there is no checkpoint in {args.checkpoint}", next="laminar checkpoint ls shows what is there"
+        )
     reader, bad = BlockReader(store), len(damaged)
     rows: list[dict[str, Any]] = []
     for key, error in damaged.items():
@@ -126,7 +130,7 @@ def _verify(args: argparse.Namespace) -> int:
         print(f"{title}: {'whole' if row['ok'] else 'DAMAGED'}")
         for line in row["damage"]:
             print(f"  {line}")
-    print(f"{len(rows)} checkpoints, {bad} damaged" if rows else f"no checkpoints in {name.store}")
+    print(f"{len(rows)} checkpoints, {bad} damaged")
     return 1 if bad else 0
 
 

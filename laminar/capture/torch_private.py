@@ -348,26 +348,32 @@ def changes_seen(tensor: Tensor) -> int:
     return int(tensor._version)
 
 
-_MADE: dict[type, weakref.WeakSet[Any]] = {}
-"""Objects of a class of torch's that are alive, from when somebody began to remember them."""
+_MADE: dict[type, dict[int, weakref.ref[Any]]] = {}
+"""Objects of a class of torch's that are alive, by id, from when somebody began to remember them."""
 
 
 def remember_made(kind: type) -> None:
     """Remember all objects of a class from now on, and find those that are there: nobody else keeps a list of them."""
-    if kind not in _MADE:
-        known = _MADE[kind] = weakref.WeakSet[Any]()
+    if kind in _MADE:
+        return
+    known = _MADE[kind] = {}
 
-        def made(cls: type, *args: Any, **kwargs: Any) -> Any:
-            fresh: Any = object.__new__(cls)
-            known.add(fresh)
-            return fresh
+    def note(each: Any) -> None:
+        at = id(each)
+        known[at] = weakref.ref(each, lambda _: known.pop(at, None))
 
-        kind.__new__ = made  # type: ignore[method-assign,assignment]
-        for each in gc.get_objects():
-            if issubclass(type(each), kind):  # isinstance would ask odd objects
-                known.add(each)
+    def made(cls: type, *args: Any, **kwargs: Any) -> Any:
+        further: Any = super(kind, cls).__new__  # type: ignore[arg-type] # a class that is mixed in may have its own
+        fresh = further(cls) if further is object.__new__ else further(cls, *args, **kwargs)
+        note(fresh)
+        return fresh
+
+    kind.__new__ = made  # type: ignore[method-assign,assignment]
+    for each in gc.get_objects():
+        if issubclass(type(each), kind):  # isinstance would ask odd objects
+            note(each)
 
 
 def alive_of(kind: type) -> list[Any]:
     """Those of a class that is remembered."""
-    return list(_MADE[kind])
+    return [each for each in (there() for there in list(_MADE[kind].values())) if each is not None]

@@ -138,7 +138,12 @@ class Rank:
             self.failure = from_exit(self.rank, time.time(), code, self.step)
 
     def signal(self, number: int) -> None:
-        """To the process and all it has started."""
+        """To the process and all it has started; SIGTERM to the process alone, which may need its workers for a last
+        step.
+        """
+        if number == signal.SIGTERM:
+            self.process.send_signal(number)
+            return
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, number)
 

@@ -35,7 +35,7 @@ from laminar.runtime.pipeline.loader import EPOCH
 from laminar.train.batch.position import DataPosition
 from laminar.train.protocol import TrainingJob
 from laminar.train.saving.checkpoint import saver_for
-from laminar.train.saving.generators import of_rank, restore_generators
+from laminar.train.saving.generators import by_rank, of_rank, restore_generators, state_of_rank
 from laminar.train.saving.save_schedule import SaveEvery, SaveSchedule
 from laminar.train.stop_request import STOP
 
@@ -194,7 +194,7 @@ def place_in_data(job: TrainingJob, about: Mapping[str, Any], prefetch: int) -> 
     """
     if not about.get("generators"):
         return None, None
-    state = (about.get("data") or {}).get("state")
+    state = state_of_rank(about.get("data"), job.rank, job.world)
     restore = partial(restore_generators, of_rank(about["generators"], job.rank, job.world))
     if state is not None:
         restore()
@@ -394,7 +394,7 @@ def loop(
     def saved() -> None:
         emit("phase", name="saving")
         assert saver is not None
-        saver.save({"data": {"state": source.state(step)}})
+        saver.save({"data": by_rank(job.peers.gather_objects(source.state(step)))})
 
     def stopped() -> NoReturn:
         """A signal came: save what there is, and end as it asks."""
@@ -441,7 +441,7 @@ def loop(
                 aside(recorder.end)
             if evaluate is not None and evaluate_every and step % evaluate_every == 0 and step < steps:
                 evaluation = aside(evaluated)
-            stops = STOP.due(job.peers, step)
+            stops = STOP.due(job.peers, step, reader.every + reader.lag if reader.lag else 0)
             if saver is not None and not stops and step < steps and due.due(step):
                 aside(saved)
             if stops:
@@ -450,6 +450,9 @@ def loop(
         reader.pause()
         if evaluate is not None:
             evaluation = evaluated()
+        if saver is not None:
+            saved()
+            saver.finish()
     except BaseException as error:
         recorder.abandon(error)
         if saver is not None:
@@ -470,10 +473,6 @@ def loop(
         timeline=recorder.saved,
         per_s=reader.timed_units / reader.timed_s if reader.timed_s else None,
     )
-    if saver is not None:
-        emit("phase", name="saving")
-        saver.save({"data": {"state": source.state(step)}})
-        saver.finish()
     emit("end", ok=True, **asdict(outcome))
     for callback in callbacks:
         callback.end(job, outcome)

@@ -1,8 +1,8 @@
 """A signal that asks a run to end: noted while steps are made, answered between two of them, after a last checkpoint.
 
 Ranks may hear of it at different moments. Each that has heard says so in the store, with its step, and goes on; once
-all have, all stop one step behind the furthest. Nothing is asked of the store before a signal came. If the others
-don't hear of it in time, the rank that did ends as it would have without a checkpoint.
+all have, all stop one step behind the last step at which one heard. Nothing is asked of the store before a signal
+came. If the others don't hear of it in time, the rank that did ends as it would have without a checkpoint.
 """
 
 from __future__ import annotations
@@ -43,8 +43,11 @@ class StopRequest:
         """No more steps are made."""
         self.armed = False
 
-    def due(self, peers: World, step: int) -> bool:
-        """Whether to stop behind this step; at the same one on every rank."""
+    def due(self, peers: World, step: int, ahead: int = 0) -> bool:
+        """Whether to stop behind this step; at the same one on every rank.
+
+        `ahead`: how many steps one rank's host may be ahead of another's, where steps are queued on a device.
+        """
         if self.asked is None:
             return False
         if peers.store is None:
@@ -54,7 +57,7 @@ class StopRequest:
             peers.store.set(mine, str(step))
         everyone = [f"{self._place}/{rank}" for rank in range(peers.size)]
         if peers.store.check(everyone):
-            return step > max(int(peers.store.get(k)) for k in everyone)
+            return step > max(int(peers.store.get(k)) for k in everyone) + ahead
         if time.monotonic() - self._since > HEARD_WITHIN_S:
             raise self.asked
         return False

@@ -24,6 +24,9 @@ from typing import Any
 import pytest
 
 from laminar import events
+from laminar.checkpoint.history.references import list_refs
+from laminar.checkpoint.read.verify import verify_checkpoint
+from laminar.checkpoint.store.uri import open_store
 from laminar.cli import main
 from laminar.ir.plans.plan import Plan
 from laminar.launch.local import Launch
@@ -374,6 +377,18 @@ def test_a_signal_stops_all_ranks(folder: Path, number: int, group: bool, code: 
     assert len(steps_of(folder / "run/events.jsonl")) >= 5
     for line in (folder / "run/events.rank1.jsonl").read_text().splitlines():
         json.loads(line)
+
+
+def test_sigterm_ends_a_run_after_a_last_checkpoint(folder: Path) -> None:
+    """Of the step that is told, by all ranks: whoever resumes goes on from there."""
+    run = Run(folder, "good", "--workers", "2", "--steps", "100000", "--checkpoint", "saved", pause=0.02)
+    run.until_step(5)
+    os.kill(run.process.pid, signal.SIGTERM)
+    code, _, err = run.end()
+    assert code == 143 and "a checkpoint of step" in err, err
+    (ref,) = list_refs(open_store(folder / "saved")).refs
+    assert f"a checkpoint of step {ref.step} was saved" in err and f"after step {ref.step}" in err
+    assert verify_checkpoint(open_store(folder / "saved"), ref).ok
 
 
 @pytest.mark.slow

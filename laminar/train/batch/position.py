@@ -7,6 +7,7 @@ again from its beginning, and what had been seen is thrown away.
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -59,7 +60,7 @@ class DataPosition:
 
     def _remember(self, at: int, source: Any) -> None:
         if self.remembers and callable(getattr(source, "state_dict", None)) and hasattr(source, "load_state_dict"):
-            self._states[at] = source.state_dict()
+            self._states[at] = copy.deepcopy(source.state_dict())  # it may be the loader's own, which goes on
             while len(self._states) > REMEMBERED:
                 del self._states[next(iter(self._states))]
 

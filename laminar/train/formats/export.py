@@ -112,15 +112,17 @@ def export_source(
     for name in source.specs:
         first.setdefault(source.names.get(name, name) if isinstance(source, CheckpointSource) else name, name)
     files = planned_files([(n, source.specs[n]) for n in first.values()], file_bytes)
-    written = []
-    for file in files:
-        part = folder / f".{file.name}.part"
-        _append(part, [], file.header)
-        for name, spec in file.tensors:
-            told(name)
-            _append(part, [source.read(name, tuple(slice(0, n) for n in spec.shape))], b"")
-        written.append((part, folder / file.name))
-    _in_place(folder, files, written)
+    written = [(folder / f".{f.name}.part", folder / f.name) for f in files]
+    try:
+        for file, (part, _) in zip(files, written, strict=True):
+            _append(part, [], file.header)
+            for name, spec in file.tensors:
+                told(name)
+                _append(part, [source.read(name, tuple(slice(0, n) for n in spec.shape))], b"")
+        _in_place(folder, files, written)
+    finally:
+        for part, _ in written:
+            part.unlink(missing_ok=True)
     return [f.name for f in files]
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from torch import Tensor
 
 from laminar.checkpoint.format.block_grid import Slices
-from laminar.errors import StateError
+from laminar.errors import LaminarError, StateError
 from laminar.ir.tensor import TensorSpec
 from laminar.train.formats.open_source import open_source
 from laminar.train.formats.tensor_source import TensorSource
@@ -51,7 +51,7 @@ def load_weights(
             return source.read(of[slot], index)
 
         staged = list(stage_weights(job.state, of, read))
-    except StateError as error:
+    except (LaminarError, OSError) as error:
         mine = error
     said = next((s for s in job.peers.gather_objects(None if mine is None else str(mine)) if s), None)
     if mine is not None:

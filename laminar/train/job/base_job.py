@@ -217,6 +217,11 @@ class BaseJob:
             self._guard.take_off()
             self._guard = None
 
+    def _check_saves(self) -> None:
+        """Say what became of saves beside the steps, if one has failed."""
+        for saver in self.savers.values():
+            saver.check()
+
     def _refuse_released(self) -> None:
         if self._released:
             raise StateError("this job has given its model back", next="make a new job with laminar.parallelize")

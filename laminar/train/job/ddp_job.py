@@ -130,6 +130,7 @@ class DdpJob(BaseJob):
 
     def step(self, batch: Any) -> Result:
         """Train on one batch: the global one, or `Local(share)`."""
+        self._check_saves()
         return self._step(batch) if self.recorder.tape is None else self.recorder.step(self._step, batch)
 
     def _step(self, batch: Any) -> Result:

@@ -215,6 +215,7 @@ class Job(BaseJob):
     def step(self, batch: Any) -> Result:
         """Train on one batch: the global one, or `Local(share)`; `Sized` says how it is cut into micro-batches."""
         self._refuse_released()
+        self._check_saves()
         return self._step(batch) if self.recorder.tape is None else self.recorder.step(self._step, batch)
 
     def _step(self, batch: Any) -> Result:

@@ -173,6 +173,7 @@ class StagedJob(BaseJob):
     def step(self, batch: Any) -> Result:
         """Train on one global batch, or `Sized(batch, sizes)`: with micro-batches of so many samples."""
         self._refuse_released()
+        self._check_saves()
         return self._step(batch) if self.recorder.tape is None else self.recorder.step(self._step, batch)
 
     def _step(self, batch: Any) -> Result:

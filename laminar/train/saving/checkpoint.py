@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from laminar.checkpoint.format.manifest import Manifest
 from laminar.checkpoint.history.checkpoint_name import CheckpointName
 from laminar.checkpoint.history.references import CheckpointRef, last_sequence, list_refs
 from laminar.checkpoint.history.retention import Keep
-from laminar.checkpoint.read.state_reader import StateReader
 from laminar.checkpoint.read.verify import shun_damaged
 from laminar.checkpoint.store.protocol import Store
 from laminar.checkpoint.store.uri import open_store
@@ -52,10 +51,13 @@ def saver_for(job: HasState, uri: str | os.PathLike[str], keep: str = "") -> Sav
     name = CheckpointName.parse(uri)
     if name.step is not None:
         raise StateError(f"{uri} is one checkpoint; a job is saved in a store", next=f"save in {name.store}")
-    saver: Saver | None = job.savers.get(name.store)
+    saver: Saver | None = job.savers.get(_place(name))
     if saver is None or name.run not in ("", saver.run):
         run = _agreed(job, lambda: _new_run(name))
-        saver = job.savers[name.store] = Saver(job, open_store(name.store), run)
+        if saver is not None:
+            saver.finish()
+            saver.close()
+        saver = job.savers[_place(name)] = Saver(job, open_store(name.store), run)
     if keep:
         saver.keep = Keep.parse(keep)
     return saver
@@ -69,29 +71,41 @@ def resume(
     if "://" not in name.store and is_legacy(Path(name.store)):
         resume_legacy(job, Path(name.store), scheduler)
         return {}
-    mine = job.savers.get(name.store)
+    mine = job.savers.get(_place(name))
+    if mine is not None:
+        mine.settle()  # or it would take the next number of its run later
     if mine is not None and not name.run:
         name = replace(name, run=mine.run)
     refs = _agreed(job, name.all_meant)
-    manifest, ref = _first_whole(job, open_store(name.store), refs)
-    again = lr_schedulers.restore if scheduler is None else lr_schedulers.restore_named
+    schedulers = lr_schedulers.attached(job.state.optimizer, scheduler)
+    named = scheduler is not None
+
+    def fits(about: Mapping[str, Any]) -> None:
+        lr_schedulers.refuse_other(schedulers, about.get("schedulers", []), name.store, named)
+
+    manifest, ref = _first_whole(job, open_store(name.store), refs, fits)
+    again = lr_schedulers.restore_named if named else lr_schedulers.restore
     about = manifest.about
-    again(lr_schedulers.attached(job.state.optimizer, scheduler), about.get("schedulers", []), name.store)
+    again(schedulers, about.get("schedulers", []), name.store)
     if generators and about.get("generators"):
         restore_generators(of_rank(about["generators"], job.peers.rank, job.peers.size))
     last = _agreed(job, lambda: last_sequence(open_store(name.store), ref.run))
-    saver = job.savers[name.store] = Saver(job, open_store(name.store), ref.run, last)
-    saver.parent = ref.manifest
+    saver: Saver | None = job.savers.get(_place(name))
+    if saver is None:
+        saver = job.savers[_place(name)] = Saver(job, open_store(name.store), ref.run)
+    saver.go_on(ref, last)
     emit("resumed", step=ref.step, run=ref.run, root=ref.root)
     return about
 
 
-def _first_whole(job: HasState, store: Store, refs: Sequence[CheckpointRef]) -> tuple[Manifest, CheckpointRef]:
+def _first_whole(
+    job: HasState, store: Store, refs: Sequence[CheckpointRef], fits: Callable[[Mapping[str, Any]], None]
+) -> tuple[Manifest, CheckpointRef]:
     """Go on from the first of these that is whole, newest first."""
     damaged: CheckpointError | None = None
     for ref in refs:
         try:
-            manifest = resume_from(job, StateReader(store, ref))
+            manifest = resume_from(job, store, ref, fits)
         except StorageError:
             raise
         except CheckpointError as error:
@@ -105,6 +119,11 @@ def _first_whole(job: HasState, store: Store, refs: Sequence[CheckpointRef]) -> 
     raise CheckpointError(
         f"no checkpoint of {refs[0].run} in {store.uri} is whole", last=damaged.what, next="laminar checkpoint verify"
     ) from damaged
+
+
+def _place(name: CheckpointName) -> str:
+    """A store's name, the same however its folder is written."""
+    return name.store if "://" in name.store else os.path.abspath(name.store)
 
 
 def _new_run(name: CheckpointName) -> str:
@@ -126,7 +145,7 @@ def _agreed(job: HasState, ask: Any) -> Any:
     if job.peers.rank == 0:
         try:
             found = ask()
-        except (StateError, CheckpointError) as refused:
+        except Exception as refused:  # the others wait to hear of it
             error = refused
     said = job.peers.gather_objects((found, None if error is None else (type(error).__name__, str(error))))
     if error is not None:

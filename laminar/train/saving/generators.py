@@ -75,6 +75,16 @@ def of_rank(given: Mapping[str, Any], rank: int, world: int) -> Any:
         raise StateError(f"the checkpoint's random generators make no sense: {error!r}") from error
 
 
+def state_of_rank(given: Any, rank: int, world: int) -> Any:
+    """A rank's own state of something that each rank has one of; nothing if the ranks are others, and had different
+    ones.
+    """
+    if not isinstance(given, Mapping) or "of_rank" not in given:
+        return None
+    several = len(given["states"]) > 1
+    return None if several and len(given["of_rank"]) != world else of_rank(given, rank, world)
+
+
 def _packed(words: Any) -> str:
     return np.asarray(words, dtype="<u4").tobytes().hex()
 

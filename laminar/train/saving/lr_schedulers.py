@@ -42,33 +42,38 @@ def states(schedulers: Sequence[Any]) -> list[dict[str, Any]]:
     return [{"class": type(s).__name__, "state": _plain(s.state_dict())} for s in schedulers]
 
 
-def restore(schedulers: Sequence[Any], kept: Sequence[dict[str, Any]], where: Any) -> None:
-    """Put schedulers where those of a checkpoint stood, one by one in order of their classes."""
-    if not kept:
-        return
-    if not schedulers:
-        warnings.warn(
-            f"{where} holds the state of a {kept[0]['class']} and the optimizer has no scheduler: make it before"
-            " resume, or with last_epoch=job.steps - 1",
-            stacklevel=5,
-        )
+def refuse_other(schedulers: Sequence[Any], kept: Sequence[dict[str, Any]], where: Any, named: bool) -> None:
+    """Refuse schedulers that are not a checkpoint's, by their classes, or by their number where they are named."""
+    if named and len(schedulers) != len(kept):
+        raise StateError(f"{where} holds {len(kept)} schedulers, {len(schedulers)} are named")
+    if named or not kept or not schedulers:
         return
     mine, theirs = Counter(type(s).__name__ for s in schedulers), Counter(k["class"] for k in kept)
     if mine != theirs or max(theirs.values()) > 1:
         raise StateError(
             f"{where} was saved with {_names(theirs)}, and this optimizer has {_names(mine)}",
-            next="name them in both: job.save(directory, scheduler=[...]), job.resume(directory, scheduler=[...])"
+            next="name them in both: job.save(store, scheduler=[...]), job.resume(store, scheduler=[...])"
             if mine == theirs
             else "make the same scheduler as before, or forget the one that is not wanted",
         )
-    for s in schedulers:
+
+
+def restore(schedulers: Sequence[Any], kept: Sequence[dict[str, Any]], where: Any) -> None:
+    """Put schedulers where those of a checkpoint stood, one by one in order of their classes."""
+    refuse_other(schedulers, kept, where, False)
+    if kept and not schedulers:
+        warnings.warn(
+            f"{where} holds the state of a {kept[0]['class']} and the optimizer has no scheduler: make it before"
+            " resume, or with last_epoch=job.steps - 1",
+            stacklevel=5,
+        )
+    for s in schedulers if kept else ():
         s.load_state_dict(_back(next(k["state"] for k in kept if k["class"] == type(s).__name__)))
 
 
 def restore_named(schedulers: Sequence[Any], kept: Sequence[dict[str, Any]], where: Any) -> None:
     """The same for schedulers that were named: in the order in which they were saved."""
-    if len(schedulers) != len(kept):
-        raise StateError(f"{where} holds {len(kept)} schedulers, {len(schedulers)} are named")
+    refuse_other(schedulers, kept, where, True)
     for s, k in zip(schedulers, kept, strict=True):
         s.load_state_dict(_back(k["state"]))
 

@@ -8,7 +8,7 @@ hash. Only when all ranks have all they need is any of it put in place.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -20,8 +20,10 @@ from laminar.capture.ops.torch_ops import DTYPES
 from laminar.checkpoint.format.block_grid import Slices
 from laminar.checkpoint.format.manifest import Manifest
 from laminar.checkpoint.format.state_record import TensorKey, TensorRecord
+from laminar.checkpoint.history.references import CheckpointRef
 from laminar.checkpoint.read.state_reader import StateReader
-from laminar.errors import CheckpointError, LaminarError, StateError
+from laminar.checkpoint.store.protocol import Store
+from laminar.errors import CheckpointError, StateError, StorageError
 from laminar.train.optimizer.entry_check import expected_entries, wrong_entries
 from laminar.train.protocol import HasState
 from laminar.train.saving.scalars import OptimizerGroup, read_scalars, take_scalars
@@ -79,7 +81,8 @@ class CheckpointOfJob:
         mine = {self._key(name): spec for name, spec in state.specs.items()}
         loose = set(self.manifest.about.get("attributes", ()))
         plain = {s.name for s in state.slots if s.plain} | (set(state.specs) - {s.name for s in state.slots})
-        missing = [k for k in mine if k not in there and k.name not in plain]
+        empty = {n for n, spec in state.specs.items() if not spec.numel}
+        missing = [k for k in mine if k not in there and k.name not in plain | empty]
         theirs = [k for k in there if k.kind in ("parameter", "buffer")]
         unexpected = [k for k in theirs if k not in mine and k.name not in loose]
         shapes = [
@@ -95,7 +98,8 @@ class CheckpointOfJob:
                 unexpected=_some([k.name for k in unexpected]),
                 next="make the model as it was, or take what fits: job.load_weights(path, strict=False)",
             )
-        odd = [k.name for k in theirs if k not in mine] + [k.name for k in mine if k not in there]
+        odd = [k.name for k in theirs if k not in mine]
+        odd += [k.name for k in mine if k not in there and k.name not in empty]
         if odd:
             said = f"plain attributes that are in the checkpoint or in the model alone are left alone: {_some(odd)}"
             logging.getLogger("laminar").warning(said)
@@ -132,9 +136,12 @@ class CheckpointOfJob:
         boxes = list(stage_weights(state, names, lambda name, index: self._box(self._key(name), index)))
         averages = None
         if state.ema_decay is not None:
-            kept = [TensorKey("average", k.name) for k in state.averaged]
-            if all(k in self.manifest.state.by_key for k in kept):
-                averages = list(stage_averages(state, lambda n, index: self._box(TensorKey("average", n), index)))
+            there = {k.name for k in self.manifest.state.by_key if k.kind == "average"}
+            averages = list(stage_averages(state, there, lambda n, index: self._box(TensorKey("average", n), index)))
+            anew = [k.name for k in state.averaged if k.name not in there]
+            if anew:
+                said = f"averages that the checkpoint does not have begin from the weights: {_some(anew)}"
+                logging.getLogger("laminar").warning(said)
         loaded = _Loaded(groups, boxes, averages)
         for group in groups:
             for name in group.names:
@@ -174,28 +181,41 @@ class CheckpointOfJob:
         state.tracked.note()
 
 
-def resume_from(job: HasState, reader: StateReader) -> Manifest:
-    """Go on from a checkpoint; every rank calls this, with the same one. What is beside the state is the caller's."""
-    about = reader.manifest.about
-    job.refuse_saved(about.get("exact"))
-    checkpoint = CheckpointOfJob(job.state, reader)
-    failed: LaminarError | None = None
-    loaded = None
+def resume_from(job: HasState, store: Store, ref: CheckpointRef, fits: Callable[[Mapping[str, Any]], None]) -> Manifest:
+    """Go on from a checkpoint; every rank calls this, with the same one, and all of them do or none does.
+
+    `fits` refuses what is beside the state, before anything changes.
+    """
+    checkpoint, loaded = None, None
+    failed: Exception | None = None
     try:
+        reader = StateReader(store, ref)
+        job.refuse_saved(reader.manifest.about.get("exact"))
+        fits(reader.manifest.about)
+        checkpoint = CheckpointOfJob(job.state, reader)
         loaded = checkpoint.read()
-    except LaminarError as error:
+    except Exception as error:  # whatever it is, the other ranks wait to hear of it
         failed = error
-    said = job.peers.gather_objects(None if failed is None else (isinstance(failed, CheckpointError), str(failed)))
-    others = [s for s in said if s is not None]
-    if others and not all(damaged for damaged, _ in others):
-        if failed is not None and not isinstance(failed, CheckpointError):
+    said = job.peers.gather_objects(None if failed is None else (_kind(failed), str(failed)))
+    worst = min((s for s in said if s is not None), default=None, key=lambda s: FAILURE_KINDS.index(s[0]))
+    if worst is not None:
+        if failed is not None and _kind(failed) == worst[0]:
             raise failed
-        raise StateError(f"another rank could not go on: {next(text for damaged, text in others if not damaged)}")
-    if others:
-        raise failed if failed is not None else CheckpointError(f"on another rank: {others[0][1]}")
-    assert loaded is not None
+        what = f"on another rank: {worst[1]}"
+        raise {"other": StateError, "storage": StorageError, "damaged": CheckpointError}[worst[0]](what)
+    assert checkpoint is not None and loaded is not None
     checkpoint.put(loaded)
-    return reader.manifest
+    return checkpoint.manifest
+
+
+FAILURE_KINDS = ("other", "storage", "damaged")
+"""Why a checkpoint is not gone on from; the first of several counts. Only after damage an earlier one is tried."""
+
+
+def _kind(error: Exception) -> str:
+    if isinstance(error, StorageError):
+        return "storage"
+    return "damaged" if isinstance(error, CheckpointError) else "other"
 
 
 def _some(items: list[str]) -> str:

@@ -15,9 +15,12 @@ changes the save is refused; `job.save` waits, and has no such moment.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -77,7 +80,13 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._stalled_s = 0.0
+        self.joins_at_exit = False
         job.peers.open.add(self)
+
+    def go_on(self, ref: CheckpointRef, sequence: int) -> None:
+        """From another checkpoint, whose run has checkpoints up to number `sequence`."""
+        self._join()
+        self.run, self.sequence, self.parent, self._bases = ref.run, sequence, ref.manifest, {}
 
     def save(self, about: dict[str, Any] | None = None, scheduler: Any = None) -> None:
         """Save the job as it is now, beside the steps to come; first waits for the save before."""
@@ -87,7 +96,7 @@ class Saver:
         job = self.job
         shards = list(job.state.shards())
         plan = job.planner.plan(shards)
-        snapshot = self._memory_for(plan)
+        snapshot = self._memory_on_all(plan)
         scalars = scalars_of(job.state, job.gather.notes)
         beside = {**about_run(job, scheduler), **(about or {})}
         snapshot.copy(shards, buffers=True)
@@ -107,31 +116,46 @@ class Saver:
 
         self._stalled_s = time.perf_counter() - begun
         if job.peers.device.type == "cpu":
-            job.state.being_copied = lambda: self._waits(copied)
+            job.state.wait_for_copies.append(lambda: self._waits(copied))
         else:
             copy()
         work = _Work(self, snapshot, plan, scalars, beside, job.state.steps, begun)
         first = None if copied.is_set() else copy
         self._thread = threading.Thread(target=work.run, args=(first, wrong), name="laminar saver")
         self._thread.start()
+        _join_before_exit(self)
 
     def _waits(self, copied: threading.Event) -> None:
         begun = time.perf_counter()
         copied.wait()
         self._stalled_s += time.perf_counter() - begun
 
+    def _memory_on_all(self, plan: SnapshotPlan) -> Snapshot:
+        """Memory for the blocks of this rank; if one rank can't have it, all of them say so."""
+        made, said = None, ""
+        try:
+            made = self._memory_for(plan)
+        except Exception as error:
+            said = f"rank {self.job.peers.rank} has no room for its part: {error}"
+        failed = next((text for text in self.job.peers.gather_objects(said) if text), "")
+        if made is None or failed:
+            raise self._failed(failed)
+        return made
+
     def _memory_for(self, plan: SnapshotPlan) -> Snapshot:
         if self._snapshot is None or self._snapshot.plan is not plan:
             self._snapshot = None
             if self.sink is None:
                 self.sink = sink_for(self.store, plan.nbytes, self.compress)
+                weakref.finalize(self, self.sink.close)  # a job that nobody closes leaves no process behind
             self._snapshot = Snapshot(plan, self.job.peers, self.sink.room(plan.nbytes))
         return self._snapshot
 
     def renew(self) -> None:
         """The next save has a writer of its own: the last one failed, and the process that writes may have died."""
-        if self.sink is not None:
-            self.sink.close()
+        with contextlib.suppress(Exception):
+            if self.sink is not None:
+                self.sink.close()
         self.sink = self._snapshot = None
 
     # --- the end of a save
@@ -146,6 +170,10 @@ class Saver:
         return StateError(
             f"a checkpoint could not be saved in {self.store.uri}: {said}", next="see to that, then resume"
         )
+
+    def settle(self) -> None:
+        """Wait until no save is under way; what became of the last one is told by `check`."""
+        self._join()
 
     def _join(self) -> None:
         if self._thread is not None:
@@ -169,11 +197,26 @@ class Saver:
     def close(self) -> None:
         """End with the world: what is under way is waited for."""
         self._join()
-        self._snapshot = None
-        if self.sink is not None:
-            self.sink.close()
+        if self._error is not None:
+            logging.getLogger("laminar").warning(str(self._failed(str(self._error))))
+        self.renew()
         self.job.peers.leave_group(self._group)
         self._group = None
+
+
+def _join_before_exit(saver: Saver) -> None:
+    """A script that ends behind a save waits for it, while threads may still be started: later none may."""
+    there = weakref.ref(saver)
+
+    def join() -> None:
+        found = there()
+        if found is not None:
+            found.settle()
+
+    if not saver.joins_at_exit and hasattr(threading, "_register_atexit"):
+        saver.joins_at_exit = True
+        with contextlib.suppress(RuntimeError):  # the interpreter is on its way out already
+            threading._register_atexit(join)
 
 
 @dataclass
@@ -196,11 +239,11 @@ class _Work:
                 copy()
             saver.last = self._saved(wrong)
             ref = saver.last.ref
-            saver.sequence, saver.parent = ref.sequence, ref.manifest
             self._dropped()
             emit("checkpoint", step=ref.step, run=ref.run, root=ref.root, **_numbers(saver.last))
         except Exception as error:
             saver._error = error
+            emit("save failed", step=self.step, store=saver.store.uri, said=str(error))
             saver.renew()
 
     def _saved(self, wrong: list[str]) -> SavedCheckpoint:
@@ -220,7 +263,8 @@ class _Work:
             everyone = self._told(hashes, wrong[0] if wrong else "")
             ref = self._committed(sink, everyone)
         finally:
-            sink.end()
+            with contextlib.suppress(CheckpointError):  # of what was committed nothing is lost with it
+                sink.end()
         self._remember(hashes)
         return SavedCheckpoint(ref, written, saver._stalled_s, time.perf_counter() - self.begun)
 
@@ -279,7 +323,9 @@ class _Work:
         found = json.loads(first_text(said, saver.job.peers, saver._group))
         if "failed" in found:
             raise StateError(found["failed"])
-        return CheckpointRef(*found["ref"])
+        ref = CheckpointRef(*found["ref"])
+        saver.sequence, saver.parent = ref.sequence, ref.manifest
+        return ref
 
 
 def _versions(shards: Sequence[StateShard]) -> int:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from laminar.errors import StateError
@@ -98,7 +99,9 @@ def _compare_groups(state: JobState, groups: Sequence[OptimizerGroup]) -> None:
             given=_groups_said([g.names for g in groups]),
         )
     for i, (group, theirs) in enumerate(zip(state.optimizer.param_groups, groups, strict=True)):
-        missing = [k for k in state.optimizer.defaults if k in group and k not in (*LEFT_OUT, *theirs.options)]
+        known = {*LEFT_OUT, *theirs.options}
+        mine = (k for k in state.optimizer.defaults if k in group and _can_be_kept(group[k]))
+        missing = [k for k in mine if k not in known]
         if missing:
             raise StateError(
                 f"the optimizer state in the checkpoint is not that of this {type(state.optimizer).__name__}",
@@ -131,8 +134,8 @@ def _groups_said(groups: Sequence[Sequence[str]]) -> str:
 
 
 def _can_be_kept(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return value.numel() <= 1
+    if isinstance(value, Tensor | np.generic):
+        return value.size == 1 if isinstance(value, np.generic) else value.numel() == 1
     if isinstance(value, list | tuple):
         return all(_can_be_kept(v) for v in value)
     try:
@@ -144,7 +147,7 @@ def _can_be_kept(value: Any) -> bool:
 
 def _plain(value: Any) -> Any:
     """As canonical JSON holds it: floats by their bits, so that none is rounded and infinities have a name."""
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor | np.generic):
         value = value.item()
     if isinstance(value, float):
         return {"float": value.hex()}

@@ -6,7 +6,7 @@ what it needs and no more, whatever the layout, and a file that ends in the midd
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -75,9 +75,11 @@ def stage_weights(state: JobState, names: Iterable[str], read: Callable[[str, Sl
             yield from _stage(state, shape, k.state_nd, k.owned.detach(), partial(read, name))
 
 
-def stage_averages(state: JobState, read: Callable[[str, Slices], Tensor]) -> Iterator[StagedBox]:
-    """The moving averages that are owned here."""
-    for k in state.averaged:
+def stage_averages(
+    state: JobState, names: Collection[str], read: Callable[[str, Slices], Tensor]
+) -> Iterator[StagedBox]:
+    """The moving averages of these parameters that are owned here."""
+    for k in (k for k in state.averaged if k.name in names):
         yield from _stage(state, k.spec.shape, k.state_nd, state.ema[k.name], partial(read, k.name))
 
 

@@ -188,14 +188,13 @@ class JobState:
         self.ema = {k.name: k.owned.detach().float().clone() for k in self.averaged} if ema is not None else {}
         """What this rank owns of the weights' moving average."""
         self._copy: nn.Module | None = None
-        self.being_copied: Callable[[], None] | None = None
-        """Waits for somebody who copies weights and optimizer state beside the steps; nothing: nobody does."""
+        self.wait_for_copies: list[Callable[[], None]] = []
+        """One for each snapshot that is copying weights and optimizer state beside the steps: waits until it has."""
 
     def about_to_change(self) -> None:
         """Whoever changes weights or optimizer state calls this first: a snapshot may still be copying them."""
-        if self.being_copied is not None:
-            waits, self.being_copied = self.being_copied, None
-            waits()
+        while self.wait_for_copies:
+            self.wait_for_copies.pop()()
 
     # --- what is here --------------------------------------------------------------------------------
 
