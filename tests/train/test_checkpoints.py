@@ -77,7 +77,7 @@ def plain_weights() -> dict[str, torch.Tensor]:
     return model.state_dict()
 
 
-@pytest.mark.parametrize("plan", LAYOUTS)
+@pytest.mark.parametrize("plan", ["zero3", *(pytest.param(p, marks=pytest.mark.slow) for p in LAYOUTS if p != "zero3")])
 def test_a_checkpoint_of_any_layout_loads_into_any_other(plan: str, two: Ranks, three: Ranks, tmp_path: Path) -> None:
     """One root: the job's own, the checkpoint's, and of every job that has resumed from it."""
     roots = {root for pair in two.run(_saved, plan, str(tmp_path)) for root in pair}

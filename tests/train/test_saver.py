@@ -184,7 +184,7 @@ def _in_processes(where: str, plan: str) -> list[str]:
         block_sink.PROCESS_FROM_BYTES = 32 << 20
 
 
-@pytest.mark.parametrize("plan", ["data", "tensor"])
+@pytest.mark.parametrize("plan", [pytest.param("data", marks=pytest.mark.slow), "tensor"])
 def test_a_process_writes_and_may_die(plan: str, two: Ranks, tmp_path: Path) -> None:
     """Nothing that was committed is lost with it, ranks agree that the save has failed, the next one has another."""
     one, other = two.run(_in_processes, str(tmp_path), plan)
