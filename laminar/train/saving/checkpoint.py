@@ -81,7 +81,7 @@ def resume(
     named = scheduler is not None
 
     def fits(about: Mapping[str, Any]) -> None:
-        lr_schedulers.refuse_other(schedulers, about.get("schedulers", []), name.store, named)
+        lr_schedulers.refuse_other_schedulers(schedulers, about.get("schedulers", []), name.store, named)
 
     manifest, ref = _first_whole(job, open_store(name.store), refs, fits)
     again = lr_schedulers.restore_named if named else lr_schedulers.restore

@@ -42,7 +42,7 @@ def states(schedulers: Sequence[Any]) -> list[dict[str, Any]]:
     return [{"class": type(s).__name__, "state": _plain(s.state_dict())} for s in schedulers]
 
 
-def refuse_other(schedulers: Sequence[Any], kept: Sequence[dict[str, Any]], where: Any, named: bool) -> None:
+def refuse_other_schedulers(schedulers: Sequence[Any], kept: Sequence[dict[str, Any]], where: Any, named: bool) -> None:
     """Refuse schedulers that are not a checkpoint's, by their classes, or by their number where they are named."""
     if named and len(schedulers) != len(kept):
         raise StateError(f"{where} holds {len(kept)} schedulers, {len(schedulers)} are named")
@@ -60,7 +60,7 @@ def refuse_other(schedulers: Sequence[Any], kept: Sequence[dict[str, Any]], wher
 
 def restore(schedulers: Sequence[Any], kept: Sequence[dict[str, Any]], where: Any) -> None:
     """Put schedulers where those of a checkpoint stood, one by one in order of their classes."""
-    refuse_other(schedulers, kept, where, False)
+    refuse_other_schedulers(schedulers, kept, where, False)
     if kept and not schedulers:
         warnings.warn(
             f"{where} holds the state of a {kept[0]['class']} and the optimizer has no scheduler: make it before"
@@ -73,7 +73,7 @@ def restore(schedulers: Sequence[Any], kept: Sequence[dict[str, Any]], where: An
 
 def restore_named(schedulers: Sequence[Any], kept: Sequence[dict[str, Any]], where: Any) -> None:
     """The same for schedulers that were named: in the order in which they were saved."""
-    refuse_other(schedulers, kept, where, True)
+    refuse_other_schedulers(schedulers, kept, where, True)
     for s, k in zip(schedulers, kept, strict=True):
         s.load_state_dict(_back(k["state"]))
 
